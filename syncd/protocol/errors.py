@@ -1,0 +1,118 @@
+"""The error tree: everything that syncd raises on purpose.
+
+::
+
+    SyncdError                     1   base of all; never raised itself
+    ├── InvalidSettingsError       2   an option, a name or a folder that cannot be used
+    ├── ProtocolMismatchError      3   a record written by another protocol version, or unreadable
+    ├── CheckpointError            4   a save that can never be published as it is: quarantined
+    │   ├── ShardFormatError       4   a file that is not what torch.save writes, or asks for code
+    │   ├── PlacementError         4   a placement or mesh that we do not know how to merge
+    │   └── CoverageError          4   pieces that overlap, leave gaps, or disagree
+    ├── SaveNotReadyError          5   a save that is not whole yet, or changed under us: look again
+    ├── VersionGoneError           6   a version that was retired before it could be leased
+    ├── VerificationError          7   a version whose bytes are not what its manifest says
+    ├── EngineMismatchError        8   weights that do not fit the engine: names, shapes, dtypes
+    ├── WaitTimeoutError           9   nothing newer came in time
+    ├── SupersededError           10   another daemon has taken over; stand by
+    ├── JobUnavailableError       11   the job folder cannot be used now (missing, unmounted, busy)
+    ├── CancelledError            12   asked to stop in the middle of something
+    └── SaveFailedError           13   a trainer's save that did not become whole
+
+The number is the exit code of a command that ends with that error. Messages say what happened, to
+which file, and what to do.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SyncdError(Exception):
+    """Raised as one of its subclasses; catch it to catch everything that syncd raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InvalidSettingsError(SyncdError):
+    """Raised when an option, a name or a folder given by the user cannot be used."""
+
+    exit_code = 2
+
+
+class ProtocolMismatchError(SyncdError):
+    """Raised when a record was written by another version of the protocol, or cannot be read."""
+
+    exit_code = 3
+
+
+class CheckpointError(SyncdError):
+    """Raised when a save can never be published as it is; the daemon quarantines it."""
+
+    exit_code = 4
+
+
+class ShardFormatError(CheckpointError):
+    """Raised when a file is not what ``torch.save`` writes, or its pickle asks for code to run."""
+
+
+class PlacementError(CheckpointError):
+    """Raised when a tensor has a placement or a mesh that cannot be merged."""
+
+
+class CoverageError(CheckpointError):
+    """Raised when the pieces of a tensor overlap, leave gaps, or disagree on shape or dtype."""
+
+
+class SaveNotReadyError(SyncdError):
+    """Raised when a save is not whole yet, or changed while it was read: look again later."""
+
+    exit_code = 5
+
+
+class VersionGoneError(SyncdError):
+    """Raised when a version was retired before it could be leased: take the newer one."""
+
+    exit_code = 6
+
+
+class VerificationError(SyncdError):
+    """Raised when a version's files are not what its manifest says."""
+
+    exit_code = 7
+
+
+class EngineMismatchError(SyncdError):
+    """Raised when a version's tensors do not fit the engine; the engine is untouched."""
+
+    exit_code = 8
+
+
+class WaitTimeoutError(SyncdError):
+    """Raised when nothing newer was published within the time given."""
+
+    exit_code = 9
+
+
+class SupersededError(SyncdError):
+    """Raised when another daemon has taken over this job; this one has changed nothing since."""
+
+    exit_code = 10
+
+
+class JobUnavailableError(SyncdError):
+    """Raised when a job folder cannot be used now: missing, unmounted, or busy."""
+
+    exit_code = 11
+
+
+class CancelledError(SyncdError):
+    """Raised when the caller asked to stop in the middle of something; nothing was committed."""
+
+    exit_code = 12
+
+
+class SaveFailedError(SyncdError):
+    """Raised when a trainer's save did not become whole; the version before it stays."""
+
+    exit_code = 13

@@ -1,0 +1,243 @@
+"""Every path and every name of the on-disk protocol. Pure: nothing here touches the disk.
+
+The picture of a job directory is in ``docs/protocol.md``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.errors import InvalidSettingsError
+
+STATE_POINTER: Final = "latest_state_dict_iteration.txt"
+CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
+
+SAVING: Final = ".saving"
+FULL: Final = ".full_checkpoint"
+RETIRED: Final = ".retired"
+RECEIPTS: Final = ".receipts"
+FULL_STATE_DICT: Final = "model.safetensors"
+HUGGINGFACE: Final = "huggingface"
+FSDP_CONFIG: Final = "fsdp_config.json"
+MANIFEST: Final = "manifest.json"
+#: A file under this prefix is being written; it is garbage until it is renamed.
+TEMPORARY: Final = ".tmp-"
+
+_STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
+_VERSION = re.compile(r"v([0-9]{6,18})", re.ASCII)
+_SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII)
+_POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
+#: What a step folder must not hold, for the pruner: it could be resumed from, or is not ours.
+_RESUMABLE = re.compile(r"(optim|extra_state)_.*", re.ASCII | re.DOTALL)
+
+
+def step_folder(step: int) -> str:
+    """The name of a step's folder, e.g. ``global_step_17``."""
+    return f"global_step_{step}"
+
+
+def parse_step_folder(name: str) -> int | None:
+    """The step that a folder's name says, or None where it is not a step folder."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def version_folder(sequence: int) -> str:
+    """The name of a version's folder, e.g. ``v000017``."""
+    return f"v{sequence:06d}"
+
+
+def parse_version_folder(name: str) -> int | None:
+    """The sequence that a folder's name says, or None where it is not a version folder."""
+    match = _VERSION.fullmatch(name)
+    return int(match[1]) if match and version_folder(int(match[1])) == name else None
+
+
+def shard_name(world_size: int, rank: int) -> str:
+    """The name of a rank's model shard, as verl and Trinity-RFT write it."""
+    return f"model_world_size_{world_size}_rank_{rank}.pt"
+
+
+def optimizer_name(world_size: int, rank: int) -> str:
+    """The name of a rank's optimizer state."""
+    return f"optim_world_size_{world_size}_rank_{rank}.pt"
+
+
+def extra_state_name(world_size: int, rank: int) -> str:
+    """The name of a rank's extra state: scheduler and random number generators."""
+    return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
+
+
+def parse_shard_name(name: str) -> tuple[int, int] | None:
+    """``(world_size, rank)`` of a model shard's name, or None where it is not one."""
+    match = _SHARD.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def receipt_name(rank: int) -> str:
+    """The name of a rank's receipt inside ``.receipts/``."""
+    return f"rank_{rank}.json"
+
+
+def is_resumable_state(name: str) -> bool:
+    """Whether a file of an ``actor/`` folder makes the step one that can be resumed from."""
+    return _RESUMABLE.fullmatch(name) is not None
+
+
+def parse_pointer(content: bytes) -> int | None:
+    """The step that a pointer file names, or None where it is empty or torn.
+
+    A negative number is returned as it is: it says that there is no step yet.
+    """
+    match = _POINTER.fullmatch(content)
+    return int(match[1]) if match else None
+
+
+def checked_name(name: str, what: str) -> str:
+    """The name itself, where it can stand in a file name.
+
+    Raises:
+        InvalidSettingsError: it has other characters than ASCII letters, digits, ``_`` and ``-``,
+            starts with ``-``, is empty, or is longer than 64.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidSettingsError(
+            f"{what} {name!r} cannot be part of a file name: use 1 to 64 ASCII letters, digits, "
+            "'_' or '-', and do not begin with '-'"
+        )
+    return name
+
+
+def lease_marker(name: str, session: str) -> str:
+    """The name of an explorer's lease: its own name and its session, with a dot between them."""
+    return f"{name}.{session}"
+
+
+def parse_lease_marker(marker: str) -> tuple[str, str] | None:
+    """``(name, session)`` of a lease's file name, or None where it is not one of ours."""
+    name, dot, session = marker.partition(".")
+    return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
+
+
+@dataclass(frozen=True, slots=True)
+class JobLayout:
+    """The paths of one job directory.
+
+    Attributes:
+        root: the job directory, where the trainers write.
+    """
+
+    root: Path
+
+    def step(self, step: int) -> Path:
+        """``global_step_N``."""
+        return self.root / step_folder(step)
+
+    def actor(self, step: int) -> Path:
+        """``global_step_N/actor``, where the model's shards are."""
+        return self.step(step) / "actor"
+
+    @property
+    def state_pointer(self) -> Path:
+        """The pointer to the newest step whose weights are whole."""
+        return self.root / STATE_POINTER
+
+    @property
+    def checkpoint_pointer(self) -> Path:
+        """The pointer to the newest step that can be resumed from."""
+        return self.root / CHECKPOINT_POINTER
+
+    @property
+    def published(self) -> Path:
+        """The folder of all versions."""
+        return self.root / "published"
+
+    def version(self, sequence: int) -> Path:
+        """``published/v000017``: one immutable version."""
+        return self.published / version_folder(sequence)
+
+    @property
+    def state(self) -> Path:
+        """``.syncd``: everything of ours that is not a version."""
+        return self.root / ".syncd"
+
+    @property
+    def format(self) -> Path:
+        """Protocol version and lease time of this job, written once."""
+        return self.state / "format.json"
+
+    @property
+    def latest(self) -> Path:
+        """``LATEST``: which version explorers should serve."""
+        return self.state / "LATEST"
+
+    @property
+    def epochs(self) -> Path:
+        """The rooms of the daemons, one a take-over."""
+        return self.state / "epoch"
+
+    @property
+    def daemon_lock(self) -> Path:
+        """Who should be working."""
+        return self.state / "daemon.lock"
+
+    @property
+    def publish_lock(self) -> Path:
+        """A new version is on its way."""
+        return self.state / "publish.lock"
+
+    @property
+    def daemon_report(self) -> Path:
+        """Heartbeat and state of the daemon, for ``syncd status``."""
+        return self.state / "daemon.json"
+
+    @property
+    def saves(self) -> Path:
+        """What became of each save: published, skipped or quarantined."""
+        return self.state / "saves.json"
+
+    @property
+    def audit(self) -> Path:
+        """One line for every deletion."""
+        return self.state / "audit.jsonl"
+
+    @property
+    def leases(self) -> Path:
+        """The lease folders of all versions."""
+        return self.state / "leases"
+
+    def lease_folder(self, sequence: int) -> Path:
+        """The folder in which a version is leased; only the publisher makes it."""
+        return self.leases / version_folder(sequence)
+
+    @property
+    def sessions(self) -> Path:
+        """One heartbeat per process."""
+        return self.state / "sessions"
+
+    def session(self, session: str) -> Path:
+        """A process's heartbeat."""
+        return self.sessions / f"{session}.lock"
+
+    @property
+    def explorers(self) -> Path:
+        """What each explorer says about itself."""
+        return self.state / "explorers"
+
+    def explorer(self, name: str) -> Path:
+        """What one explorer says about itself."""
+        return self.explorers / f"{name}.json"
+
+    @property
+    def trainer_report(self) -> Path:
+        """What the trainer says about itself."""
+        return self.state / "trainer.json"
+
+    @property
+    def quarantine(self) -> Path:
+        """Why a save could not be published, one file a save."""
+        return self.state / "quarantine"

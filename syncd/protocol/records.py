@@ -1,0 +1,276 @@
+"""The JSON records of the protocol, as pydantic models.
+
+Reading goes through :func:`parse`, which tells a record of a newer protocol apart from a broken one.
+Times are seconds since the epoch by the writer's clock, for people to read; nothing is decided by
+comparing them (``docs/protocol.md``, "Sessions and time").
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import pydantic
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from syncd.protocol.errors import ProtocolMismatchError
+
+PROTOCOL: Final = 1
+
+Sequence = Annotated[int, Field(ge=1, lt=2**63)]
+Step = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Annotated[int, Field(ge=0, lt=2**63)]
+#: xxh3-128, as 32 hexadecimal digits.
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+
+
+def _stays_inside(path: str) -> str:
+    parts = path.split("/")
+    if any(part in {"", ".", ".."} for part in parts) or any(ord(c) < 32 for c in path):
+        raise ValueError(f"{path!r} is not a plain path inside the folder")
+    return path
+
+
+#: A path inside a folder: relative, normal, without control characters.
+RelativePath = Annotated[str, Field(max_length=1000), AfterValidator(_stays_inside)]
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, tagged with the protocol version, tolerant of new keys."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    protocol: int = PROTOCOL
+
+
+R = TypeVar("R", bound=Record)
+
+
+def parse(model: type[R], content: bytes, where: object) -> R:
+    """Read a record.
+
+    Args:
+        model: the record's class.
+        content: the file's bytes.
+        where: the file, for the message.
+
+    Raises:
+        ProtocolMismatchError: the record is of a newer protocol, or is not such a record at all.
+    """
+    try:
+        record = model.model_validate_json(content)
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ProtocolMismatchError(
+            f"{where} is not a {model.__name__} record: {place}: {first['msg']}"
+        ) from None
+    if record.protocol > PROTOCOL:
+        raise ProtocolMismatchError(
+            f"{where} is of protocol {record.protocol}, this syncd reads up to {PROTOCOL}: "
+            "install the newer syncd here too"
+        )
+    return record
+
+
+def encode(record: Record) -> bytes:
+    """The bytes of a record: one JSON object and a newline."""
+    return record.model_dump_json(exclude_none=True).encode() + b"\n"
+
+
+class Format(Record):
+    """``.syncd/format.json``: written once, by whoever is first."""
+
+    lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0
+
+
+class Latest(Record):
+    """``.syncd/LATEST``: the version that explorers should serve."""
+
+    sequence: Sequence
+    step: Step
+    folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
+    kind: Literal["full"] = "full"
+
+
+class VersionFile(BaseModel):
+    """A file of a version.
+
+    ``digest`` of a safetensors file is the xxh3-128 of its header bytes followed by its tensors'
+    digests (16 bytes each, in file order); of any other file, the xxh3-128 of its bytes.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: RelativePath
+    size: Size
+    digest: Digest | None = None
+
+
+class TensorEntry(BaseModel):
+    """A tensor of a version: safetensors' name for its dtype, its shape, its file and its digest."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    file: RelativePath
+    digest: Digest | None = None
+
+
+class Manifest(Record):
+    """``manifest.json`` of a version: what it is and what its bytes must be.
+
+    Attributes:
+        checked: how the trainer's files were checked while they were merged: ``receipt`` (our
+            hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
+            was to be had: names, sizes and times did not change).
+        digests: which digests the entries carry.
+        timings: seconds by name, measured by the daemon.
+    """
+
+    sequence: Sequence
+    step: Step
+    save_id: str
+    kind: Literal["full"] = "full"
+    checked: Literal["receipt", "crc32", "stillness"]
+    digests: Literal["xxh3-128", "off"]
+    files: tuple[VersionFile, ...]
+    tensors: tuple[TensorEntry, ...]
+    timings: dict[str, float] = Field(default_factory=dict)
+
+
+class ReceiptFile(BaseModel):
+    """A file that a receipt vouches for.
+
+    ``digest`` is the xxh3-128 of ``over``: a torch.save file's zip central directory (which holds
+    the CRC-32 of every record), a safetensors file's header, or the whole content.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: RelativePath
+    size: Size
+    digest: Digest
+    over: Literal["central-directory", "header", "content"]
+
+
+class Receipt(Record):
+    """``actor/.receipts/rank_R.json``: what one rank has written, whole and durable.
+
+    Attributes:
+        save_id: run id, step and counter; the same on all ranks of one save.
+        files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` files.
+    """
+
+    save_id: Annotated[str, Field(min_length=1, max_length=200)]
+    step: Step
+    rank: Annotated[int, Field(ge=0)]
+    world_size: Annotated[int, Field(ge=1)]
+    files: tuple[ReceiptFile, ...]
+
+
+class SaveOutcome(BaseModel):
+    """What became of one save, by its identity."""
+
+    model_config = ConfigDict(frozen=True)
+
+    identity: str
+    outcome: Literal["published", "skipped", "quarantined"]
+    sequence: Sequence | None = None
+
+
+class Saves(Record):
+    """``.syncd/saves.json``: the outcome of the last save in each step folder that still exists."""
+
+    steps: dict[int, SaveOutcome] = Field(default_factory=dict)
+
+
+class Quarantine(Record):
+    """``.syncd/quarantine/…json``: why a save could not be published."""
+
+    step: Step
+    identity: str
+    error: str
+    reason: str
+    time: float
+
+
+class ExplorerReport(Record):
+    """``.syncd/explorers/ID.json``: what an explorer says about itself.
+
+    Attributes:
+        sequence, step: the version that it serves; None before the first.
+        nothing_new: how many waits ended without a newer version.
+        refused: the newest version that it refused, and why.
+    """
+
+    name: str
+    session: str
+    status: Literal["running", "require_sync", "stopped"]
+    sequence: Sequence | None = None
+    step: Step | None = None
+    nothing_new: Size = 0
+    refused: str | None = None
+    time: float
+
+
+class TrainerReport(Record):
+    """``.syncd/trainer.json``: what the trainer says about itself.
+
+    Attributes:
+        step: the step that it last announced a save for; None before the first.
+    """
+
+    run_id: str
+    world_size: Annotated[int, Field(ge=1)]
+    status: Literal["running", "require_sync", "stopped"]
+    step: Step | None = None
+    time: float
+
+
+class DaemonCounters(BaseModel):
+    """What a daemon has done since it took over."""
+
+    model_config = ConfigDict(frozen=True)
+
+    published: int = 0
+    skipped: int = 0
+    quarantined: int = 0
+    versions_retired: int = 0
+    steps_pruned: int = 0
+    merged_bytes: int = 0
+
+
+class DaemonReport(Record):
+    """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``."""
+
+    session: str
+    host: str
+    pid: int
+    epoch: int
+    state: Literal["watching", "merging", "paused", "stopped"]
+    detail: str = ""
+    sequence: Sequence | None = None
+    step: Step | None = None
+    counters: DaemonCounters = DaemonCounters()
+    time: float
+
+
+class PublishNotice(Record):
+    """``.syncd/publish.lock``: what is on its way. A hint only."""
+
+    sequence: Sequence
+    step: Step
+    session: str
+
+
+class AuditLine(Record):
+    """One line of ``.syncd/audit.jsonl``: one deletion."""
+
+    time: float
+    what: Literal["version", "step", "lease"]
+    name: str
+    why: str
+    session: str
+    extra: dict[str, Any] = Field(default_factory=dict)

@@ -1,0 +1,204 @@
+"""The fence: each active daemon works in a room of its own, and commits by renaming out of it.
+
+A lease only says who *should* work: a daemon that was paused for a minute would still rename. So a
+take-over makes a new room ``.syncd/epoch/<n>/`` and empties every lower one until it can be removed;
+from then on a rename out of, or into, a lower room finds no such folder. The argument, and what was
+explored of it, is in ``docs/protocol.md`` and ``tests/model``.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from syncd.protocol.errors import SupersededError
+from syncd.protocol.layout import JobLayout, version_folder
+from syncd.storage.fsio import NOT_EMPTY, Draft, Storage, is_gone
+
+
+class Epoch:
+    """The room of one active daemon.
+
+    Promised: after :meth:`take_over` returned, no daemon of a lower epoch commits or prunes
+    anything; and once a higher epoch's ``take_over`` returned, neither does this one: each method
+    that changes what others see raises :class:`SupersededError` then. Not promised: that a daemon
+    knows that it was superseded before it tries.
+
+    Attributes:
+        number: the epoch; it only grows, over all daemons of the job.
+        building: where versions are made.
+    """
+
+    def __init__(self, storage: Storage, layout: JobLayout, number: int) -> None:
+        self._storage = storage
+        self._layout = layout
+        self.number = number
+        self._room = layout.epochs / str(number)
+        self.building = self._room / "building"
+        self._trash = self._room / "trash"
+
+    @classmethod
+    def take_over(cls, storage: Storage, layout: JobLayout) -> Epoch:
+        """Make a new room, and empty all lower ones until they are gone.
+
+        Raises:
+            SupersededError: another daemon took over at the same time, with a higher number.
+        """
+        number = max(_numbers(storage, layout), default=0) + 1
+        while True:
+            epoch = cls(storage, layout, number)
+            try:
+                storage.mkdir(epoch._room)
+                break
+            except FileExistsError:
+                number += 1
+        # A number that was free when we listed may be one that a later daemon has emptied since:
+        # only a room with none above it is the live one. Whoever comes later finds ours and
+        # empties it.
+        if max(_numbers(storage, layout)) > number:
+            storage.rmdir(epoch._room)
+            raise SupersededError(f"epoch {number} of {layout.root} was taken over while it began")
+        epoch._within(storage.mkdir, epoch._trash)
+        epoch._within(storage.mkdir, epoch.building)
+        storage.sync_folder(layout.epochs)
+        for lower in _numbers(storage, layout):
+            if lower < number:
+                epoch._close_room(layout.epochs / str(lower))
+        return epoch
+
+    def start_version(self, sequence: int) -> Path:
+        """An empty folder to build a version in."""
+        folder = self.building / version_folder(sequence)
+        if self._storage.exists(folder):
+            self._storage.remove_tree(folder)
+        self._within(self._storage.mkdir, folder)
+        return folder
+
+    def publish_version(self, sequence: int) -> Path:
+        """Commit a built version: one rename to ``published/``, which also takes the sequence.
+
+        Raises:
+            SupersededError: this room is gone, or the sequence is taken.
+        """
+        source = self.building / version_folder(sequence)
+        target = self._layout.version(sequence)
+        before = self._storage.status(source)
+
+        def ours() -> bool:
+            now = self._storage.status(target)
+            return before is not None and now is not None and now.st_ino == before.st_ino
+
+        try:
+            self._rename(source, target, ours)
+        except OSError as error:
+            if error.errno in NOT_EMPTY:
+                raise SupersededError(f"{target} is taken: another daemon published it") from error
+            raise
+        self._storage.sync_folder(target.parent)
+        return target
+
+    def publish_file(self, target: Path, data: bytes) -> None:
+        """Replace a file of the daemon's, such as LATEST: one rename out of this room.
+
+        Raises:
+            SupersededError: this room is gone.
+        """
+        try:
+            with Draft(self._storage, target, room=self._room) as draft:
+                draft.write(data)
+                draft.finish()
+                self._rename(draft.temporary, target, lambda: self._reads(target, data))
+        except OSError as error:
+            raise self._superseded_or(error) from error
+        self._storage.sync_folder(target.parent)
+
+    def discard(self, path: Path) -> Path:
+        """Take a folder out of everybody's sight: one rename into this room's trash.
+
+        Returns:
+            Where it is now; :meth:`sweep` deletes it.
+
+        Raises:
+            SupersededError: this room is gone.
+            FileNotFoundError: the folder is.
+        """
+        target = self._trash / f"{path.name}-{secrets.token_hex(6)}"
+        self._rename(path, target, lambda: self._storage.exists(target))
+        self._storage.sync_folder(path.parent)
+        return target
+
+    def sweep(self) -> None:
+        """Delete what was discarded and what was half built."""
+        for folder in (self._trash, self.building):
+            for name in self._storage.names(folder):
+                self._storage.remove_tree(folder / name)
+
+    def leave(self) -> None:
+        """Leave nothing half made. The empty room stays, so that its number is never used again."""
+        self.sweep()
+
+    def is_live(self) -> bool:
+        """Whether this room is still there; for messages, never to decide whether to commit."""
+        return self._storage.exists(self._trash)
+
+    def _close_room(self, room: Path) -> None:
+        """Empty a lower room and remove it: all that is not finished there ends here."""
+        while True:
+            for name in self._storage.names(room):
+                try:
+                    self._rename(
+                        room / name, self._trash / f"{name}-{secrets.token_hex(6)}", lambda: False
+                    )
+                except OSError as error:
+                    if not is_gone(error):
+                        raise
+                    # else: its daemon, or a third one, was faster
+            try:
+                self._storage.rmdir(room)
+            except OSError as error:
+                if is_gone(error):
+                    return
+                if error.errno not in NOT_EMPTY:
+                    raise
+                continue  # its daemon made something new in it; it cannot go on doing so for ever
+            self._storage.sync_folder(room.parent)
+            return
+
+    def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
+        """Rename, and after an error look whether it was done all the same.
+
+        A server that did the rename but whose answer was lost is asked again, and says ENOENT.
+        """
+        try:
+            self._storage.rename(source, target)
+        except OSError as error:
+            if not ours():
+                raise self._superseded_or(error) from error
+
+    def _within(self, change: Callable[[Path], None], path: Path) -> None:
+        try:
+            change(path)
+        except OSError as error:
+            raise self._superseded_or(error) from error
+
+    def _superseded_or(self, error: OSError) -> Exception:
+        """The error itself, or what it means when this room is gone."""
+        if is_gone(error) and not self.is_live() and self._storage.exists(self._layout.epochs):
+            return SupersededError(
+                f"another daemon has taken over {self._layout.root}: epoch {self.number} is gone"
+            )
+        return error
+
+    def _reads(self, target: Path, data: bytes) -> bool:
+        try:
+            return self._storage.read(target) == data
+        except OSError:
+            return False
+
+
+def _numbers(storage: Storage, layout: JobLayout) -> list[int]:
+    """The epochs that have a room, lowest first."""
+    return sorted(
+        int(name) for name in storage.names(layout.epochs) if name.isascii() and name.isdigit()
+    )

@@ -1,0 +1,67 @@
+"""Opening a job directory: the folders of ours in it, and the format that all agree on."""
+
+from __future__ import annotations
+
+import os
+
+from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import Format, encode, parse
+from syncd.storage.fsio import Storage
+
+
+def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = None) -> Format:
+    """Make what is missing of ``.syncd`` and ``published``, and agree on the format.
+
+    The lease time is fixed by whoever comes first; later wishes are not heard, since two hosts that
+    judge by different lease times would take leases from each other.
+
+    Args:
+        storage: the shared storage.
+        layout: the job directory; it must exist.
+        lease_time: seconds, for a job that has none yet. Default 30.
+
+    Returns:
+        The format of the job.
+
+    Raises:
+        JobUnavailableError: the job directory is missing or cannot be written.
+        ProtocolMismatchError: the job is of a newer protocol.
+    """
+    try:
+        status = storage.status(layout.root)
+        if status is None or not os.path.isdir(layout.root):
+            raise JobUnavailableError(
+                f"the job directory {layout.root} is not there: create it, or mount its storage"
+            )
+        for folder in (
+            layout.published,
+            layout.epochs,
+            layout.leases,
+            layout.sessions,
+            layout.explorers,
+            layout.quarantine,
+        ):
+            storage.make_folder(folder)
+        return _agree(storage, layout, lease_time)
+    except PermissionError as error:
+        raise JobUnavailableError(
+            f"{error.filename} may not be written by user {os.geteuid()}: run as the trainers' "
+            "user, or give the folder a group that both are in"
+        ) from error
+
+
+def _agree(storage: Storage, layout: JobLayout, lease_time: float | None) -> Format:
+    """The format on disk, or ours where there is none: a link never replaces another's."""
+    if not storage.exists(layout.format):
+        ours = Format() if lease_time is None else Format(lease_time=lease_time)
+        mine = layout.state / f".tmp-format-{os.getpid()}-{os.urandom(6).hex()}"
+        storage.write_new(mine, encode(ours))
+        try:
+            storage.link(mine, layout.format)
+        except FileExistsError:
+            pass  # another was first; its format holds
+        finally:
+            storage.unlink_if_there(mine)
+        storage.sync_folder(layout.state)
+    return parse(Format, storage.read(layout.format), layout.format)
