@@ -4,7 +4,8 @@
 
     SyncdError                     1   base of all; never raised itself
     ├── InvalidSettingsError       2   an option, a name or a folder that cannot be used
-    ├── ProtocolMismatchError      3   a record written by another protocol version, or unreadable
+    ├── RecordError                3   a record of ours that cannot be read
+    │   └── ProtocolMismatchError  3   … because a newer protocol wrote it
     ├── CheckpointError            4   a save that can never be published as it is: quarantined
     │   ├── ShardFormatError       4   a file that is not what torch.save writes, or asks for code
     │   ├── PlacementError         4   a placement or mesh that we do not know how to merge
@@ -29,7 +30,7 @@ from typing import ClassVar
 
 
 class SyncdError(Exception):
-    """Raised as one of its subclasses; catch it to catch everything that syncd raises on purpose."""
+    """Base of the tree; catch it to catch everything that syncd raises on purpose."""
 
     exit_code: ClassVar[int] = 1
 
@@ -40,10 +41,14 @@ class InvalidSettingsError(SyncdError):
     exit_code = 2
 
 
-class ProtocolMismatchError(SyncdError):
-    """Raised when a record was written by another version of the protocol, or cannot be read."""
+class RecordError(SyncdError):
+    """Raised when a file that should hold a record of ours does not."""
 
     exit_code = 3
+
+
+class ProtocolMismatchError(RecordError):
+    """Raised when a record was written by a newer version of the protocol."""
 
 
 class CheckpointError(SyncdError):

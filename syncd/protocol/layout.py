@@ -83,6 +83,11 @@ def receipt_name(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
+def full_receipt_name(rank: int) -> str:
+    """The name of a rank's receipt for its optimizer and extra state too."""
+    return f"full_rank_{rank}.json"
+
+
 def is_resumable_state(name: str) -> bool:
     """Whether a file of an ``actor/`` folder makes the step one that can be resumed from."""
     return _RESUMABLE.fullmatch(name) is not None

@@ -1,18 +1,19 @@
 """The JSON records of the protocol, as pydantic models.
 
-Reading goes through :func:`parse`, which tells a record of a newer protocol apart from a broken one.
+Reading goes through :func:`parse`, which tells a newer protocol's record from a broken one.
 Times are seconds since the epoch by the writer's clock, for people to read; nothing is decided by
 comparing them (``docs/protocol.md``, "Sessions and time").
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from syncd.protocol.errors import ProtocolMismatchError
+from syncd.protocol.errors import ProtocolMismatchError, RecordError
 
 PROTOCOL: Final = 1
 
@@ -54,14 +55,15 @@ def parse(model: type[R], content: bytes, where: object) -> R:
         where: the file, for the message.
 
     Raises:
-        ProtocolMismatchError: the record is of a newer protocol, or is not such a record at all.
+        ProtocolMismatchError: the record is of a newer protocol.
+        RecordError: it is not such a record at all.
     """
     try:
         record = model.model_validate_json(content)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise ProtocolMismatchError(
+        raise RecordError(
             f"{where} is not a {model.__name__} record: {place}: {first['msg']}"
         ) from None
     if record.protocol > PROTOCOL:
@@ -107,7 +109,7 @@ class VersionFile(BaseModel):
 
 
 class TensorEntry(BaseModel):
-    """A tensor of a version: safetensors' name for its dtype, its shape, its file and its digest."""
+    """A tensor of a version; ``dtype`` is safetensors' name for it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -122,6 +124,7 @@ class Manifest(Record):
     """``manifest.json`` of a version: what it is and what its bytes must be.
 
     Attributes:
+        sequence: which version; 0 for a folder merged by hand, which was never published.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
@@ -129,7 +132,7 @@ class Manifest(Record):
         timings: seconds by name, measured by the daemon.
     """
 
-    sequence: Sequence
+    sequence: Size
     step: Step
     save_id: str
     kind: Literal["full"] = "full"
@@ -138,6 +141,37 @@ class Manifest(Record):
     files: tuple[VersionFile, ...]
     tensors: tuple[TensorEntry, ...]
     timings: dict[str, float] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveId:
+    """What tells one save from every other: written as ``run-step-counter``.
+
+    Attributes:
+        run: agreed once by the ranks of a trainer.
+        step: the step that is saved.
+        counter: how many saves this run began before this one.
+    """
+
+    run: str
+    step: int
+    counter: int
+
+    def __str__(self) -> str:
+        return f"{self.run}-{self.step}-{self.counter}"
+
+    @classmethod
+    def parse(cls, text: str) -> SaveId | None:
+        """Read one, or None where the text is not one."""
+        run, _, rest = text.partition("-")
+        step, _, counter = rest.partition("-")
+        if not (run and step.isdecimal() and counter.isdecimal()):
+            return None
+        return cls(run, int(step), int(counter))
+
+    def is_newer_than(self, other: SaveId) -> bool:
+        """Whether it is a later save of the same run."""
+        return self.run == other.run and self.counter > other.counter
 
 
 class ReceiptFile(BaseModel):
@@ -269,8 +303,7 @@ class AuditLine(Record):
     """One line of ``.syncd/audit.jsonl``: one deletion."""
 
     time: float
-    what: Literal["version", "step", "lease"]
+    what: Literal["version", "step", "lease", "trash"]
     name: str
     why: str
     session: str
-    extra: dict[str, Any] = Field(default_factory=dict)

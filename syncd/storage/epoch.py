@@ -1,9 +1,9 @@
 """The fence: each active daemon works in a room of its own, and commits by renaming out of it.
 
 A lease only says who *should* work: a daemon that was paused for a minute would still rename. So a
-take-over makes a new room ``.syncd/epoch/<n>/`` and empties every lower one until it can be removed;
-from then on a rename out of, or into, a lower room finds no such folder. The argument, and what was
-explored of it, is in ``docs/protocol.md`` and ``tests/model``.
+take-over makes a new room ``.syncd/epoch/<n>/`` and empties every lower one until it can be
+removed; from then on a rename out of, or into, a lower room finds no such folder. The argument, and
+what was explored of it, is in ``docs/protocol.md`` and ``tests/model``.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ class Epoch:
                 draft.finish()
                 self._rename(draft.temporary, target, lambda: self._reads(target, data))
         except OSError as error:
-            raise self._superseded_or(error) from error
+            self.raise_if_superseded(error)
+            raise
         self._storage.sync_folder(target.parent)
 
     def discard(self, path: Path) -> Path:
@@ -128,6 +129,10 @@ class Epoch:
         self._storage.sync_folder(path.parent)
         return target
 
+    def discarded(self) -> list[str]:
+        """What lies in the trash."""
+        return self._storage.names(self._trash)
+
     def sweep(self) -> None:
         """Delete what was discarded and what was half built."""
         for folder in (self._trash, self.building):
@@ -141,6 +146,17 @@ class Epoch:
     def is_live(self) -> bool:
         """Whether this room is still there; for messages, never to decide whether to commit."""
         return self._storage.exists(self._trash)
+
+    def raise_if_superseded(self, error: OSError) -> None:
+        """Say what an error means where this room is gone and the job is not.
+
+        Raises:
+            SupersededError: it means that another daemon has taken over.
+        """
+        if is_gone(error) and not self.is_live() and self._storage.exists(self._layout.epochs):
+            raise SupersededError(
+                f"another daemon has taken over {self._layout.root}: epoch {self.number} is gone"
+            ) from error
 
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it: all that is not finished there ends here."""
@@ -174,21 +190,15 @@ class Epoch:
             self._storage.rename(source, target)
         except OSError as error:
             if not ours():
-                raise self._superseded_or(error) from error
+                self.raise_if_superseded(error)
+                raise
 
     def _within(self, change: Callable[[Path], None], path: Path) -> None:
         try:
             change(path)
         except OSError as error:
-            raise self._superseded_or(error) from error
-
-    def _superseded_or(self, error: OSError) -> Exception:
-        """The error itself, or what it means when this room is gone."""
-        if is_gone(error) and not self.is_live() and self._storage.exists(self._layout.epochs):
-            return SupersededError(
-                f"another daemon has taken over {self._layout.root}: epoch {self.number} is gone"
-            )
-        return error
+            self.raise_if_superseded(error)
+            raise
 
     def _reads(self, target: Path, data: bytes) -> bool:
         try:

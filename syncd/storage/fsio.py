@@ -209,7 +209,9 @@ class Storage:
         """Remove a folder and all in it, and follow no link. What is gone already is fine."""
         try:
             with os.scandir(path) as found:
-                entries = [(Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in found]
+                entries = [
+                    (Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in found
+                ]
         except NotADirectoryError:
             self.unlink_if_there(path)
             return
@@ -252,9 +254,7 @@ class Storage:
         """
         return self.read_with_signature(path, limit)[0]
 
-    def read_with_signature(
-        self, path: Path, limit: int = RECORD_LIMIT
-    ) -> tuple[bytes, Signature]:
+    def read_with_signature(self, path: Path, limit: int = RECORD_LIMIT) -> tuple[bytes, Signature]:
         """All bytes of a regular file, and what identifies it while it is not touched."""
         fd = self.open_read(path)
         try:

@@ -1,0 +1,31 @@
+"""What an explorer imports: ``ExplorerHook`` keeps an engine on the newest weights.
+
+``explorer_hooks.reader`` works without torch; the names here are loaded when they are used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from explorer_hooks.engines.torch_module import TorchModule
+    from explorer_hooks.hook import ExplorerHook
+    from explorer_hooks.reader import LeasedVersion, Reader
+
+__all__ = ["ExplorerHook", "LeasedVersion", "Reader", "TorchModule"]
+
+_HOMES = {
+    "ExplorerHook": "explorer_hooks.hook",
+    "LeasedVersion": "explorer_hooks.reader",
+    "Reader": "explorer_hooks.reader",
+    "TorchModule": "explorer_hooks.engines.torch_module",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import torch only for those who use it."""
+    import importlib  # noqa: PLC0415 # only on this path
+
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""What weights are loaded into: one small protocol, and an engine a module."""

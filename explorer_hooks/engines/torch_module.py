@@ -1,0 +1,132 @@
+"""A torch module in this process, loaded in place."""
+
+from __future__ import annotations
+
+import os
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import EngineMismatchError, VerificationError
+from syncd.protocol.records import TensorEntry
+
+_DTYPES: Final = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+_MOST_NAMED: Final = 5
+
+
+class TorchModule:
+    """Copies a version into a live ``nn.Module``, in place and all or nothing.
+
+    Data pointers stay, so CUDA graphs and optimizers that hold them stay valid. All tensors are
+    read into host memory first (one more copy of the model there), so an error of the storage finds
+    the module as it was.
+
+    Args:
+        module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare every name, shape and dtype.
+
+        Raises:
+            EngineMismatchError: says which ones differ, and how.
+        """
+        targets = self._targets()
+        entries = {entry.name: entry for entry in version.manifest.tensors}
+        wrong = [
+            *(f"{name} is not in the module" for name in entries.keys() - targets.keys()),
+            *(f"{name} is not in the version" for name in targets.keys() - entries.keys()),
+            *(
+                difference
+                for name in entries.keys() & targets.keys()
+                if (difference := _difference(entries[name], targets[name]))
+            ),
+        ]
+        if wrong:
+            more = len(wrong) - _MOST_NAMED
+            raise EngineMismatchError(
+                f"version {version.sequence} (step {version.step}) does not fit the module, which "
+                f"keeps its weights: {'; '.join(sorted(wrong)[:_MOST_NAMED])}"
+                + (f"; and {more} more" if more > 0 else "")
+            )
+
+    def load(self, version: LeasedVersion) -> None:
+        """Read all tensors, then copy them in."""
+        targets = self._targets()
+        staged = _staged(version)
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(staged[name])
+
+    def _targets(self) -> dict[str, Tensor]:
+        state = self._module.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _difference(entry: TensorEntry, target: Tensor) -> str:
+    if isinstance(target, DTensor):
+        return f"{entry.name} is a DTensor, which this engine cannot load into"
+    if target.is_meta:
+        return f"{entry.name} is on the meta device: the module has no weights to replace"
+    if entry.shape != tuple(target.shape):
+        return f"{entry.name} is {list(entry.shape)}, the module has {list(target.shape)}"
+    if _DTYPES.get(entry.dtype) != target.dtype:
+        return f"{entry.name} is {entry.dtype}, the module has {target.dtype}"
+    return ""
+
+
+def _staged(version: LeasedVersion) -> dict[str, Tensor]:
+    """All tensors of a version, in host memory.
+
+    Read by pread: a memory map of a file that its server loses would kill the process.
+    """
+    staged: dict[str, Tensor] = {}
+    for file in version.open_weights():
+        begin = min((entry.begin for entry in file.entries), default=0)
+        buffer = bytearray(max((entry.end for entry in file.entries), default=0) - begin)
+        _read_into(file.fd, memoryview(buffer), begin, file.path)
+        for entry in file.entries:
+            dtype = _DTYPES[entry.dtype]
+            if entry.end == entry.begin:
+                staged[entry.name] = torch.empty(entry.shape, dtype=dtype)
+                continue
+            flat = torch.frombuffer(
+                buffer,
+                dtype=dtype,
+                count=(entry.end - entry.begin) // dtype.itemsize,
+                offset=entry.begin - begin,
+            )
+            staged[entry.name] = flat.view(entry.shape)
+    return staged
+
+
+def _read_into(fd: int, view: memoryview, offset: int, path: object) -> None:
+    while view:
+        done = os.preadv(fd, [view], offset)
+        if done == 0:
+            raise VerificationError(f"{path} is shorter than its header says")
+        view = view[done:]
+        offset += done

@@ -1,0 +1,162 @@
+"""``ExplorerHook``: what a rollout worker calls between its batches."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from explorer_hooks.engines.base import Engine
+from explorer_hooks.reader import LeasedVersion, Reader
+from syncd.protocol.errors import WaitTimeoutError
+from syncd.protocol.policy import RunningStatus
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """What an engine serves: the sequence, which only grows, and the trainer's step."""
+
+    sequence: int
+    step: int
+
+
+class ExplorerHook:
+    """Keeps an engine on the newest weights of a job.
+
+    Promised: the engine is touched only by versions that were verified and fit; its version never
+    goes back; the version that it serves stays on disk until the next one is applied, so that an
+    engine may restart from that folder. A version that cannot be used is refused and reported.
+
+    Args:
+        job_dir: the job directory.
+        name: this explorer's, unique in the job.
+        engine: what to load into.
+        poll: seconds between two looks where the filesystem sends no events.
+        storage: the seam for tests.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        name: str,
+        engine: Engine,
+        *,
+        poll: float = 1.0,
+        storage: Storage | None = None,
+    ) -> None:
+        self._engine = engine
+        self._reader = Reader(job_dir, name, poll=poll, storage=storage)
+        self._pulling = threading.Lock()
+        self._held: LeasedVersion | None = None
+        self._refused_sequence = 0
+        self._refused: str | None = None
+        self._nothing_new = 0
+        self._closed = False
+        self._report(RunningStatus.RUNNING)
+
+    @property
+    def version(self) -> Version | None:
+        """What the engine serves; None before the first pull."""
+        held = self._held
+        return Version(held.sequence, held.step) if held else None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the version that the engine serves; it stays until the next is applied."""
+        return self._held.folder if self._held else None
+
+    def pull(self, timeout: float | None = None) -> Version:
+        """Wait for a newer version than the engine has, and load it.
+
+        Args:
+            timeout: seconds to wait for one; 0 to take what is there now; None for as long as it
+                takes.
+
+        Returns:
+            The version that the engine serves now.
+
+        Raises:
+            WaitTimeoutError: nothing newer came in time; the engine is as it was.
+            VerificationError, EngineMismatchError: the newest version was refused; the engine is as
+                it was. The next pull waits for one above it.
+            CancelledError: the hook was closed by another thread.
+        """
+        with self._pulling:
+            have = self._held.sequence if self._held else 0
+            self._report(RunningStatus.REQUIRE_SYNC)
+            try:
+                version = self._reader.next_version(max(have, self._refused_sequence), timeout)
+            except WaitTimeoutError:
+                self._nothing_new += 1
+                self._report(RunningStatus.RUNNING)
+                raise
+            begun = time.monotonic()
+            try:
+                version.verify()
+                self._engine.check(version)
+                self._engine.load(version)
+            except BaseException as error:
+                self._refuse(version, error)
+                raise
+            before, self._held = self._held, version
+            self._refused = None
+            self._report(RunningStatus.RUNNING)
+            if before is not None:
+                before.release()
+            log.info(
+                "%s serves version %d (step %d), loaded in %.3f s",
+                self._reader.name,
+                version.sequence,
+                version.step,
+                time.monotonic() - begun,
+            )
+            return Version(version.sequence, version.step)
+
+    def close(self) -> None:
+        """End a pull that waits in another thread, let the version go, and say so.
+
+        Safe to call twice. Whoever reads the version's folder must have stopped.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._reader.cancel()
+        with self._pulling:
+            self._report(RunningStatus.STOPPED)
+            if self._held is not None:
+                self._held.release()
+            self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _refuse(self, version: LeasedVersion, error: BaseException) -> None:
+        log.error("version %d is refused: %s", version.sequence, error)
+        self._refused_sequence = version.sequence
+        self._refused = f"version {version.sequence}: {error}"
+        version.release()
+        self._report(RunningStatus.RUNNING)
+
+    def _report(self, status: RunningStatus) -> None:
+        self._reader.report(
+            status,
+            sequence=self._held.sequence if self._held else None,
+            step=self._held.step if self._held else None,
+            nothing_new=self._nothing_new,
+            refused=self._refused,
+        )

@@ -1,0 +1,314 @@
+"""An unpickler for state dicts that builds inert records: nothing of torch is imported or run.
+
+Every global that a pickle may name is in one table, and stands for a class or callable of *ours*
+that only keeps its arguments. Anything else is refused by name. What a pickle can reach refuses
+``BUILD`` on itself (``__setstate__``), so that one file cannot change how the next is read.
+
+Not promised: a bound on memory for a pickle made to exhaust it; run the daemon under a limit.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, NoReturn, Self
+
+from syncd.protocol.errors import ShardFormatError
+
+#: What a broken pickle can make the unpickler, or the inert records, raise.
+_BROKEN: Final = (
+    pickle.UnpicklingError,
+    EOFError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+    SystemError,
+)
+
+
+class Inert:
+    """A stand-in for an instance of a torch class: it keeps its arguments and its state.
+
+    Attributes:
+        args: what it was made with.
+        state: its attributes by name, as pickled.
+    """
+
+    __slots__ = ("args", "state")
+
+    args: tuple[object, ...]
+    state: dict[Any, Any]
+
+    def __new__(cls, *args: object) -> Self:
+        """Keep the arguments, whatever they are."""
+        self = super().__new__(cls)
+        self.args = args
+        self.state = {}
+        return self
+
+    def __setstate__(self, state: object) -> None:
+        self.state = attributes(state)
+
+
+class DType(NamedTuple):
+    """A dtype by torch's name, e.g. ``bfloat16``."""
+
+    name: str
+
+
+class StorageType(NamedTuple):
+    """A storage class by the dtype of its elements; None for an untyped one."""
+
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageRef:
+    """Bytes of a record: ``data/<key>``, the dtype (None: untyped), and how many elements."""
+
+    key: str
+    dtype: str | None
+    location: object
+    numel: object
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """A strided tensor over a storage, as pickled and not yet checked. Offsets are in elements."""
+
+    storage: object
+    dtype: str | None
+    offset: object
+    shape: object
+    stride: object
+
+
+@dataclass(frozen=True, slots=True)
+class DTensorRef:
+    """A DTensor: its global shape and its state, with ``_local_tensor`` and ``_spec``."""
+
+    shape: object
+    state: dict[Any, Any]
+
+
+class ShardedTensorRef:
+    """A ShardedTensor, of which nothing is kept."""
+
+    __slots__ = ()
+
+
+def attributes(state: object) -> dict[Any, Any]:
+    """The attributes that a pickled state sets: a dict, or a pair of dicts or Nones."""
+    if isinstance(state, dict):
+        return state
+    found: dict[Any, Any] = {}
+    if isinstance(state, tuple) and len(state) == 2:
+        for part in state:
+            if isinstance(part, dict):
+                found.update(part)
+    return found
+
+
+class _StateDict(dict[Any, Any]):
+    """``OrderedDict``; its ``_metadata`` arrives as state and is of no use here."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore it."""
+
+
+class _Call:
+    """A callable of ours. An instance, since a function would let ``BUILD`` set its defaults."""
+
+    __slots__ = ("_function",)
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self._function = function
+
+    def __call__(self, *args: object) -> object:
+        return self._function(*args)
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise pickle.UnpicklingError("sets attributes of a function")
+
+
+def _inert(name: str) -> type[Inert]:
+    return type(name, (Inert,), {"__slots__": ()})
+
+
+class DTensor(Inert):
+    """``torch.distributed.tensor.DTensor``, as a type."""
+
+    __slots__ = ()
+
+
+class ShardedTensor(Inert):
+    """``ShardedTensor``, as a type."""
+
+    __slots__ = ()
+
+
+def _tensor_v2(
+    storage: object, offset: object, shape: object, stride: object, *_: object
+) -> TensorRef:
+    dtype = storage.dtype if isinstance(storage, StorageRef) else None
+    return TensorRef(storage, dtype, offset, shape, stride)
+
+
+def _tensor_v3(
+    storage: object, offset: object, shape: object, stride: object, _grad: object, _hooks: object,
+    dtype: object, *_: object,
+) -> TensorRef:  # fmt: skip
+    name = dtype.name if isinstance(dtype, DType) else None
+    return TensorRef(storage, name, offset, shape, stride)
+
+
+def _from_type(
+    function: object, kind: object, args: tuple[object, ...], state: object
+) -> DTensorRef | ShardedTensorRef | object:
+    if kind is DTensor:
+        return DTensorRef(args[2], attributes(state))
+    if kind is ShardedTensor:
+        return ShardedTensorRef()
+    if isinstance(function, _Call):  # a tensor with attributes, or a parameter
+        return function(*args)
+    raise pickle.UnpicklingError("rebuilds a tensor of an unknown type")
+
+
+def _size(items: object = ()) -> tuple[object, ...]:
+    if not isinstance(items, tuple | list):
+        raise pickle.UnpicklingError("has a torch.Size that is not a sequence")
+    return tuple(items)
+
+
+_DTYPES: Final = (  # noqa: SIM905 - 27 quoted names would hide which they are
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "complex32 complex64 complex128 quint8 qint8 qint32 quint4x2 quint2x4"
+).split()
+_STORAGES: Final = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "QUInt8Storage": "quint8",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    "UntypedStorage": None,
+    "TypedStorage": None,
+}
+_PLACEMENTS: Final = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard", "_MaskPartial")
+_OPAQUE: Final = {
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed._tensor._dtensor_spec": "DTensorSpec TensorMeta",
+    "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata": (
+        "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties"
+    ),
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed.remote_device": "_remote_device",
+    "torch": "device Tensor",
+    "torch._tensor": "Tensor",
+    "torch.nn.parameter": "Parameter Buffer",
+}
+
+
+def _allowed() -> dict[tuple[str, str], object]:
+    table: dict[tuple[str, str], object] = {
+        ("collections", "OrderedDict"): _StateDict,
+        ("torch", "Size"): _Call(_size),
+        ("torch.serialization", "_get_layout"): _Call(lambda name: name),
+        ("torch._tensor", "_rebuild_from_type_v2"): _Call(_from_type),
+        ("torch._utils", "_rebuild_wrapper_subclass"): _Call(lambda *_: None),
+        ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v3"): _Call(_tensor_v3),
+        ("torch._utils", "_rebuild_parameter"): _Call(lambda data, *_: data),
+        ("torch._utils", "_rebuild_parameter_with_state"): _Call(lambda data, *_: data),
+        ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): ShardedTensor,
+    }
+    nested = _inert("nested")  # FSDP1 names ShardedTensor.ProcessGroupState this way
+    for module in ("__builtin__", "builtins"):
+        table[module, "getattr"] = _Call(lambda *_: nested)
+    for module in ("torch.distributed.tensor", "torch.distributed.tensor._api",
+                   "torch.distributed._tensor", "torch.distributed._tensor.api"):  # fmt: skip
+        table[module, "DTensor"] = DTensor
+    for module in ("torch.distributed.tensor.placement_types",
+                   "torch.distributed._tensor.placement_types"):  # fmt: skip
+        table.update({(module, name): _inert(name) for name in _PLACEMENTS})
+    for module, names in _OPAQUE.items():
+        table.update({(module, name): _inert(name) for name in names.split()})
+    for name in _DTYPES:
+        table["torch", name] = DType(name)
+    for name, dtype in _STORAGES.items():
+        table["torch", name] = table["torch.storage", name] = StorageType(dtype)
+    return table
+
+
+_ALLOWED: Final = _allowed()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> object:
+        found = _ALLOWED.get((module, name))
+        if found is None:
+            raise ShardFormatError(
+                f"{self._where} asks for {module}.{name}, refused, nothing was run: "
+                "save a plain state dict of tensors"
+            )
+        return found
+
+    def persistent_load(self, pid: object) -> StorageRef:
+        match pid:
+            case ("storage", StorageType(dtype), str() as key, location, numel):
+                return StorageRef(key, dtype, location, numel)
+        raise pickle.UnpicklingError("names a storage in an unknown way")
+
+
+def load_state_dict(data: bytes, where: str) -> dict[Any, Any]:
+    """The state dict that a ``data.pkl`` holds, with inert records for tensors.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message.
+
+    Raises:
+        ShardFormatError: it is broken, is no dict, or names a global that is not in the table.
+    """
+    try:
+        found = _Unpickler(data, where).load()
+    except _BROKEN as error:
+        raise ShardFormatError(
+            f"{where} has a pickle that cannot be read ({type(error).__name__}: {error}): "
+            "save it again"
+        ) from None
+    if not isinstance(found, dict):
+        raise ShardFormatError(
+            f"{where} holds a {type(found).__name__}, not a state dict: save model.state_dict()"
+        )
+    return found

@@ -1,0 +1,275 @@
+"""Running a merge plan: copy byte ranges of the shards into safetensors files, and check them.
+
+Without digests and checks the kernel copies (``Storage.copy_range``). With them, and for runs too
+small to be worth a system call of their own, bytes go through one buffer.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from syncd.checkpoint.plan import MergePlan, PlannedFile, PlannedTensor, Run
+from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
+from syncd.checkpoint.source_reader import Source, SourceReader, shorter
+from syncd.protocol.errors import CoverageError
+from syncd.protocol.records import TensorEntry, VersionFile
+from syncd.storage.fsio import Storage
+
+_BUFFER: Final = 1024 * 1024
+#: The kernel copies at most so much before ``cancel`` is asked again.
+_CHUNK: Final = 64 * 1024 * 1024
+#: Shorter runs are gathered: a copy in the kernel may be a round trip to a server each.
+_WORTH_A_CALL: Final = 512 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What was written: the files, the tensors in file order, and the bytes of all tensors."""
+
+    files: tuple[VersionFile, ...]
+    tensors: tuple[TensorEntry, ...]
+    copied_bytes: int
+
+
+def _unheard(done: int, total: int) -> None:
+    """Nobody watches the progress."""
+
+
+def run_plan(
+    storage: Storage,
+    plan: MergePlan,
+    sources: Sequence[Source],
+    folder: Path,
+    *,
+    digests: bool,
+    check_crc: bool,
+    cancel: Callable[[], None],
+    progress: Callable[[int, int], None] = _unheard,
+) -> Merged:
+    """Write the files of a plan, durably, into a folder that nobody else looks at.
+
+    Args:
+        storage: the storage to write to.
+        plan: of the indexes of ``sources``, in the same order.
+        sources: the open shards.
+        folder: where to; the entry of the folder itself is the caller's to sync.
+        digests: whether to compute the digests that a manifest carries.
+        check_crc: whether to check every record of every source that has a CRC-32, also those that
+            no output needs.
+        cancel: called often; it raises to stop.
+        progress: called with the bytes done and the bytes in all.
+
+    Raises:
+        SaveNotReadyError: a source became shorter, or a record does not match its CRC-32.
+        CoverageError: a plain tensor differs between ranks.
+        OSError: as the storage says, e.g. ``ENOSPC``.
+    """
+    reader = SourceReader(sources, check_crc=check_crc, cancel=cancel)
+    copy = _Copy(
+        storage,
+        reader,
+        sources,
+        total=plan.data_size,
+        digests=digests,
+        in_kernel=not digests and not check_crc,
+        cancel=cancel,
+        progress=progress,
+    )
+    files: list[VersionFile] = []
+    tensors: list[TensorEntry] = []
+    for file in plan.files:
+        fd = storage.create(folder / file.name)
+        with storage.closing(fd):
+            found = copy.file(file, fd)
+            storage.fsync(fd)
+        size = len(file.header) + file.data_size
+        digest = file_digest(file.header, found) if digests else None
+        files.append(VersionFile(name=file.name, size=size, digest=digest))
+        tensors.extend(
+            TensorEntry(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                file=file.name,
+                digest=found[number].hex() if digests else None,
+            )
+            for number, tensor in enumerate(file.tensors)
+        )
+    reader.finish()
+    return Merged(tuple(files), tuple(tensors), plan.data_size)
+
+
+def digest_safetensors(
+    storage: Storage,
+    source: SafetensorsFile,
+    *,
+    digests: bool = True,
+    cancel: Callable[[], None],
+    copy_to: Path | None = None,
+) -> Merged:
+    """Read a whole safetensors file once: say what it is, and copy it, durably, where asked.
+
+    Args:
+        storage: the storage to write to.
+        source: the open file; it keeps its name in the records.
+        digests: whether to compute the digests that a manifest carries.
+        cancel: called often; it raises to stop.
+        copy_to: the name of the copy; its folder's entry is the caller's to sync.
+
+    Raises:
+        SaveNotReadyError: the file became shorter while it was read.
+        OSError: as the storage says.
+    """
+    if copy_to is None:
+        found = _stream(storage, source, None, cancel) if digests else []
+    else:
+        target = storage.create(copy_to)
+        with storage.closing(target):
+            storage.pwrite_all(target, source.header, 0)
+            found = _stream(storage, source, target, cancel)
+            storage.fsync(target)
+    name = source.path.name
+    digest = file_digest(source.header, found) if digests else None
+    tensors = tuple(
+        TensorEntry(
+            name=entry.name,
+            dtype=entry.dtype,
+            shape=entry.shape,
+            file=name,
+            digest=found[number].hex() if digests else None,
+        )
+        for number, entry in enumerate(source.entries)
+    )
+    file = VersionFile(name=name, size=source.size, digest=digest)
+    return Merged((file,), tensors, source.size - len(source.header))
+
+
+def _stream(
+    storage: Storage, source: SafetensorsFile, target: int | None, cancel: Callable[[], None]
+) -> list[bytes]:
+    """The digest of each tensor, and the bytes to ``target``."""
+    view = memoryview(bytearray(_BUFFER))
+    found = []
+    for entry in source.entries:
+        hasher = xxhash.xxh3_128()
+        at = entry.begin
+        while at < entry.end:
+            cancel()
+            count = os.preadv(source.fd, [view[: entry.end - at]], at)
+            if count == 0:
+                raise shorter(source.path)
+            hasher.update(view[:count])
+            if target is not None:
+                storage.pwrite_all(target, view[:count], at)
+            at += count
+        found.append(hasher.digest())
+    return found
+
+
+class _Copy:
+    """The buffer between the shards and the output file, and what is done to the bytes in it."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        reader: SourceReader,
+        sources: Sequence[Source],
+        *,
+        total: int,
+        digests: bool,
+        in_kernel: bool,
+        cancel: Callable[[], None],
+        progress: Callable[[int, int], None],
+    ) -> None:
+        self._storage = storage
+        self._reader = reader
+        self._sources = sources
+        self._digests = digests
+        self._in_kernel = in_kernel
+        self._cancel = cancel
+        self._progress = progress
+        self._done, self._total = 0, total
+        self._view = memoryview(bytearray(_BUFFER))
+        self._filled = 0  # bytes of the buffer that are not written yet
+        self._fd, self._at = -1, 0  # the output, and where the buffer goes in it
+
+    def file(self, file: PlannedFile, fd: int) -> list[bytes]:
+        """Write one file; returns each tensor's 16-byte digest, or nothing when they are off."""
+        self._fd, self._at = fd, len(file.header)
+        self._storage.pwrite_all(fd, file.header, 0)
+        found = []
+        for tensor in file.tensors:
+            hasher = xxhash.xxh3_128() if self._digests else None
+            for run in tensor.runs:
+                if self._in_kernel and not tensor.replicas and run.length >= _WORTH_A_CALL:
+                    self._run(run)
+                else:
+                    self._gather(tensor, run, hasher)
+            if hasher is not None:
+                found.append(hasher.digest())
+        self._flush()
+        return found
+
+    def _run(self, run: Run) -> None:
+        """Let the kernel copy a run."""
+        self._flush()
+        source = self._sources[run.source]
+        _, offset, left = run
+        while left:
+            self._cancel()
+            count = self._storage.copy_range(
+                source.fd, self._fd, min(left, _CHUNK), offset, self._at
+            )
+            if count == 0:
+                raise shorter(source.path)
+            offset += count
+            left -= count
+            self._advance(count)
+
+    def _gather(self, tensor: PlannedTensor, run: Run, hasher: xxhash.xxh3_128 | None) -> None:
+        """Copy a run through the buffer."""
+        source, offset, length = run
+        done = 0
+        while done < length:
+            count = min(length - done, _BUFFER - self._filled)
+            part = self._view[self._filled : self._filled + count]
+            self._reader.read_into(source, offset + done, part)
+            if hasher is not None:
+                hasher.update(part)
+            for replica in tensor.replicas:
+                self._compare(tensor, run, replica, done, part)
+            self._filled += count
+            done += count
+            if self._filled == _BUFFER:
+                self._flush()
+
+    def _compare(
+        self, tensor: PlannedTensor, run: Run, replica: Run, done: int, part: memoryview
+    ) -> None:
+        """Check that a plain tensor has the same bytes on another rank."""
+        other = bytearray(len(part))
+        self._reader.read_into(replica.source, replica.offset + done, memoryview(other))
+        if other != part:
+            raise CoverageError(
+                f"{tensor.name} is a plain tensor and differs between ranks, in "
+                f"{self._sources[run.source].path} and {self._sources[replica.source].path}: "
+                "broadcast it before saving"
+            )
+
+    def _flush(self) -> None:
+        self._cancel()
+        if self._filled:
+            self._storage.pwrite_all(self._fd, self._view[: self._filled], self._at)
+            self._advance(self._filled)
+            self._filled = 0
+
+    def _advance(self, count: int) -> None:
+        self._at += count
+        self._done += count
+        self._progress(self._done, self._total)

@@ -1,0 +1,129 @@
+"""The rest of a Hugging Face model folder: config, tokenizer, the index of several weight files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import pydantic
+import xxhash
+
+from syncd.checkpoint.merge import Merged
+from syncd.protocol.errors import CheckpointError
+from syncd.protocol.layout import MANIFEST, TEMPORARY
+from syncd.protocol.records import VersionFile
+from syncd.storage.fsio import Storage
+
+INDEX: Final = "model.safetensors.index.json"
+FILE_LIMIT: Final = 1024**3
+TOTAL_LIMIT: Final = 4 * 1024**3
+_BUFFER: Final = 1024 * 1024
+#: Weights are the merge's to write, and temporaries are nobody's.
+_SKIPPED: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", f"{TEMPORARY}*")
+
+
+def copy_model_files(
+    storage: Storage, source_hf: Path, folder: Path, *, digests: bool
+) -> tuple[VersionFile, ...]:
+    """Copy everything but weights from ``actor/huggingface/`` into a version's folder, durably.
+
+    Only regular files; links are never followed. Without such a folder there is nothing to copy.
+
+    Args:
+        storage: the storage to write to.
+        source_hf: the trainer's folder.
+        folder: the version's folder, which is there already.
+        digests: whether to compute the files' digests, xxh3-128 of their bytes.
+
+    Returns:
+        The files, by paths relative to ``folder``, sorted.
+
+    Raises:
+        CheckpointError: a file over 1 GiB, over 4 GiB in all, or a name that no manifest can hold.
+        OSError: as the storage says, e.g. ``ENOSPC``, or ``ENOENT`` for a file that went away.
+    """
+    copied = []
+    folders = {folder}
+    left = TOTAL_LIMIT
+    for path in sorted(_regular_files(storage, source_hf, PurePosixPath())):
+        target = folder / path
+        if target.parent not in folders:
+            storage.make_folder(target.parent)
+            folders.add(target.parent)
+        size, digest = _copy(storage, source_hf / path, target, min(FILE_LIMIT, left))
+        left -= size
+        try:
+            copied.append(
+                VersionFile(name=str(path), size=size, digest=digest if digests else None)
+            )
+        except pydantic.ValidationError as error:
+            raise CheckpointError(
+                f"{source_hf}: {str(path)!r} cannot be the name of a published file: rename it"
+            ) from error
+    for made in folders:
+        storage.sync_folder(made)
+    return tuple(copied)
+
+
+def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:
+    """Write ``model.safetensors.index.json``, durably, where there are several weight files.
+
+    Returns:
+        The file; nothing where one weight file needs no index.
+    """
+    if len(merged.files) == 1:
+        return ()
+    weights = {tensor.name: tensor.file for tensor in merged.tensors}
+    index = {
+        "metadata": {"total_size": merged.copied_bytes},
+        "weight_map": dict(sorted(weights.items())),
+    }
+    content = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
+    storage.write_new(folder / INDEX, content)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    return (VersionFile(name=INDEX, size=len(content), digest=digest),)
+
+
+def _regular_files(storage: Storage, root: Path, below: PurePosixPath) -> Iterator[PurePosixPath]:
+    """The regular files under a folder that are no weights, relative to ``root``."""
+    if not storage.exists(root / below):
+        return
+    with os.scandir(root / below) as found:
+        entries = list(found)
+    for entry in entries:
+        path = below / entry.name
+        if path == PurePosixPath(MANIFEST) or any(
+            fnmatchcase(entry.name, skip) for skip in _SKIPPED
+        ):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _regular_files(storage, root, path)
+        elif entry.is_file(follow_symlinks=False):
+            yield path
+
+
+def _copy(storage: Storage, source: Path, target: Path, limit: int) -> tuple[int, str]:
+    """Copy a file of at most ``limit`` bytes; returns its size and its digest."""
+    hasher = xxhash.xxh3_128()
+    size = 0
+    reading = storage.open_read(source)
+    try:
+        writing = storage.create(target)
+        with storage.closing(writing):
+            while data := os.read(reading, _BUFFER):
+                size += len(data)
+                if size > limit:
+                    raise CheckpointError(
+                        f"{source} is over 1 GiB, or its folder over 4 GiB: remove what is no "
+                        "config or tokenizer from it"
+                    )
+                hasher.update(data)
+                storage.write_all(writing, data)
+            storage.fsync(writing)
+    finally:
+        os.close(reading)
+    return size, hasher.hexdigest()

@@ -1,0 +1,256 @@
+"""Which files make a save, and whether it is whole.
+
+Two kinds of save are served. One written by ``trainer_hooks`` carries receipts, and its identity is
+the save_id that all of them name. One written by another trainer has none: its identity is made of
+the names, sizes, inodes and times of its files, and it must not change.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import pydantic
+import xxhash
+
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.protocol.errors import RecordError, SaveNotReadyError
+from syncd.protocol.layout import (
+    FSDP_CONFIG,
+    FULL_STATE_DICT,
+    HUGGINGFACE,
+    RECEIPTS,
+    TEMPORARY,
+    parse_shard_name,
+    receipt_name,
+    shard_name,
+)
+from syncd.protocol.records import Receipt, ReceiptFile, parse
+from syncd.storage.fsio import Storage, is_gone
+
+_CONFIG_LIMIT: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A save as it was last looked at.
+
+    Attributes:
+        step: whose folder it is in.
+        identity: what tells this save from every other one; None while it is not whole.
+        reason: what is missing, while it is not whole.
+        weights: the files that hold the weights, by name inside ``actor/``, in rank order.
+        receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
+    """
+
+    step: int
+    identity: str | None
+    reason: str = ""
+    weights: tuple[str, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+
+    @property
+    def is_full_state_dict(self) -> bool:
+        """Whether the weights are one ``model.safetensors`` instead of shards."""
+        return self.weights == (FULL_STATE_DICT,)
+
+    def vouched(self) -> dict[str, ReceiptFile]:
+        """What the receipts say of each file, by its name inside ``actor/``."""
+        return {file.name: file for receipt in self.receipts for file in receipt.files}
+
+
+@dataclass(slots=True)
+class OpenSave:
+    """A save whose weights are open; everything is read through these descriptors."""
+
+    save: Save
+    shards: list[ShardFile] = field(default_factory=list)
+    full: SafetensorsFile | None = None
+
+    @property
+    def checked(self) -> Literal["receipt", "crc32", "stillness"]:
+        """How the merge can tell that these bytes are what the trainer wrote."""
+        if self.save.receipts:
+            return "receipt"
+        return "crc32" if self.shards and all(s.has_crc for s in self.shards) else "stillness"
+
+
+def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
+    """Look whether the save in an ``actor/`` folder is whole. Never raises for what is in it."""
+    names = storage.names(actor)
+    if not names:
+        return Save(step, None, f"{actor} is not there, or empty")
+    try:
+        if RECEIPTS in names:
+            return _vouched_save(storage, actor, step)
+        return _foreign_save(storage, actor, step, names)
+    except RecordError as error:
+        return Save(step, None, str(error))
+    except OSError as error:
+        if is_gone(error):
+            return Save(step, None, f"{error.filename or actor} went while it was looked at")
+        raise
+
+
+@contextmanager
+def open_save(storage: Storage, actor: Path, save: Save) -> Iterator[OpenSave]:
+    """Open all files of a whole save, and check each against its receipt.
+
+    Raises:
+        SaveNotReadyError: a file is gone, or is another one than its receipt says: look again.
+        ShardFormatError: a file is not one that can be read.
+    """
+    vouched = save.vouched()
+    opened = OpenSave(save)
+    with ExitStack() as stack:
+        try:
+            for name in save.weights:
+                file: ShardFile | SafetensorsFile
+                if save.is_full_state_dict:
+                    file = opened.full = SafetensorsFile.open(storage, actor / name)
+                    digest = file.header_digest
+                else:
+                    file = ShardFile.open(storage, actor / name)
+                    opened.shards.append(file)
+                    digest = file.directory_digest
+                stack.callback(file.close)
+                told = vouched.get(name)
+                if told is not None and (told.size, told.digest) != (file.size, digest):
+                    raise SaveNotReadyError(
+                        f"{actor / name} is not the file that its receipt of save "
+                        f"{save.identity} vouches for: it is being replaced, or was damaged"
+                    )
+        except OSError as error:
+            if is_gone(error):
+                raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
+            raise
+        yield opened
+
+
+def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
+    """Look at a save again, by name and through fresh opens.
+
+    Raises:
+        SaveNotReadyError: it is another save by now, or not whole any more.
+    """
+    now = look_at_save(storage, actor, save.step)
+    if now.identity != save.identity:
+        raise SaveNotReadyError(
+            f"{actor} changed while it was read: "
+            f"{now.reason or f'it holds save {now.identity} now'}"
+        )
+
+
+def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
+    """A save of our own hook: rank 0's receipt says how many others there must be."""
+    try:
+        first = _receipt(storage, actor, 0)
+    except FileNotFoundError:
+        return Save(step, None, f"{actor}: rank 0 has not written its receipt yet")
+    receipts = [first]
+    for rank in range(1, first.world_size):
+        try:
+            receipt = _receipt(storage, actor, rank)
+        except FileNotFoundError:
+            receipt = None
+        if receipt is None or (receipt.save_id, receipt.world_size, receipt.rank) != (
+            first.save_id,
+            first.world_size,
+            rank,
+        ):
+            return Save(
+                step,
+                None,
+                f"{actor}: rank {rank} of {first.world_size} has not written its "
+                f"receipt of save {first.save_id} yet",
+            )
+        receipts.append(receipt)
+    told = {file.name for receipt in receipts for file in receipt.files}
+    shards = tuple(shard_name(first.world_size, rank) for rank in range(first.world_size))
+    if told.issuperset(shards):
+        weights = shards
+    elif FULL_STATE_DICT in told:
+        weights = (FULL_STATE_DICT,)
+    else:
+        return Save(
+            step,
+            None,
+            f"{actor}: the receipts of save {first.save_id} vouch for no weights",
+        )
+    return Save(step, first.save_id, weights=weights, receipts=tuple(receipts))
+
+
+def _receipt(storage: Storage, actor: Path, rank: int) -> Receipt:
+    path = actor / RECEIPTS / receipt_name(rank)
+    return parse(Receipt, storage.read(path, _CONFIG_LIMIT), path)
+
+
+def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
+    """A save of another trainer: all shards of one world size, or one full state dict."""
+    ranks: defaultdict[int, set[int]] = defaultdict(set)
+    for name in names:
+        if parsed := parse_shard_name(name):
+            ranks[parsed[0]].add(parsed[1])
+    whole = [size for size, found in ranks.items() if found >= set(range(size))]
+    if len(whole) > 1:
+        told = _told_world_size(storage, actor)
+        if told not in whole:
+            return Save(
+                step,
+                None,
+                f"{actor} holds complete shards of world sizes "
+                f"{' and '.join(map(str, sorted(whole)))}, and {FSDP_CONFIG} does not say which "
+                "one counts: remove the older set",
+            )
+        whole = [told]
+    if whole:
+        weights = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
+    elif ranks:
+        size, found = max(ranks.items())
+        missing = sorted(set(range(size)) - found)
+        return Save(step, None, f"{actor} has no shard of rank {missing[0]} of {size} yet")
+    elif FULL_STATE_DICT in names:
+        weights = (FULL_STATE_DICT,)
+    else:
+        return Save(step, None, f"{actor} holds no weights yet")
+    return Save(step, _fingerprint(storage, actor, weights), weights=weights)
+
+
+def _told_world_size(storage: Storage, actor: Path) -> int | None:
+    """What ``fsdp_config.json`` says, or None where it says nothing of use."""
+    try:
+        content = storage.read(actor / FSDP_CONFIG, _CONFIG_LIMIT)
+        told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
+    except (OSError, pydantic.ValidationError):
+        return None
+    return told if isinstance(told, int) else None
+
+
+def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
+    """The identity of a save without receipts, through fresh opens of all its files."""
+    hasher = xxhash.xxh3_128()
+    model_files = (
+        f"{HUGGINGFACE}/{name}"
+        for name in storage.names(actor / HUGGINGFACE)
+        if not name.startswith(TEMPORARY)
+    )
+    for name in (*weights, *model_files):
+        path = actor / name
+        status = storage.status(path)
+        if status is not None and name in weights:
+            # An open makes a network filesystem ask the server; a bare stat may be stale.
+            fd = storage.open_read(path)
+            try:
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
+        if status is None:
+            raise FileNotFoundError(2, "went while it was looked at", str(path))
+        hasher.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n".encode())
+    return f"foreign-{hasher.hexdigest()}"

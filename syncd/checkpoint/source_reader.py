@@ -1,0 +1,137 @@
+"""Reading the shards' bytes, with the CRC-32 of their records checked by the same bytes."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, Protocol
+
+from syncd.checkpoint.torch_zip import Record
+from syncd.protocol.errors import SaveNotReadyError
+
+_BUFFER: Final = 1024 * 1024
+
+
+class Source(Protocol):
+    """What the merge needs of a :class:`~syncd.checkpoint.shard_file.ShardFile`."""
+
+    @property
+    def path(self) -> Path:
+        """For messages."""
+
+    @property
+    def fd(self) -> int:
+        """Open for reading."""
+
+    @property
+    def has_crc(self) -> bool:
+        """Whether the records' CRC-32 mean anything."""
+
+    @property
+    def records(self) -> Mapping[str, Record]:
+        """The zip's records by name."""
+
+
+class SourceReader:
+    """Reads the sources, and checks the CRC-32 of their records where asked.
+
+    A record's check goes forward from its first byte. Bytes that a read skips are read for the
+    check alone; bytes that come again (tied weights) are not checked again.
+
+    Args:
+        sources: the open shards.
+        check_crc: whether to check; sources without CRC-32 are left out.
+        cancel: called between reads for the check alone; it raises to stop.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], *, check_crc: bool, cancel: Callable[[], None]
+    ) -> None:
+        self._sources = sources
+        self._cancel = cancel
+        self._checks = [
+            _Checks(source) if check_crc and source.has_crc else None for source in sources
+        ]
+        self._scratch = memoryview(bytearray(_BUFFER if any(self._checks) else 0))
+
+    def read_into(self, source: int, offset: int, part: memoryview) -> None:
+        """Fill ``part`` from a source, by its index; the bytes lie in one record.
+
+        Raises:
+            SaveNotReadyError: the source became shorter, or the record is not its CRC-32.
+        """
+        self._pread(source, offset, part)
+        checks = self._checks[source]
+        if checks is not None:
+            number = checks.find(offset)
+            self._check_up_to(source, number, offset)
+            checks.extend(number, offset, part)
+
+    def finish(self) -> None:
+        """Check what was not read.
+
+        Raises:
+            SaveNotReadyError: a source became shorter, or a record is not its CRC-32.
+        """
+        for source, checks in enumerate(self._checks):
+            for number in range(len(checks.starts) if checks is not None else 0):
+                self._check_up_to(source, number, None)
+
+    def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
+        """Check a record's bytes before ``offset``, or all of them, that were not checked yet."""
+        checks = self._checks[source]
+        assert checks is not None  # noqa: S101 - for the type checker
+        end = checks.ends[number] if offset is None else offset
+        while checks.at[number] < end:
+            self._cancel()
+            part = self._scratch[: end - checks.at[number]]
+            self._pread(source, checks.at[number], part)
+            checks.extend(number, checks.at[number], part)
+
+    def _pread(self, source: int, offset: int, part: memoryview) -> None:
+        fd = self._sources[source].fd
+        count = os.preadv(fd, [part], offset)
+        while count < len(part):
+            more = os.preadv(fd, [part[count:]], offset + count)
+            if more == 0:
+                raise shorter(self._sources[source].path)
+            count += more
+
+
+class _Checks:
+    """How far the CRC-32 of each record of one source has come."""
+
+    def __init__(self, source: Source) -> None:
+        ordered = sorted((record, name) for name, record in source.records.items() if record.size)
+        self._path = source.path
+        self._names = [name for _, name in ordered]
+        self._expected = [record.crc32 for record, _ in ordered]
+        self._crc = [0] * len(ordered)
+        self.starts = [record.offset for record, _ in ordered]
+        self.ends = [record.offset + record.size for record, _ in ordered]
+        self.at = list(self.starts)
+
+    def find(self, offset: int) -> int:
+        """The record that a byte of the file lies in."""
+        return bisect_right(self.starts, offset) - 1
+
+    def extend(self, number: int, offset: int, part: memoryview) -> None:
+        """Take bytes at ``offset``, which is not beyond what was taken; compare at the end."""
+        fresh = part[self.at[number] - offset :]
+        if not fresh:
+            return
+        self._crc[number] = zlib.crc32(fresh, self._crc[number])
+        self.at[number] += len(fresh)
+        if self.at[number] == self.ends[number] and self._crc[number] != self._expected[number]:
+            raise SaveNotReadyError(
+                f"{self._path}: record {self._names[number]} does not match its CRC-32; the "
+                "file is still being written, or broken"
+            )
+
+
+def shorter(path: Path) -> SaveNotReadyError:
+    """The error for a file that ended before its bytes did."""
+    return SaveNotReadyError(f"{path} became shorter while it was merged; look again")

@@ -1,0 +1,222 @@
+"""A strict reader of the zip files that ``torch.save`` writes.
+
+Stricter than a general zip reader on purpose: an uncompressed, single-volume zip without a comment
+that ends with the file, all records under one folder, none overlapping another. What torch does not
+write is an error, so that a torn file is never taken for a whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from syncd.protocol.errors import ShardFormatError
+from syncd.storage.fsio import Storage
+
+DIRECTORY_LIMIT: Final = 256 * 1024 * 1024
+RECORD_LIMIT: Final = 2_000_000
+
+_END: Final = struct.Struct("<4s4H2LH")
+_LOCATOR: Final = struct.Struct("<4sLQL")
+_END64: Final = struct.Struct("<4sQ2H2L4Q")
+_ENTRY: Final = struct.Struct("<4s6H3L5H2L")
+_LOCAL: Final = struct.Struct("<4s5H3L2H")
+_ENCRYPTED: Final = 0x1
+_FULL16: Final = 0xFFFF
+_FULL32: Final = 0xFFFFFFFF
+
+
+class Record(NamedTuple):
+    """One record of the zip: where its bytes are in the file, how many, and their CRC-32."""
+
+    offset: int
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A zip's central directory: its raw bytes, where it begins, and how many entries it has."""
+
+    raw: bytes
+    offset: int
+    count: int
+
+    @property
+    def digest(self) -> str:
+        """xxh3-128 of the raw bytes, as 32 hexadecimal digits: what receipts bind."""
+        return xxhash.xxh3_128_hexdigest(self.raw)
+
+
+class _Entry(NamedTuple):
+    name: bytes
+    header: int
+    size: int
+    crc32: int
+
+
+def _broken(path: Path, what: str) -> ShardFormatError:
+    return ShardFormatError(
+        f"{path}: {what}; it is torn or not a torch.save file: save it again with torch.save"
+    )
+
+
+def _pread(fd: int, size: int, offset: int) -> bytes:
+    """Up to ``size`` bytes; fewer only at the end of the file."""
+    parts = []
+    while size > 0 and (part := os.pread(fd, size, offset)):
+        parts.append(part)
+        size -= len(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
+    """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
+
+    For the trainer's receipt. The directory holds the CRC-32 of every record, so that the digest
+    binds the content without reading it again.
+
+    Raises:
+        ShardFormatError: the file is not a whole zip of torch's kind.
+        OSError: it cannot be opened or read.
+    """
+    fd = storage.open_read(path)
+    try:
+        size = os.fstat(fd).st_size
+        return size, read_directory(fd, size, path).digest
+    finally:
+        os.close(fd)
+
+
+def read_directory(fd: int, size: int, path: Path) -> Directory:
+    """Find and read the central directory of a file of ``size`` bytes.
+
+    Raises:
+        ShardFormatError: it is not there, not where it must be, or larger than 256 MiB.
+    """
+    tail = _pread(fd, _END.size, max(size - _END.size, 0))
+    if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
+        raise _broken(path, "has no zip directory at its end")
+    _, disk, first_disk, here, count, length, offset, comment = _END.unpack(tail)
+    saturated: tuple[int, ...] = (disk, first_disk, here, count, length, offset)
+    end = size - _END.size
+    locator = _pread(fd, _LOCATOR.size, end - _LOCATOR.size) if end >= _LOCATOR.size else b""
+    if locator.startswith(b"PK\6\7"):
+        end -= _LOCATOR.size
+        _, _, at, _ = _LOCATOR.unpack(locator)
+        record = _pread(fd, _END64.size, at) if at + _END64.size == end else b""
+        if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
+            raise _broken(path, "has a zip64 locator that points nowhere")
+        _, _, _, _, disk, first_disk, here, count, length, offset = _END64.unpack(record)
+        limits = (_FULL16,) * 4 + (_FULL32,) * 2
+        whole = (disk, first_disk, here, count, length, offset)
+        if any(
+            old not in (new, limit)
+            for old, new, limit in zip(saturated, whole, limits, strict=True)
+        ):
+            raise _broken(path, "has two zip directories that disagree")
+        end = at
+    if disk or first_disk or here != count or comment:
+        raise _broken(path, "has a zip directory of another kind than torch writes")
+    if length > DIRECTORY_LIMIT or count > RECORD_LIMIT:
+        raise _broken(
+            path, f"has a zip directory of {length} bytes and {count} records, over limits"
+        )
+    if offset + length != end:
+        raise _broken(path, "has a zip directory that does not end where it must")
+    raw = _pread(fd, length, offset)
+    if len(raw) != length:
+        raise _broken(path, "became shorter while it was read")
+    return Directory(raw, offset, count)
+
+
+def read_records(fd: int, directory: Directory, path: Path) -> dict[str, Record]:
+    """All records by name, without the folder that torch puts them all under.
+
+    Reads the local header of each record, since only that says where its bytes begin.
+
+    Raises:
+        ShardFormatError: a record is compressed, encrypted, named twice, outside the file, under
+            another folder, or overlaps another.
+    """
+    entries = _entries(directory, path)
+    if not entries:
+        raise _broken(path, "has no records")
+    prefix = entries[0].name.partition(b"/")[0] + b"/"
+    records: dict[str, Record] = {}
+    end = 0
+    for entry in sorted(entries, key=lambda entry: entry.header):
+        offset = _data_offset(fd, entry, path)
+        if entry.header < end or offset + entry.size > directory.offset:
+            raise _broken(path, f"record {entry.name!r} overlaps another or lies outside the file")
+        end = offset + entry.size
+        try:
+            name = entry.name.removeprefix(prefix).decode()
+        except UnicodeDecodeError:
+            raise _broken(path, f"record {entry.name!r} is not named in UTF-8") from None
+        if not entry.name.startswith(prefix) or name in records:
+            raise _broken(path, f"record {entry.name!r} is there twice or in another folder")
+        records[name] = Record(offset, entry.size, entry.crc32)
+    return records
+
+
+def _entries(directory: Directory, path: Path) -> list[_Entry]:
+    raw = directory.raw
+    entries = []
+    at = 0
+    for _ in range(directory.count):
+        if at + _ENTRY.size > len(raw) or not raw.startswith(b"PK\1\2", at):
+            raise _broken(path, "has a zip directory with fewer records than it says")
+        fields = _ENTRY.unpack_from(raw, at)
+        _, _, _, flags, method, _, _, crc32, packed, size, *lengths, disk, _, _, header = fields
+        names, extras, comments = lengths
+        begin = at + _ENTRY.size
+        name = raw[begin : begin + names]
+        extra = raw[begin + names : begin + names + extras]
+        at = begin + names + extras + comments
+        if at > len(raw):
+            raise _broken(path, "has a zip directory that ends inside a record")
+        if _FULL32 in (size, packed, header):
+            size, packed, header = _zip64(extra, size, packed, header, path)
+        if method != 0 or size != packed or flags & _ENCRYPTED or disk:
+            raise _broken(path, f"record {name!r} is compressed, encrypted or on another volume")
+        entries.append(_Entry(name, header, size, crc32))
+    if at != len(raw):
+        raise _broken(path, "has a zip directory with more records than it says")
+    return entries
+
+
+def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
+    """The 64-bit values of those of the three that do not fit in 32 bits."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        field = extra[at + 4 : at + 4 + length]
+        at += 4 + length
+        if kind != 1 or len(field) != length:
+            continue
+        large = [value for (value,) in struct.iter_unpack("<Q", field[: length // 8 * 8])]
+        values = [
+            large.pop(0) if value == _FULL32 and large else value
+            for value in (size, packed, header)
+        ]
+        return values[0], values[1], values[2]
+    raise _broken(path, "has a record over 4 GiB without its zip64 field")
+
+
+def _data_offset(fd: int, entry: _Entry, path: Path) -> int:
+    """Where a record's bytes begin: behind its local header, which torch pads to 64 bytes."""
+    local = _pread(fd, _LOCAL.size + len(entry.name), entry.header)
+    if len(local) < _LOCAL.size + len(entry.name) or not local.startswith(b"PK\3\4"):
+        raise _broken(path, f"record {entry.name!r} has no local header")
+    fields = _LOCAL.unpack_from(local)
+    method, names, extras = fields[3], fields[9], fields[10]
+    if local[_LOCAL.size :] != entry.name or names != len(entry.name) or method != 0:
+        raise _broken(path, f"record {entry.name!r} has a local header of another record")
+    return entry.header + _LOCAL.size + int(names) + int(extras)

@@ -1,0 +1,104 @@
+"""Checking a version against its manifest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from syncd.checkpoint.merge import digest_safetensors
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
+from syncd.protocol.layout import MANIFEST
+from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
+from syncd.storage.fsio import Storage
+
+WEIGHTS: Final = ".safetensors"
+_BUFFER: Final = 1024 * 1024
+
+
+def read_manifest(storage: Storage, folder: Path) -> Manifest:
+    """The manifest of a version's folder.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        RecordError: it is not a manifest.
+    """
+    path = folder / MANIFEST
+    return parse(Manifest, storage.read(path), path)
+
+
+def verify_version(
+    storage: Storage,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    cancel: Callable[[], None] = lambda: None,
+) -> None:
+    """Compare sizes, headers and, where the manifest has them, digests with the bytes on disk.
+
+    Raises:
+        VerificationError: a file is missing, unreadable, or not what the manifest says.
+    """
+    listed = {file.name for file in manifest.files}
+    told: dict[str, dict[str, TensorEntry]] = {name: {} for name in listed}
+    for entry in manifest.tensors:
+        if entry.file not in listed:
+            raise VerificationError(
+                f"the manifest of {folder} has {entry.name} in {entry.file}, which it does not list"
+            )
+        told[entry.file][entry.name] = entry
+    for file in manifest.files:
+        path = folder / file.name
+        try:
+            if file.name.endswith(WEIGHTS):
+                _verify_weights(storage, path, file, told[file.name], cancel)
+            else:
+                _verify_other(storage, path, file)
+        except (OSError, CheckpointError, SaveNotReadyError) as error:
+            raise VerificationError(f"{path} cannot be read: {error}") from error
+
+
+def _verify_weights(
+    storage: Storage,
+    path: Path,
+    file: VersionFile,
+    told: Mapping[str, TensorEntry],
+    cancel: Callable[[], None],
+) -> None:
+    with SafetensorsFile.open(storage, path) as opened:
+        _compare(path, "its size", opened.size, file.size)
+        _compare(
+            path,
+            "its header",
+            {entry.name: (entry.dtype, tuple(entry.shape)) for entry in opened.entries},
+            {name: (entry.dtype, entry.shape) for name, entry in told.items()},
+        )
+        if file.digest is None:
+            return
+        found = digest_safetensors(storage, opened, cancel=cancel)
+    for tensor in found.tensors:
+        _compare(path, f"the digest of {tensor.name}", tensor.digest, told[tensor.name].digest)
+    _compare(path, "its digest", found.files[0].digest, file.digest)
+
+
+def _verify_other(storage: Storage, path: Path, file: VersionFile) -> None:
+    fd = storage.open_read(path)
+    hasher = xxhash.xxh3_128()
+    try:
+        _compare(path, "its size", os.fstat(fd).st_size, file.size)
+        while file.digest is not None and (part := os.read(fd, _BUFFER)):
+            hasher.update(part)
+    finally:
+        os.close(fd)
+    if file.digest is not None:
+        _compare(path, "its digest", hasher.hexdigest(), file.digest)
+
+
+def _compare(path: Path, what: str, found: object, told: object) -> None:
+    if found != told:
+        shown = f": {found} instead of {told}" if isinstance(found, int | str) else ""
+        raise VerificationError(f"{path}: {what} is not what the manifest says{shown}")

@@ -1,0 +1,1 @@
+"""The daemon: scan, decide, act."""

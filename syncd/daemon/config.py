@@ -1,0 +1,42 @@
+"""What the daemon can be told."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from syncd.protocol.layout import STATE_POINTER
+
+
+class DaemonConfig(BaseModel):
+    """Every key with its default; times in seconds, sizes in bytes.
+
+    Attributes:
+        pointer: the file that names the step to publish. Plain verl jobs have only
+            ``latest_checkpointed_iteration.txt``.
+        tick: how often the job is looked at when no event says that something changed.
+        keep: how many versions stay published besides those that are leased; LATEST is one.
+        digests: whether versions carry xxh3-128 digests, which explorers check.
+        max_shard_size: the most bytes of tensors in one file of a version.
+        prune_steps: whether step folders that were published or skipped are deleted.
+        prune_foreign: whether that goes also for saves without receipts in a job that has no
+            ``latest_state_dict_iteration.txt``.
+        dead_reader_grace: how long a dead explorer's lease is kept; an engine may read on.
+        lease_time: after how long without a heartbeat a process counts as dead. Only heard in a job
+            that has none yet.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pointer: Literal["latest_state_dict_iteration.txt", "latest_checkpointed_iteration.txt"] = (
+        STATE_POINTER
+    )
+    tick: Annotated[float, Field(gt=0, le=60)] = 1.0
+    keep: Annotated[int, Field(ge=1)] = 2
+    digests: bool = True
+    max_shard_size: Annotated[int, Field(ge=1)] = 5_000_000_000
+    prune_steps: bool = True
+    prune_foreign: bool = False
+    dead_reader_grace: Annotated[float, Field(ge=0)] = 300.0
+    lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0

@@ -1,0 +1,254 @@
+"""What to do about what was seen. Pure; the daemon's behaviour is tested here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from syncd.checkpoint.save import Save
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.retention import keep_newest, kept
+from syncd.protocol.layout import STATE_POINTER
+
+
+class PointerState(Enum):
+    """What a pointer file says."""
+
+    STEP = "names a step"
+    MISSING = "is not there"
+    EMPTY = "is empty"
+    TORN = "is not a number"
+    NEGATIVE = "is negative: no step yet"
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A pointer file as it was read. ``step`` is the step where it names one, else None."""
+
+    state: PointerState
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSeen:
+    """A lease on a version; ``dead_for`` is in seconds by our own clock, None while it lives."""
+
+    sequence: int
+    marker: str
+    dead_for: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeen:
+    """A step folder whose last save is on record.
+
+    Attributes:
+        outcome: what became of the save on record.
+        recorded: the identity of that save.
+        found: the identity of what is in the folder now; None where it is not a whole save.
+        has_receipts: whether our hook wrote it.
+        full, retired, saving, resumable, critic: what else is in the folder.
+    """
+
+    step: int
+    outcome: str
+    recorded: str
+    found: str | None
+    has_receipts: bool
+    full: bool
+    retired: bool
+    saving: bool
+    resumable: bool
+    critic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A job at one moment.
+
+    Attributes:
+        pointer: the pointer that names the step to publish.
+        checkpoint: the pointer that names the step to resume from.
+        save: the save that ``pointer`` names, where it names one.
+        save_still_for: seconds that it has been seen unchanged.
+        quarantined: whether that save is on record as one that cannot be published.
+        published_save: the identity of the save that LATEST was made from.
+        latest: LATEST's sequence; 0 before the first.
+        versions: the published sequences.
+        lease_folders: the sequences that can be leased.
+        leases: all leases.
+        steps: step folders on record.
+        unrecorded: whole saves below the pointer that are not on record.
+        vanished: steps on record whose folder is not there any more.
+        announced_step: the step that the trainer last announced a save for, if it says so.
+    """
+
+    pointer: Pointer
+    checkpoint: Pointer = Pointer(PointerState.MISSING)
+    save: Save | None = None
+    save_still_for: float = 0.0
+    quarantined: bool = False
+    published_save: str | None = None
+    latest: int = 0
+    versions: tuple[int, ...] = ()
+    lease_folders: tuple[int, ...] = ()
+    leases: tuple[LeaseSeen, ...] = ()
+    steps: tuple[StepSeen, ...] = ()
+    unrecorded: tuple[Save, ...] = ()
+    vanished: tuple[int, ...] = ()
+    announced_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Merge this save and make it LATEST."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Skip:
+    """Put on record that this save will never be published: a newer one is out."""
+
+    step: int
+    identity: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Take a step whose folder is gone off the record."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    """Take away the lease of an explorer that died."""
+
+    sequence: int
+    marker: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class RetireVersion:
+    """End the leasing of a version, and delete it if nobody holds it."""
+
+    sequence: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLeaseFolder:
+    """Remove the lease folder of a version that is gone already."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class PruneStep:
+    """Delete a step folder, if it still holds what was seen."""
+
+    seen: StepSeen
+    why: str
+
+
+Action = Publish | Skip | Forget | DropLease | RetireVersion | CloseLeaseFolder | PruneStep
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, in this order, and what is being waited for."""
+
+    actions: tuple[Action, ...]
+    waiting_for: str = ""
+
+
+def decide(seen: Observation, config: DaemonConfig) -> Decision:
+    """What to do about an observation. New weights first; nobody waits for a deletion."""
+    publish, waiting_for = _publish(seen, config)
+    return Decision(
+        (
+            *publish,
+            *(Skip(save.step, save.identity) for save in seen.unrecorded if save.identity),
+            *(Forget(step) for step in seen.vanished),
+            *_leases(seen, config),
+            *_versions(seen, config),
+            *_steps(seen, config),
+        ),
+        waiting_for,
+    )
+
+
+def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish, ...], str]:
+    """The pointer names the save, always; the same save is published once."""
+    if seen.pointer.step is None:
+        return (), f"{config.pointer} {seen.pointer.state.value}"
+    save = seen.save
+    if save is None or save.identity is None:
+        return (), save.reason if save else f"nothing is known of step {seen.pointer.step} yet"
+    if save.identity == seen.published_save or seen.quarantined:
+        return (), ""
+    if not save.receipts and seen.save_still_for < config.tick:
+        return (), f"step {save.step} has no receipts: it must lie still for {config.tick:g} s"
+    return (Publish(save),), ""
+
+
+def _leases(seen: Observation, config: DaemonConfig) -> Iterable[DropLease]:
+    for lease in seen.leases:
+        if lease.dead_for is not None and lease.dead_for >= config.dead_reader_grace:
+            yield DropLease(
+                lease.sequence,
+                lease.marker,
+                f"its session has been dead for {lease.dead_for:.0f} s",
+            )
+
+
+def _versions(
+    seen: Observation, config: DaemonConfig
+) -> Iterable[RetireVersion | CloseLeaseFolder]:
+    """Versions outside the retention rules; never LATEST, never one above it.
+
+    A lease folder above LATEST may be the one of a version that our successor is about to publish:
+    nothing above LATEST is ever touched.
+    """
+    keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
+    leased = {lease.sequence for lease in seen.leases}
+    for sequence in sorted(seen.versions):
+        if sequence < seen.latest and sequence not in keep and sequence not in leased:
+            yield RetireVersion(sequence, f"not among the newest {config.keep}, and not leased")
+    for sequence in sorted(set(seen.lease_folders) - set(seen.versions)):
+        if sequence < seen.latest and sequence not in leased:
+            yield CloseLeaseFolder(sequence)
+
+
+def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep]:
+    if not config.prune_steps:
+        return
+    for step in seen.steps:
+        why = _why_prunable(step, seen, config)
+        if why:
+            yield PruneStep(step, why)
+
+
+def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:
+    """Why a step folder may go, or nothing. Every doubt keeps it."""
+    if seen.pointer.step is None:
+        return ""
+    announced = seen.pointer.step if seen.announced_step is None else seen.announced_step
+    doubts = (
+        step.outcome not in {"published", "skipped"},
+        step.found != step.recorded,
+        step.step in {seen.pointer.step, seen.checkpoint.step},
+        step.step >= announced,
+        step.saving or step.full or step.critic,
+        not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,
+    )
+    if any(doubts):
+        return ""
+    if step.retired:
+        # Its trainer keeps a newer one to resume from: that must be the one pointed to.
+        newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
+        return f"{step.outcome}, and retired by its trainer" if newer else ""
+    return "" if step.resumable else f"{step.outcome}, and not a full checkpoint"

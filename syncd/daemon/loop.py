@@ -1,0 +1,212 @@
+"""Scan, decide, act: nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import (
+    CloseLeaseFolder,
+    Decision,
+    DropLease,
+    Forget,
+    PruneStep,
+    Publish,
+    RetireVersion,
+    Skip,
+    decide,
+)
+from syncd.daemon.prune import Pruner
+from syncd.daemon.publish import Publisher
+from syncd.daemon.scan import Known, Scanner
+from syncd.protocol.errors import (
+    CheckpointError,
+    JobUnavailableError,
+    SaveNotReadyError,
+    SupersededError,
+)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import DaemonCounters, DaemonReport, encode
+from syncd.storage.epoch import Epoch
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import Clock, DaemonLock, Judge, Session
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """The active daemon of one job, from its take-over to its end.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        config: the daemon's.
+        session: this process's heartbeat.
+        lock: the daemon lock, held.
+        judge: tells which explorers live.
+        epoch: the room.
+        cancel: called between chunks of a merge; raises to stop.
+        clock: seconds, monotonic.
+        wall: seconds since the epoch, for records that people read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        config: DaemonConfig,
+        session: Session,
+        lock: DaemonLock,
+        judge: Judge,
+        epoch: Epoch,
+        *,
+        cancel: Callable[[], None],
+        clock: Clock = time.monotonic,
+        wall: Clock = time.time,
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._config = config
+        self._session = session
+        self._lock = lock
+        self._epoch = epoch
+        self._clock = clock
+        self._wall = wall
+        self._scanner = Scanner(storage, layout, config, judge, clock=clock)
+        self._pruner = Pruner(storage, layout, epoch, session.id, wall=wall)
+        self._publisher = Publisher(
+            storage, layout, config, epoch, session.id, cancel=cancel, wall=wall, clock=clock
+        )
+        self._counters = DaemonCounters()
+        self._said = ""
+        self._reported: DaemonReport | None = None
+        self._reported_at = 0.0
+        self._publish_again_at = 0.0
+        self._failures = 0
+
+    def begin(self) -> None:
+        """After the take-over: recover what the daemon before us left."""
+        self._pruner.sweep()
+        self._publisher.recover()
+        self._report("watching")
+        log.info("working on %s in epoch %d", self._layout.root, self._epoch.number)
+
+    def run_once(self) -> Decision:
+        """One round.
+
+        Raises:
+            SupersededError: another daemon has taken over.
+            JobUnavailableError: the job's folder is not there now.
+            CancelledError: asked to stop in the middle of a merge.
+        """
+        if self._lock.lost:
+            raise SupersededError(f"the lock of {self._layout.root} was taken by another daemon")
+        decision = decide(self._scanner.scan(self._known()), self._config)
+        waiting_for = decision.waiting_for
+        for action in decision.actions:
+            match action:
+                case Publish():
+                    waiting_for = self._publish(action) or waiting_for
+                case Skip():
+                    log.info("step %d is skipped: a newer one is out", action.step)
+                    self._publisher.skip(action.step, action.identity)
+                    self._count(skipped=1)
+                case Forget():
+                    self._publisher.forget(action.step)
+                case DropLease():
+                    self._pruner.drop_lease(action)
+                case RetireVersion():
+                    self._count(versions_retired=int(self._pruner.retire_version(action)))
+                case CloseLeaseFolder():
+                    self._pruner.close_lease_folder(action)
+                case PruneStep():
+                    if self._pruner.prune_step(action):
+                        self._publisher.forget(action.seen.step)
+                        self._count(steps_pruned=1)
+        if waiting_for != self._said:
+            self._said = waiting_for
+            if waiting_for:
+                log.info("waiting: %s", waiting_for)
+        self._report("watching", waiting_for)
+        return decision
+
+    def end(self) -> None:
+        """Leave nothing half made; the lock is the caller's to release."""
+        self._epoch.leave()
+        self._report("stopped")
+
+    def _known(self) -> Known:
+        latest = self._publisher.latest
+        return Known(
+            latest=latest.sequence if latest else 0,
+            published_save=self._publisher.published_save,
+            outcomes=self._publisher.outcomes,
+        )
+
+    def _publish(self, action: Publish) -> str:
+        """Publish, or quarantine, or say why it has to wait."""
+        if self._clock() < self._publish_again_at:
+            return self._said
+        save = action.save
+        self._report("merging", f"step {save.step}")
+        begun = self._clock()
+        try:
+            manifest = self._publisher.publish(save)
+        except SaveNotReadyError as error:
+            return str(error)
+        except CheckpointError as error:
+            path = self._publisher.quarantine(save, error)
+            self._count(quarantined=1)
+            log.error("step %d cannot be published: %s (kept in %s)", save.step, error, path)
+            return ""
+        except OSError as error:
+            if not self._storage.exists(self._layout.format):
+                raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+            self._failures += 1
+            wait = min(30.0, self._config.tick * 2**self._failures)
+            self._publish_again_at = self._clock() + wait
+            return f"step {save.step} could not be merged, trying again in {wait:g} s: {error}"
+        self._failures = 0
+        merged = sum(file.size for file in manifest.files)
+        self._count(published=1, merged_bytes=merged)
+        log.info(
+            "published step %d as version %d: %.1f MB in %.2f s",
+            save.step,
+            manifest.sequence,
+            merged / 1e6,
+            self._clock() - begun,
+        )
+        return ""
+
+    def _count(self, **more: int) -> None:
+        self._counters = self._counters.model_copy(
+            update={name: getattr(self._counters, name) + by for name, by in more.items()}
+        )
+
+    def _report(self, state: str, detail: str = "") -> None:
+        """Write daemon.json when something changed, and three times a lease in any case."""
+        latest = self._publisher.latest
+        report = DaemonReport.model_validate(
+            {
+                "session": self._session.id,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "epoch": self._epoch.number,
+                "state": state,
+                "detail": detail,
+                "sequence": latest.sequence if latest else None,
+                "step": latest.step if latest else None,
+                "counters": self._counters,
+                "time": 0.0,
+            }
+        )
+        now = self._clock()
+        if report == self._reported and now - self._reported_at < self._session.lease_time / 3:
+            return
+        self._reported, self._reported_at = report, now
+        stamped = report.model_copy(update={"time": self._wall()})
+        self._epoch.publish_file(self._layout.daemon_report, encode(stamped))

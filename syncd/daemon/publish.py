@@ -1,0 +1,270 @@
+"""Making versions: merge a save inside our room, commit it, and let LATEST name it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.save import Save
+from syncd.checkpoint.version import read_manifest
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import (
+    ProtocolMismatchError,
+    RecordError,
+    SaveNotReadyError,
+    SyncdError,
+)
+from syncd.protocol.layout import (
+    JobLayout,
+    parse_version_folder,
+    version_folder,
+)
+from syncd.protocol.records import (
+    DaemonReport,
+    ExplorerReport,
+    Latest,
+    Manifest,
+    PublishNotice,
+    Quarantine,
+    R,
+    SaveOutcome,
+    Saves,
+    encode,
+    parse,
+)
+from syncd.storage.epoch import Epoch
+from syncd.storage.fsio import Storage, is_gone
+
+log = logging.getLogger(__name__)
+
+
+class Publisher:
+    """The active daemon's record of what is published, and how it grows.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        config: the daemon's.
+        epoch: the active daemon's room.
+        session: for the notice that something is coming.
+        cancel: called between chunks; raises to stop.
+        wall: seconds since the epoch, for records that people read.
+        clock: seconds, monotonic, for timings.
+
+    Attributes:
+        latest: LATEST, as this daemon wrote or found it; None before the first version.
+        published_save: the identity of the save that LATEST was made from.
+        outcomes: step → what became of its last save.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        config: DaemonConfig,
+        epoch: Epoch,
+        session: str,
+        *,
+        cancel: Callable[[], None],
+        wall: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._config = config
+        self._epoch = epoch
+        self._session = session
+        self._cancel = cancel
+        self._wall = wall
+        self._clock = clock
+        self._floor = 0
+        self.latest: Latest | None = None
+        self.published_save: str | None = None
+        self.outcomes: dict[int, SaveOutcome] = {}
+
+    def recover(self) -> None:
+        """After a take-over: read the records, and adopt a finished version or discard it.
+
+        Raises:
+            ProtocolMismatchError: LATEST is of a newer protocol.
+        """
+        self._storage.unlink_if_there(self._layout.publish_lock)
+        self.latest = self._read_own(Latest, self._layout.latest)
+        saves = self._read_own(Saves, self._layout.saves)
+        self.outcomes = dict(saves.steps) if saves else {}
+        self._floor = self._highest_sequence()
+        known = self.latest.sequence if self.latest else 0
+        for sequence in sorted(self._published(), reverse=True):
+            if sequence <= known:
+                break
+            manifest = self._finished(sequence)
+            if manifest is None:
+                log.warning("%s is not whole: discarded", version_folder(sequence))
+                self._epoch.discard(self._layout.version(sequence))
+            else:
+                log.info("adopting %s, which LATEST does not name yet", version_folder(sequence))
+                self._announce(manifest)
+                break
+        if self.latest is not None:
+            manifest = self._finished(self.latest.sequence)
+            self.published_save = manifest.save_id if manifest else None
+            if manifest:
+                self._put_on_record(
+                    manifest.step,
+                    SaveOutcome(
+                        identity=manifest.save_id, outcome="published", sequence=manifest.sequence
+                    ),
+                )
+
+    def publish(self, save: Save) -> Manifest:
+        """Merge a whole save and make it LATEST.
+
+        Raises:
+            SaveNotReadyError: the save changed meanwhile; nothing was published.
+            CheckpointError: it can never be published as it is.
+            SupersededError: another daemon has taken over.
+        """
+        if save.identity is None:
+            raise SaveNotReadyError(save.reason)
+        sequence = self._floor + 1
+        notice = PublishNotice(sequence=sequence, step=save.step, session=self._session)
+        self._epoch.publish_file(self._layout.publish_lock, encode(notice))
+        folder = self._epoch.start_version(sequence)
+        try:
+            manifest = build_model_folder(
+                self._storage,
+                self._layout.actor(save.step),
+                save,
+                folder,
+                sequence=sequence,
+                digests=self._config.digests,
+                max_file_size=self._config.max_shard_size,
+                cancel=self._cancel,
+                clock=self._clock,
+            )
+            self._storage.make_folder(self._layout.lease_folder(sequence))
+            self._epoch.publish_version(sequence)
+            self._floor = sequence
+            self._announce(manifest)
+        except OSError as error:
+            self._epoch.raise_if_superseded(error)
+            raise
+        finally:
+            if self._storage.exists(folder):
+                self._storage.remove_tree(folder)
+            self._storage.unlink_if_there(self._layout.publish_lock)
+        self.published_save = save.identity
+        self._put_on_record(
+            save.step,
+            SaveOutcome(identity=save.identity, outcome="published", sequence=sequence),
+        )
+        return manifest
+
+    def skip(self, step: int, identity: str) -> None:
+        """Put on record that a save will never be published."""
+        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
+
+    def forget(self, step: int) -> None:
+        """Take a step whose folder is gone off the record."""
+        if self.outcomes.pop(step, None) is not None:
+            self._write_saves()
+
+    def quarantine(self, save: Save, error: SyncdError) -> Path:
+        """Put on record why a save cannot be published; it is not tried again.
+
+        Returns:
+            The record's file.
+        """
+        identity = save.identity or ""
+        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
+        path = self._layout.quarantine / f"step_{save.step}-{name}.json"
+        record = Quarantine(
+            step=save.step,
+            identity=identity,
+            error=type(error).__name__,
+            reason=str(error),
+            time=self._wall(),
+        )
+        self._epoch.publish_file(path, encode(record))
+        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
+        return path
+
+    def _announce(self, manifest: Manifest) -> None:
+        """Let LATEST name a published version. Its lease folder comes first."""
+        self._storage.make_folder(self._layout.lease_folder(manifest.sequence))
+        latest = Latest(
+            sequence=manifest.sequence,
+            step=manifest.step,
+            folder=version_folder(manifest.sequence),
+            kind=manifest.kind,
+        )
+        self._epoch.publish_file(self._layout.latest, encode(latest))
+        self.latest = latest
+
+    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
+        if self.outcomes.get(step) != outcome:
+            self.outcomes[step] = outcome
+            self._write_saves()
+
+    def _write_saves(self) -> None:
+        self._epoch.publish_file(self._layout.saves, encode(Saves(steps=self.outcomes)))
+
+    def _read_own(self, model: type[R], path: Path) -> R | None:
+        """A record that daemons alone write; a lost or damaged one is like none."""
+        try:
+            return parse(model, self._storage.read(path), path)
+        except ProtocolMismatchError:
+            raise
+        except RecordError as error:
+            log.error("%s: going on as if it were lost", error)
+            return None
+        except OSError as error:
+            if is_gone(error):
+                return None
+            raise
+
+    def _published(self) -> list[int]:
+        found = (parse_version_folder(n) for n in self._storage.names(self._layout.published))
+        return [sequence for sequence in found if sequence is not None]
+
+    def _finished(self, sequence: int) -> Manifest | None:
+        """The manifest of a published version, if every file that it lists has its size."""
+        folder = self._layout.version(sequence)
+        try:
+            manifest = read_manifest(self._storage, folder)
+        except (OSError, RecordError) as error:
+            log.warning("%s has no manifest that can be read: %s", folder, error)
+            return None
+        for file in manifest.files:
+            status = self._storage.status(folder / file.name)
+            if status is None or status.st_size != file.size:
+                log.warning("%s is not %d bytes", folder / file.name, file.size)
+                return None
+        return manifest if manifest.sequence == sequence else None
+
+    def _highest_sequence(self) -> int:
+        """The highest sequence that anything in the job has ever named: it never goes back."""
+        named = [0, *self._published()]
+        if self.latest is not None:
+            named.append(self.latest.sequence)
+        named.extend(
+            parse_version_folder(name) or 0 for name in self._storage.names(self._layout.leases)
+        )
+        named.extend(
+            self._told_sequence(self._layout.explorers / name, ExplorerReport)
+            for name in self._storage.names(self._layout.explorers)
+        )
+        named.append(self._told_sequence(self._layout.daemon_report, DaemonReport))
+        named.extend(outcome.sequence or 0 for outcome in self.outcomes.values())
+        return max(named)
+
+    def _told_sequence(self, path: Path, model: type[ExplorerReport | DaemonReport]) -> int:
+        try:
+            return parse(model, self._storage.read(path), path).sequence or 0
+        except (OSError, RecordError) as error:
+            log.debug("%s says no sequence: %s", path, error)
+            return 0

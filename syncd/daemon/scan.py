@@ -1,0 +1,274 @@
+"""Looking at a job: from its files to an Observation, at a cost that does not grow with its age."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from syncd.checkpoint.save import Save, look_at_save
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, StepSeen
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import (
+    FULL,
+    RECEIPTS,
+    RETIRED,
+    SAVING,
+    JobLayout,
+    is_resumable_state,
+    parse_lease_marker,
+    parse_pointer,
+    parse_step_folder,
+    parse_version_folder,
+)
+from syncd.protocol.records import SaveOutcome, TrainerReport, parse
+from syncd.storage.fsio import Signature, Storage, is_gone
+from syncd.storage.leases import Clock, Judge, Liveness
+
+_POINTER_LIMIT: Final = 4096
+#: How many step folders one scan looks into: the rest wait for the next ones.
+_STEPS_PER_SCAN: Final = 64
+#: Seconds after which all step folders are looked at again, with nothing having changed.
+_STEPS_AGAIN: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the daemon itself knows of a job, from its records.
+
+    Attributes:
+        latest: LATEST's sequence, 0 before the first.
+        published_save: the identity of the save that LATEST was made from.
+        outcomes: step → what became of its last save.
+    """
+
+    latest: int
+    published_save: str | None
+    outcomes: Mapping[int, SaveOutcome]
+
+
+class Scanner:
+    """Looks at one job, again and again, and remembers what it need not look at twice.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        config: the daemon's.
+        judge: tells which explorers live.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        config: DaemonConfig,
+        judge: Judge,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._config = config
+        self._judge = judge
+        self._clock = clock
+        self._save: Save | None = None
+        self._save_since = 0.0
+        self._settled: object = None  # pointer as it was when its save needed no more looks
+        self._dead_since: dict[str, float] = {}
+        self._steps_key: object = None
+        self._steps_at = 0.0
+        self._steps_due: deque[int] = deque()
+
+    def scan(self, known: Known) -> Observation:
+        """Look once.
+
+        Raises:
+            JobUnavailableError: the job's folder, or our own folder in it, is not there: an
+                unmounted storage looks so, and nothing may be concluded from it.
+        """
+        if not self._storage.exists(self._layout.format):
+            raise JobUnavailableError(
+                f"{self._layout.format} is not there: is its storage mounted?"
+            )
+        pointer, pointer_key = self._pointer(self._layout.root / self._config.pointer)
+        checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
+        self._look_at_pointed(pointer, pointer_key, known)
+        save = self._save
+        outcome = known.outcomes.get(save.step) if save else None
+        lease_folders = self._versions(self._layout.leases)
+        steps, unrecorded, vanished = self._look_at_steps(
+            pointer, (pointer_key, checkpoint_key, known.published_save), known
+        )
+        return Observation(
+            pointer=pointer,
+            checkpoint=checkpoint,
+            save=save,
+            save_still_for=self._clock() - self._save_since,
+            quarantined=outcome is not None
+            and save is not None
+            and outcome.outcome == "quarantined"
+            and outcome.identity == save.identity,
+            published_save=known.published_save,
+            latest=known.latest,
+            versions=self._versions(self._layout.published),
+            lease_folders=lease_folders,
+            leases=tuple(self._leases(lease_folders)),
+            steps=steps,
+            unrecorded=unrecorded,
+            vanished=vanished,
+            announced_step=self._announced() if steps else None,
+        )
+
+    def look_again(self) -> None:
+        """Forget that the pointed save needed no more looks."""
+        self._settled = None
+
+    def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
+        try:
+            content, key = self._storage.read_with_signature(path, _POINTER_LIMIT)
+        except OSError as error:
+            if is_gone(error):
+                return Pointer(PointerState.MISSING), None
+            return Pointer(PointerState.TORN), None
+        step = parse_pointer(content)
+        if step is None:
+            return Pointer(PointerState.TORN if content.strip() else PointerState.EMPTY), key
+        if step < 0:
+            return Pointer(PointerState.NEGATIVE), key
+        return Pointer(PointerState.STEP, step), key
+
+    def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
+        """Look at the save that the pointer names, unless it is settled and nothing moved."""
+        if pointer.step is None:
+            self._save = self._settled = None
+            return
+        if self._settled == (key, known.published_save) and self._save is not None:
+            return
+        save = look_at_save(self._storage, self._layout.actor(pointer.step), pointer.step)
+        if self._save is None or (save.step, save.identity) != (
+            self._save.step,
+            self._save.identity,
+        ):
+            self._save_since = self._clock()
+        self._save = save
+        outcome = known.outcomes.get(save.step)
+        settled = save.identity is not None and (
+            save.identity == known.published_save
+            or (
+                outcome is not None
+                and outcome.identity == save.identity
+                and outcome.outcome == "quarantined"
+            )
+        )
+        self._settled = (key, known.published_save) if settled else None
+
+    def _versions(self, folder: Path) -> tuple[int, ...]:
+        found = (parse_version_folder(name) for name in self._storage.names(folder))
+        return tuple(sequence for sequence in found if sequence is not None)
+
+    def _leases(self, sequences: tuple[int, ...]) -> list[LeaseSeen]:
+        found: list[LeaseSeen] = []
+        liveness: dict[str, Liveness] = {}
+        now = self._clock()
+        for sequence in sequences:
+            for marker in self._storage.names(self._layout.lease_folder(sequence)):
+                # A name that is none of ours is kept as a lease: someone meant something by it.
+                parsed = parse_lease_marker(marker)
+                if parsed is None:
+                    found.append(LeaseSeen(sequence, marker, None))
+                    continue
+                session = parsed[1]
+                if session not in liveness:
+                    liveness[session] = self._judge.look(self._layout.session(session))
+                if liveness[session] is Liveness.ALIVE:
+                    self._dead_since.pop(session, None)
+                    found.append(LeaseSeen(sequence, marker, None))
+                else:
+                    since = self._dead_since.setdefault(session, now)
+                    found.append(LeaseSeen(sequence, marker, now - since))
+        for session in self._dead_since.keys() - liveness.keys():
+            del self._dead_since[session]
+        self._judge.forget_all_but({self._layout.session(session) for session in liveness})
+        return found
+
+    def _look_at_steps(
+        self, pointer: Pointer, key: object, known: Known
+    ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
+        """Look into a bounded number of step folders, newest first.
+
+        All are due again when a pointer moved, when a version was published, and now and then.
+        """
+        now = self._clock()
+        if key != self._steps_key or now - self._steps_at >= _STEPS_AGAIN:
+            self._steps_key, self._steps_at = key, now
+            found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
+            steps = {step for step in found if step is not None} | known.outcomes.keys()
+            self._steps_due = deque(sorted(steps, reverse=True))
+        seen: list[StepSeen] = []
+        unrecorded: list[Save] = []
+        vanished: list[int] = []
+        for _ in range(min(_STEPS_PER_SCAN, len(self._steps_due))):
+            step = self._steps_due.popleft()
+            outcome = known.outcomes.get(step)
+            if outcome is not None:
+                look = look_at_step(self._storage, self._layout.step(step), step, outcome)
+                if look is None:
+                    vanished.append(step)
+                else:
+                    seen.append(look)
+            elif pointer.step is not None and step < pointer.step:
+                save = self._skipped_save(step)
+                if save is not None:
+                    unrecorded.append(save)
+        return tuple(seen), tuple(unrecorded), tuple(vanished)
+
+    def _skipped_save(self, step: int) -> Save | None:
+        """A whole save below the pointer; a full checkpoint that stays is nothing to record."""
+        folder = self._layout.step(step)
+        if self._storage.exists(folder / FULL) or self._storage.exists(folder / SAVING):
+            return None
+        save = look_at_save(self._storage, folder / "actor", step)
+        return save if save.identity is not None else None
+
+    def _announced(self) -> int | None:
+        path = self._layout.trainer_report
+        try:
+            return parse(TrainerReport, self._storage.read(path), path).step
+        except RecordError:
+            return 0  # it says something that we cannot read: prune nothing below it
+        except OSError as error:
+            if is_gone(error):
+                return None
+            raise
+
+
+def look_at_step(
+    storage: Storage, folder: Path, step: int, outcome: SaveOutcome
+) -> StepSeen | None:
+    """What a step's folder holds now, beside what is on record of it; None where it is gone."""
+    names = set(storage.names(folder))
+    if not names and not storage.exists(folder):
+        return None
+    actor_names = storage.names(folder / "actor")
+    retired, full = RETIRED in names, FULL in names
+    resumable = any(is_resumable_state(name) for name in actor_names)
+    protected = full or SAVING in names or "critic" in names or (resumable and not retired)
+    # A protected folder stays whatever is in it: its files need no look.
+    found = None if protected else look_at_save(storage, folder / "actor", step).identity
+    return StepSeen(
+        step=step,
+        outcome=outcome.outcome,
+        recorded=outcome.identity,
+        found=found,
+        has_receipts=RECEIPTS in actor_names,
+        full=full,
+        retired=retired,
+        saving=SAVING in names,
+        resumable=resumable,
+        critic="critic" in names,
+    )

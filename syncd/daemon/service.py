@@ -1,0 +1,157 @@
+"""The daemon as a process: standing by, taking over, pausing, stopping.
+
+Signal handlers only set a flag and wake the loop; the loop acts.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.loop import Loop
+from syncd.protocol.errors import CancelledError, JobUnavailableError, SupersededError
+from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
+from syncd.storage.epoch import Epoch
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from syncd.storage.leases import DaemonLock, Judge, Session, sweep_broken
+from syncd.storage.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One daemon process on one job: active, or standing by for the one that is.
+
+    Promised: :meth:`run` returns within a copy chunk of :meth:`stop`, and leaves nothing half made.
+    Not promised: that two of them never believe to be active at once; only one can commit.
+
+    Args:
+        root: the job directory.
+        config: what the daemon was told.
+        storage: the shared storage.
+    """
+
+    def __init__(self, root: Path, config: DaemonConfig, *, storage: Storage | None = None) -> None:
+        self._layout = JobLayout(root)
+        self._config = config
+        self._storage = storage or Storage()
+        self._stopping = False
+        self._said = ""
+        self._lease_time = open_job(
+            self._storage, self._layout, lease_time=config.lease_time
+        ).lease_time
+        if self._lease_time != config.lease_time:
+            log.warning(
+                "the lease time of this job is %g s, since it was first opened; %g s is not heard",
+                self._lease_time,
+                config.lease_time,
+            )
+        self._watcher = Watcher({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
+
+    def stop(self) -> None:
+        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        self._stopping = True
+        self._watcher.wake()
+
+    def run(self) -> None:
+        """Serve until stopped."""
+        with self._watcher:
+            while not self._stopping:
+                try:
+                    self._stand_by_and_serve()
+                except SupersededError as error:
+                    self._say(f"standing by: {error}")
+                except CancelledError:
+                    log.info("stopped in the middle of a merge; nothing was published of it")
+                except JobUnavailableError as error:
+                    self._say(f"paused: {error}")
+                except OSError as error:
+                    # Whatever storage says, nothing is concluded from it and nothing deleted.
+                    self._say(f"paused: {error}")
+                if not self._stopping:
+                    self._watcher.wait(self._tick)
+
+    @property
+    def _tick(self) -> float:
+        """Seconds between two looks: often enough for the stopwatches of liveness too."""
+        return min(self._config.tick, self._lease_time / 4)
+
+    def _stand_by_and_serve(self) -> None:
+        """From one session to its end: until stopped, superseded, or without storage."""
+        if not self._storage.exists(self._layout.format):
+            raise JobUnavailableError(
+                f"{self._layout.format} is not there: is its storage mounted?"
+            )
+        with Session(self._layout, self._lease_time) as session:
+            judge = Judge(self._storage, self._lease_time, host=session.host)
+            lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)
+            if not self._elected(lock):
+                return
+            try:
+                self._serve(session, lock)
+            finally:
+                lock.release()
+
+    def _elected(self, lock: DaemonLock) -> bool:
+        while not self._stopping:
+            if lock.try_acquire():
+                self._said = ""
+                return True
+            self._say("standing by: another daemon is working on this job")
+            self._watcher.wait(self._tick)
+        return False
+
+    def _serve(self, session: Session, lock: DaemonLock) -> None:
+        epoch = Epoch.take_over(self._storage, self._layout)
+        sweep_broken(self._storage, self._layout)
+        loop = Loop(
+            self._storage,
+            self._layout,
+            self._config,
+            session,
+            lock,
+            Judge(self._storage, self._lease_time, host=session.host),
+            epoch,
+            cancel=self._check_stopping,
+        )
+        loop.begin()
+        try:
+            while not self._stopping:
+                loop.run_once()
+                self._watcher.wait(self._tick)
+        finally:
+            if epoch.is_live():
+                loop.end()
+
+    def _check_stopping(self) -> None:
+        if self._stopping:
+            raise CancelledError("asked to stop")
+
+    def _say(self, what: str) -> None:
+        """Log once per change."""
+        if what != self._said:
+            self._said = what
+            log.warning("%s", what)
+
+
+@contextmanager
+def stopped_by_signals(service: Service) -> Iterator[None]:
+    """SIGTERM and SIGINT stop the service while this is open."""
+
+    def on_signal(_number: int, _frame: FrameType | None) -> None:
+        service.stop()
+
+    before = {
+        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,286 @@
+"""Sessions, liveness, leases and the daemon's lock.
+
+A *session* is one heartbeat a process: a file under ``.syncd/sessions/`` that filelock's
+``SoftFileLease`` creates, refreshes and releases. A *lease* is an explorer's lock file in the
+folder of the version that it holds; it names the session that keeps it. Judging whether a session
+still lives, and breaking what a dead one left, is ours (``docs/protocol.md``, "Sessions and time").
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from filelock import SoftFileLease, Timeout
+
+from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.layout import JobLayout, lease_marker
+from syncd.storage.fsio import Signature, Storage, is_gone, signature
+
+Clock = Callable[[], float]
+#: A watch counts only the time between two looks that are at most this part of a lease apart.
+LOOKS_PER_LEASE: Final = 3
+
+
+def new_session_id() -> str:
+    """A name for this process's session that nobody else has."""
+    host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
+    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+class Session:
+    """This process's heartbeat in one job.
+
+    Promised: while the process runs and its storage answers, others see it live. Not promised: that
+    it stops the moment the process hangs; a loop that makes no progress must end its process.
+
+    Args:
+        layout: the job.
+        lease_time: seconds, from the job's format.
+    """
+
+    def __init__(self, layout: JobLayout, lease_time: float) -> None:
+        self.id = new_session_id()
+        self.lease_time = lease_time
+        self._lock = _lease_file(layout.session(self.id), lease_time)
+        self._lock.acquire(timeout=0)
+        owner = self._lock.owner
+        #: How filelock spells this host and its process namespace.
+        self.host = owner.hostname if owner else ""
+
+    def close(self) -> None:
+        """Take the heartbeat away; what this session held may be broken from now on."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Liveness(Enum):
+    """What a look at a heartbeat says."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    MISSING = "missing"
+
+
+@dataclass(slots=True)
+class _Watch:
+    key: Signature
+    still: float
+    looked: float
+
+
+class Judge:
+    """Tells dead heartbeats from live ones, by this process's own monotonic clock alone.
+
+    A heartbeat is dead when its file did not change for a lease time, counted only between looks at
+    most a third of a lease apart (so that a judge who was paused himself does not count the pause);
+    or when it names a process of this very host that is not there any more.
+
+    Args:
+        storage: the shared storage.
+        lease_time: seconds.
+        host: how :class:`Session` says filelock spells this host; None: never look at processes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        lease_time: float,
+        *,
+        host: str | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._storage = storage
+        self._lease_time = lease_time
+        self._host = host
+        self._clock = clock
+        self._watched: dict[Path, _Watch] = {}
+
+    def look(self, path: Path) -> Liveness:
+        """Look once. Call at least three times a lease time for the stopwatch to run."""
+        try:
+            fd = self._storage.open_read(path)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            self._watched.pop(path, None)
+            return Liveness.MISSING
+        try:
+            key = signature(os.fstat(fd))
+        finally:
+            os.close(fd)
+        now = self._clock()
+        watch = self._watched.get(path)
+        if watch is None or watch.key != key:
+            self._watched[path] = _Watch(key, 0.0, now)
+            # Its first look, or a heartbeat since the last one.
+            return Liveness.DEAD if self._process_is_gone(path) else Liveness.ALIVE
+        if now - watch.looked <= self._lease_time / LOOKS_PER_LEASE:
+            watch.still += now - watch.looked
+        watch.looked = now
+        if watch.still >= self._lease_time or self._process_is_gone(path):
+            return Liveness.DEAD
+        return Liveness.ALIVE
+
+    def break_dead(self, path: Path) -> bool:
+        """Take away the file that the last look found dead, unless it lives again.
+
+        Returns:
+            Whether it is gone. False where its owner came back in between: the file is put back.
+        """
+        watch = self._watched.pop(path, None)
+        if watch is None:
+            return not self._storage.exists(path)
+        aside = path.with_name(f"{path.name}.broken-{secrets.token_hex(6)}")
+        try:
+            self._storage.rename(path, aside)
+        except OSError as error:
+            if is_gone(error):
+                return True
+            raise
+        status = self._storage.status(aside)
+        # A rename changes ctime, a heartbeat mtime.
+        same = status is not None and signature(status)[:4] == watch.key[:4]
+        if not same:
+            try:
+                self._storage.link(aside, path)
+            except FileExistsError:
+                pass  # someone took the free name meanwhile; the one that we moved has lost it
+        self._storage.unlink_if_there(aside)
+        return same
+
+    def forget_all_but(self, paths: set[Path]) -> None:
+        """Stop watching everything else."""
+        for path in self._watched.keys() - paths:
+            del self._watched[path]
+
+    def _process_is_gone(self, path: Path) -> bool:
+        """Whether the file names a process of this host that is not there."""
+        if self._host is None:
+            return False
+        owner = _lease_file(path, self._lease_time).owner
+        if owner is None or owner.hostname != self._host:
+            return False
+        try:
+            os.kill(owner.pid, 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            return False
+        return False
+
+
+class DaemonLock:
+    """Who should be working. It only elects; what keeps the loser out is :mod:`.epoch`.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        lease_time: seconds.
+        judge: how a dead holder is found.
+    """
+
+    def __init__(
+        self, storage: Storage, layout: JobLayout, lease_time: float, judge: Judge
+    ) -> None:
+        self._storage = storage
+        self._path = layout.daemon_lock
+        self._judge = judge
+        self._lock = _lease_file(self._path, lease_time)
+
+    def try_acquire(self) -> bool:
+        """Take the lock if it is free, or if its holder is dead. Never waits."""
+        seen = self._judge.look(self._path)
+        if seen is Liveness.ALIVE:
+            return False
+        if seen is Liveness.DEAD and not self._judge.break_dead(self._path):
+            return False
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            return False  # another standby was faster
+        return True
+
+    @property
+    def lost(self) -> bool:
+        """Whether the heartbeat saw that the lock is no longer ours."""
+        return self._lock.compromise is not None
+
+    def release(self) -> None:
+        """Give the lock up, if it is still ours."""
+        self._lock.release()
+
+
+def sweep_broken(storage: Storage, layout: JobLayout) -> None:
+    """Remove what breakers that were killed half-way left beside the locks."""
+    for folder in (layout.state, layout.sessions):
+        for name in storage.names(folder):
+            if ".broken-" in name:
+                storage.unlink_if_there(folder / name)
+
+
+class Lease:
+    """An explorer's hold on one version: while it is there, the version's files are.
+
+    Made by :meth:`take`. Promised: from the moment ``take`` returns until ``release`` is called, or
+    the session has been dead for the daemon's ``dead_reader_grace``, no file of the version goes.
+    """
+
+    def __init__(self, storage: Storage, path: Path, sequence: int) -> None:
+        self._storage = storage
+        self._path = path
+        self.sequence = sequence
+
+    @classmethod
+    def take(
+        cls, storage: Storage, layout: JobLayout, sequence: int, name: str, session: str
+    ) -> Lease:
+        """Lease a version.
+
+        The lock file is created exclusively, in a folder that only the publisher makes: where that
+        is gone, the version was retired.
+
+        Raises:
+            VersionGoneError: the version was retired: read LATEST again.
+        """
+        path = layout.lease_folder(sequence) / lease_marker(name, session)
+        try:
+            storage.close(storage.create(path))
+        except FileExistsError:
+            pass  # ours already: the name holds this very session
+        except OSError as error:
+            if is_gone(error):
+                raise VersionGoneError(
+                    f"version {sequence} of {layout.root} was retired before {name} leased it"
+                ) from error
+            raise
+        return cls(storage, path, sequence)
+
+    def release(self) -> None:
+        """Let the version go. Safe to call twice."""
+        self._storage.unlink_if_there(self._path)
+
+
+def _lease_file(path: Path, lease_time: float) -> SoftFileLease:
+    """A filelock lease that any thread of this process may release."""
+    return SoftFileLease(path, lease_duration=lease_time, thread_local=False)
