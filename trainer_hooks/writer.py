@@ -131,7 +131,7 @@ class RankWriter:
         receipts = actor / RECEIPTS
         self._storage.make_folder(receipts)
         self._mark(self._layout.step(step) / SAVING)
-        # What is about to be replaced is no longer whole: nobody may resume from it or vouch for it.
+        # What is about to be replaced is not whole any more: nobody may resume from it.
         if self._storage.unlink_if_there(self._layout.step(step) / FULL):
             self._storage.sync_folder(self._layout.step(step))
         for name in (receipt_name(rank), full_receipt_name(rank)):
@@ -220,17 +220,21 @@ class RankWriter:
     def _announce(self, save_id: SaveId, is_full: bool) -> None:
         """Move the pointers, each as soon as what it names is whole on every rank."""
         folder = self._layout.step(save_id.step)
-        step = f"{save_id.step}\n".encode()
         deadline = time.monotonic() + self._timeout
         if not self._all_wrote(save_id, receipt_name, deadline):
             return
-        self._storage.replace(self._layout.state_pointer, step)
+        self._point(self._layout.state_pointer, save_id.step)
         if is_full:
             if not self._all_wrote(save_id, full_receipt_name, deadline):
                 return
             self._mark(folder / FULL)
-            self._storage.replace(self._layout.checkpoint_pointer, step)
+            self._point(self._layout.checkpoint_pointer, save_id.step)
         self._storage.unlink_if_there(folder / SAVING)
+
+    def _point(self, pointer: Path, step: int) -> None:
+        # A rename within the watched folder is two events, which watchdog waits half a second to
+        # pair; one that comes from elsewhere is one.
+        self._storage.replace(pointer, f"{step}\n".encode(), room=self._layout.state)
 
     def _all_wrote(self, save_id: SaveId, name_of: Callable[[int], str], deadline: float) -> bool:
         """Wait until all ranks have written their receipts of this save.

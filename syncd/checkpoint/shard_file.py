@@ -122,7 +122,7 @@ class ShardFile:
             SaveNotReadyError: the pickle's CRC-32 is wrong: the file is still being written.
         """
         if self._tensors is None:
-            state = load_state_dict(self._pickle(), str(self.path))
+            state = load_state_dict(self._pickle(), str(self.path), intact=self.has_crc)
             # Most tensors share one of a few layouts; 20,000 copies of them would be felt.
             layouts: dict[Sharding, Sharding] = {}
             self._tensors = {
@@ -139,7 +139,6 @@ class ShardFile:
                 f"{self.path} has no data.pkl, or one over 256 MiB: save it again"
             )
         data = os.pread(self.fd, record.size, record.offset)
-        # Also keeps flipped bytes from the unpickler, where one can ask for gigabytes of memo.
         if len(data) != record.size or (self.has_crc and zlib.crc32(data) != record.crc32):
             raise SaveNotReadyError(
                 f"{self.path}: data.pkl does not match its CRC-32; the file is still being "

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
+    Action,
     CloseLeaseFolder,
     Decision,
     DropLease,
@@ -50,6 +51,7 @@ class Loop:
         judge: tells which explorers live.
         epoch: the room.
         cancel: called between chunks of a merge; raises to stop.
+        publishes: whether new versions are made; without, the loop only prunes.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
     """
@@ -65,6 +67,7 @@ class Loop:
         epoch: Epoch,
         *,
         cancel: Callable[[], None],
+        publishes: bool = True,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
@@ -76,6 +79,7 @@ class Loop:
         self._epoch = epoch
         self._clock = clock
         self._wall = wall
+        self._publishes = publishes
         self._scanner = Scanner(storage, layout, config, judge, clock=clock)
         self._pruner = Pruner(storage, layout, epoch, session.id, wall=wall)
         self._publisher = Publisher(
@@ -108,25 +112,7 @@ class Loop:
         decision = decide(self._scanner.scan(self._known()), self._config)
         waiting_for = decision.waiting_for
         for action in decision.actions:
-            match action:
-                case Publish():
-                    waiting_for = self._publish(action) or waiting_for
-                case Skip():
-                    log.info("step %d is skipped: a newer one is out", action.step)
-                    self._publisher.skip(action.step, action.identity)
-                    self._count(skipped=1)
-                case Forget():
-                    self._publisher.forget(action.step)
-                case DropLease():
-                    self._pruner.drop_lease(action)
-                case RetireVersion():
-                    self._count(versions_retired=int(self._pruner.retire_version(action)))
-                case CloseLeaseFolder():
-                    self._pruner.close_lease_folder(action)
-                case PruneStep():
-                    if self._pruner.prune_step(action):
-                        self._publisher.forget(action.seen.step)
-                        self._count(steps_pruned=1)
+            waiting_for = self._act(action) or waiting_for
         if waiting_for != self._said:
             self._said = waiting_for
             if waiting_for:
@@ -134,10 +120,39 @@ class Loop:
         self._report("watching", waiting_for)
         return decision
 
+    @property
+    def has_more(self) -> bool:
+        """Whether step folders are left for the next round."""
+        return self._scanner.has_more
+
     def end(self) -> None:
         """Leave nothing half made; the lock is the caller's to release."""
         self._epoch.leave()
         self._report("stopped")
+
+    def _act(self, action: Action) -> str:
+        """Carry out one action; returns what keeps it from being done yet, if anything."""
+        match action:
+            case Publish():
+                return self._publish(action) if self._publishes else ""
+            case Skip():
+                log.info("step %d is skipped: a newer one is out", action.step)
+                self._publisher.skip(action.step, action.identity)
+                self._scanner.look_again()
+                self._count(skipped=1)
+            case Forget():
+                self._publisher.forget(action.step)
+            case DropLease():
+                self._pruner.drop_lease(action)
+            case RetireVersion():
+                self._count(versions_retired=int(self._pruner.retire_version(action)))
+            case CloseLeaseFolder():
+                self._pruner.close_lease_folder(action)
+            case PruneStep():
+                if self._pruner.prune_step(action):
+                    self._publisher.forget(action.seen.step)
+                    self._count(steps_pruned=1)
+        return ""
 
     def _known(self) -> Known:
         latest = self._publisher.latest

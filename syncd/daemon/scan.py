@@ -124,9 +124,14 @@ class Scanner:
             announced_step=self._announced() if steps else None,
         )
 
+    @property
+    def has_more(self) -> bool:
+        """Whether step folders are left for the next scan."""
+        return bool(self._steps_due)
+
     def look_again(self) -> None:
-        """Forget that the pointed save needed no more looks."""
-        self._settled = None
+        """Let all step folders be due."""
+        self._steps_key = None
 
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:

@@ -177,9 +177,9 @@ class Storage:
             raise
         self.close(fd)
 
-    def replace(self, path: Path, data: bytes) -> None:
-        """Replace a file by one rename, durably."""
-        with Draft(self, path) as draft:
+    def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
+        """Replace a file by one rename, durably; ``room`` is where its temporary name is."""
+        with Draft(self, path, room=room) as draft:
             draft.write(data)
             draft.commit()
 

@@ -1,0 +1,5 @@
+"""``python -m syncd``."""
+
+from syncd.cli import main
+
+main()

@@ -1,0 +1,65 @@
+"""The ``syncd`` command: one module a subcommand, imported when it is used."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import Final
+
+import click
+
+from syncd import __version__
+from syncd.protocol.errors import SyncdError
+
+_COMMANDS: Final = {
+    "run": "Serve a job: merge, publish, signal, prune.",
+    "status": "Show what is published, who serves what, and what is being waited for.",
+    "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
+    "verify": "Read versions again and compare them with their manifests.",
+    "prune": "Delete what a daemon would delete, where none is running.",
+    "demo": "Train, merge, publish, reload and prune on this machine, to see it work.",
+}
+
+
+class _Lazy(click.Group):
+    """A group that imports a command's module only to run it: the daemon stays small."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 # click's signature
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 # click's signature
+        if cmd_name not in _COMMANDS:
+            return None
+        command = importlib.import_module(f"syncd.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)  # noqa: S101 # a slip of ours, not of the user's
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 # click's signature
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="syncd")
+def cli() -> None:
+    """Move RL weights from trainers to explorers over shared storage."""
+
+
+def main() -> None:
+    """Run the command line. An error of ours ends it with one line and that error's exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    try:
+        cli.main(standalone_mode=True)
+    except SyncdError as error:
+        click.echo(f"syncd: {error}", err=True)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        click.echo(f"syncd: {error}", err=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

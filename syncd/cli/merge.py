@@ -1,0 +1,67 @@
+"""``syncd merge``: one checkpoint, without a daemon."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import click
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.save import look_at_save
+from syncd.cli import options
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.layout import TEMPORARY, parse_step_folder
+from syncd.storage.fsio import NOT_EMPTY, Storage
+
+
+@click.command("merge", epilog="Example: syncd merge global_step_100/actor /tmp/step-100")
+@click.argument("actor_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.argument("out_dir", type=click.Path(path_type=Path, file_okay=False))
+@options.digest
+@options.max_shard_size
+@click.option(
+    "--fsync/--no-fsync",
+    default=True,
+    show_default=True,
+    help="Wait until the result would survive a power loss.",
+)
+def command(
+    actor_dir: Path, out_dir: Path, digest: str, max_shard_size: int, *, fsync: bool
+) -> None:
+    """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
+
+    OUT_DIR must be new or empty; it appears whole or not at all.
+    """
+    storage = Storage(durable=fsync)
+    actor = actor_dir.resolve()
+    out = out_dir.resolve()
+    if storage.names(out):
+        raise InvalidSettingsError(f"{out_dir} is not empty: give a new folder")
+    room = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(6)}")
+    storage.make_folder(room)
+    try:
+        manifest = build_model_folder(
+            storage,
+            actor,
+            look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0),
+            room,
+            sequence=0,
+            digests=digest == "on",
+            max_file_size=max_shard_size,
+            cancel=lambda: None,
+        )
+        try:
+            storage.rename(room, out)
+        except OSError as error:
+            if error.errno in NOT_EMPTY:
+                raise InvalidSettingsError(f"{out_dir} was filled by someone else") from error
+            raise
+        storage.sync_folder(out.parent)
+    finally:
+        storage.remove_tree(room)
+    merged = sum(file.size for file in manifest.files)
+    click.echo(
+        f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir} in "
+        f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
+    )

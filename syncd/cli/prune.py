@@ -1,0 +1,44 @@
+"""``syncd prune``: what the daemon would delete, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from syncd.cli import options
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion
+from syncd.daemon.offline import prune_now, would_prune
+from syncd.protocol.layout import JobLayout, step_folder, version_folder
+
+
+@click.command("prune", epilog="Example: syncd prune /shared/jobs/qwen-grpo --dry-run --keep 1")
+@options.job
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@options.policy
+def command(job: Path, *, dry_run: bool, **given: Any) -> None:
+    """Delete versions and step folders of JOB by the daemon's rules, where no daemon runs.
+
+    Every deletion is a line in .syncd/audit.jsonl.
+    """
+    config = DaemonConfig(**given)
+    layout = JobLayout(job)
+    actions = would_prune(layout, config) if dry_run else prune_now(layout, config)
+    for action in actions:
+        click.echo(f"{'would delete' if dry_run else 'deleted'} {_said(action)}")
+    if not actions:
+        click.echo("nothing to delete")
+
+
+def _said(action: DropLease | RetireVersion | CloseLeaseFolder | PruneStep) -> str:
+    match action:
+        case DropLease():
+            return f"lease {version_folder(action.sequence)}/{action.marker}: {action.why}"
+        case RetireVersion():
+            return f"version {version_folder(action.sequence)}: {action.why}"
+        case CloseLeaseFolder():
+            return f"lease folder {version_folder(action.sequence)}: its version is gone"
+        case PruneStep():
+            return f"{step_folder(action.seen.step)}: {action.why}"

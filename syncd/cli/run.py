@@ -1,0 +1,35 @@
+"""``syncd run``: serve a job in the foreground."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from syncd.cli import options
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.service import Service, stopped_by_signals
+
+
+@click.command("run", epilog="Example: syncd run /shared/jobs/qwen-grpo --keep 3")
+@options.job
+@click.option(
+    "--tick",
+    type=click.FloatRange(min=0, min_open=True, max=60),
+    default=DaemonConfig().tick,
+    show_default=True,
+    metavar="SECONDS",
+    help="How often the job is looked at when no event says that something changed.",
+)
+@options.digest
+@options.max_shard_size
+@options.policy
+def command(job: Path, digest: str, **given: Any) -> None:
+    """Serve JOB until SIGTERM: merge, publish, signal, prune.
+
+    A second daemon on the same job stands by, and takes over when the first one dies.
+    """
+    service = Service(job, DaemonConfig(digests=digest == "on", **given))
+    with stopped_by_signals(service):
+        service.run()

@@ -1,0 +1,141 @@
+"""``syncd status``: what a job looks like now."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from syncd.cli import options
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import JobLayout, parse_lease_marker, parse_version_folder
+from syncd.protocol.records import (
+    DaemonReport,
+    ExplorerReport,
+    Latest,
+    R,
+    TrainerReport,
+    parse,
+)
+from syncd.storage.fsio import Storage
+
+
+@click.command("status", epilog="Example: syncd status /shared/jobs/qwen-grpo --json")
+@options.job
+@options.as_json
+def command(job: Path, *, as_json: bool) -> None:
+    """Show what is published in JOB, who serves what, and what is being waited for.
+
+    Only reads; ages are by the clock of whoever wrote, and may be off by what clocks differ.
+    """
+    seen = look(Storage(), JobLayout(job))
+    if as_json:
+        click.echo(json.dumps(seen, indent=2))
+    else:
+        _show(seen, Console())
+
+
+def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
+    """All that ``status`` shows, as JSON would have it.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served.
+    """
+    if not storage.exists(layout.format):
+        raise JobUnavailableError(
+            f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
+        )
+    daemon = _record(storage, DaemonReport, layout.daemon_report)
+    latest = _record(storage, Latest, layout.latest)
+    trainer = _record(storage, TrainerReport, layout.trainer_report)
+    explorers = [
+        report
+        for name in storage.names(layout.explorers)
+        if (report := _record(storage, ExplorerReport, layout.explorers / name))
+    ]
+    newest = latest.sequence if latest else 0
+    return {
+        "job": str(layout.root),
+        "daemon": daemon.model_dump() if daemon else None,
+        "daemon_lock_held": storage.exists(layout.daemon_lock),
+        "publishing": storage.exists(layout.publish_lock),
+        "latest": latest.model_dump() if latest else None,
+        "trainer": trainer.model_dump() if trainer else None,
+        "versions": [
+            {"sequence": sequence, "leases": _leases(storage, layout, sequence)}
+            for name in storage.names(layout.published)
+            if (sequence := parse_version_folder(name)) is not None
+        ],
+        "explorers": [
+            {**report.model_dump(), "behind": newest - (report.sequence or 0)}
+            for report in explorers
+        ],
+        "quarantined": storage.names(layout.quarantine),
+    }
+
+
+def _record(storage: Storage, model: type[R], path: Path) -> R | None:
+    """A record, or None where it is not there or cannot be read: status shows what it can."""
+    try:
+        return parse(model, storage.read(path), path)
+    except (OSError, RecordError):
+        return None
+
+
+def _leases(storage: Storage, layout: JobLayout, sequence: int) -> list[str]:
+    """Who holds a version, by name."""
+    markers = storage.names(layout.lease_folder(sequence))
+    return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
+
+
+def _show(seen: dict[str, Any], console: Console) -> None:
+    now = time.time()
+    daemon, latest = seen["daemon"], seen["latest"]
+    console.print(f"job      {seen['job']}", highlight=False)
+    if daemon is None:
+        console.print("daemon   none has worked here yet", highlight=False)
+    else:
+        detail = f": {daemon['detail']}" if daemon["detail"] else ""
+        console.print(
+            f"daemon   {daemon['state']}{detail} ({daemon['host']} pid {daemon['pid']}, epoch "
+            f"{daemon['epoch']}, heard {_age(now, daemon['time'])})",
+            highlight=False,
+        )
+        counted = ", ".join(f"{n} {name}" for name, n in daemon["counters"].items() if n)
+        console.print(f"done     {counted or 'nothing yet'}", highlight=False)
+    console.print(
+        f"latest   version {latest['sequence']}, step {latest['step']}"
+        if latest
+        else "latest   nothing is published yet",
+        highlight=False,
+    )
+    leased = [
+        f"{v['sequence']}" + (f" ({', '.join(v['leases'])})" if v["leases"] else "")
+        for v in seen["versions"]
+    ]
+    console.print(f"on disk  {', '.join(leased) or 'no version'}", highlight=False)
+    if seen["quarantined"]:
+        console.print(f"refused  {', '.join(seen['quarantined'])}", highlight=False)
+    if not seen["explorers"]:
+        return
+    table = Table("explorer", "status", "version", "step", "behind", "heard", "refused")
+    for report in seen["explorers"]:
+        table.add_row(
+            report["name"],
+            report["status"],
+            str(report["sequence"] or "-"),
+            "-" if report["step"] is None else str(report["step"]),
+            str(report["behind"]),
+            _age(now, report["time"]),
+            report["refused"] or "",
+        )
+    console.print(table)
+
+
+def _age(now: float, then: float) -> str:
+    return f"{max(0.0, now - then):.0f} s ago"

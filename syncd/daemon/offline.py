@@ -1,0 +1,139 @@
+"""Pruning without a running daemon, or only saying what one would prune."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from syncd.checkpoint.version import read_manifest
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import (
+    CloseLeaseFolder,
+    Decision,
+    DropLease,
+    PruneStep,
+    RetireVersion,
+    Skip,
+    decide,
+)
+from syncd.daemon.loop import Loop
+from syncd.daemon.scan import Known, Scanner
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
+from syncd.storage.epoch import Epoch
+from syncd.storage.fsio import Storage, is_gone
+from syncd.storage.leases import DaemonLock, Judge, Session
+
+Pruning = DropLease | RetireVersion | CloseLeaseFolder | PruneStep
+
+
+def would_prune(
+    layout: JobLayout, config: DaemonConfig, *, storage: Storage | None = None
+) -> list[Pruning]:
+    """What a daemon would delete now; nothing is changed.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served.
+    """
+    storage = storage or Storage()
+    lease_time = _lease_time(storage, layout)
+    known = _known(storage, layout)
+    outcomes = dict(known.outcomes)
+    scanner = Scanner(storage, layout, config, Judge(storage, lease_time))
+    found: dict[Pruning, None] = {}
+    # A save that would first be put on record as skipped could go right after that.
+    while True:
+        decision = decide(scanner.scan(Known(known.latest, known.published_save, outcomes)), config)
+        found.update(dict.fromkeys(_prunings(decision)))
+        skips = [action for action in decision.actions if isinstance(action, Skip)]
+        for skip in skips:
+            outcomes[skip.step] = SaveOutcome(identity=skip.identity, outcome="skipped")
+        if skips:
+            scanner.look_again()
+        elif not scanner.has_more:
+            return list(found)
+
+
+def prune_now(
+    layout: JobLayout,
+    config: DaemonConfig,
+    *,
+    storage: Storage | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Pruning]:
+    """Take over as a daemon would, prune, and leave.
+
+    Returns:
+        What was deleted, or found leased meanwhile.
+
+    Raises:
+        JobUnavailableError: a daemon is working on this job, or this is none.
+    """
+    storage = storage or Storage()
+    lease_time = _lease_time(storage, layout)
+    with Session(layout, lease_time) as session:
+        judge = Judge(storage, lease_time, host=session.host)
+        lock = DaemonLock(storage, layout, lease_time, judge)
+        # A lock that a dead daemon of another host left is known by its silence alone.
+        for _ in range(6):
+            if lock.try_acquire():
+                break
+            sleep(lease_time / 4)
+        else:
+            raise JobUnavailableError(
+                f"a daemon is working on {layout.root}, and prunes by itself: set its --keep, or "
+                "stop it first"
+            )
+        try:
+            loop = Loop(
+                storage,
+                layout,
+                config,
+                session,
+                lock,
+                Judge(storage, lease_time, host=session.host),
+                Epoch.take_over(storage, layout),
+                cancel=lambda: None,
+                publishes=False,
+            )
+            loop.begin()
+            try:
+                found: dict[Pruning, None] = {}
+                while True:
+                    decision = loop.run_once()
+                    found.update(dict.fromkeys(_prunings(decision)))
+                    if not loop.has_more and not any(
+                        isinstance(action, Skip) for action in decision.actions
+                    ):
+                        return list(found)
+            finally:
+                loop.end()
+        finally:
+            lock.release()
+
+
+def _prunings(decision: Decision) -> list[Pruning]:
+    return [action for action in decision.actions if isinstance(action, Pruning)]
+
+
+def _lease_time(storage: Storage, layout: JobLayout) -> float:
+    try:
+        return parse(Format, storage.read(layout.format), layout.format).lease_time
+    except OSError as error:
+        if is_gone(error):
+            raise JobUnavailableError(
+                f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
+            ) from error
+        raise
+
+
+def _known(storage: Storage, layout: JobLayout) -> Known:
+    """The daemon's own records, as far as they can be read."""
+    try:
+        latest = parse(Latest, storage.read(layout.latest), layout.latest)
+        published_save = read_manifest(storage, layout.version(latest.sequence)).save_id
+        saves = parse(Saves, storage.read(layout.saves), layout.saves)
+    except (OSError, RecordError) as error:
+        raise JobUnavailableError(f"nothing was published in {layout.root} yet: {error}") from error
+    return Known(latest.sequence, published_save, saves.steps)
