@@ -40,6 +40,9 @@ class ExplorerHook:
         engine: what to load into.
         poll: seconds between two looks where the filesystem sends no events.
         storage: the seam for tests.
+
+    Attributes:
+        last_load_seconds: how long the last pull took to verify and load what it had waited for.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class ExplorerHook:
         self._refused_sequence = 0
         self._refused: str | None = None
         self._nothing_new = 0
+        self.last_load_seconds = 0.0
         self._closed = False
         self._report(RunningStatus.RUNNING)
 
@@ -105,6 +109,7 @@ class ExplorerHook:
             except BaseException as error:
                 self._refuse(version, error)
                 raise
+            self.last_load_seconds = time.monotonic() - begun
             before, self._held = self._held, version
             self._refused = None
             self._report(RunningStatus.RUNNING)
@@ -115,7 +120,7 @@ class ExplorerHook:
                 self._reader.name,
                 version.sequence,
                 version.step,
-                time.monotonic() - begun,
+                self.last_load_seconds,
             )
             return Version(version.sequence, version.step)
 

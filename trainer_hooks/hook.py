@@ -207,7 +207,7 @@ class TrainerHook:
                 "time": time.time(),
             }
         )
-        self._storage.replace(self._layout.trainer_report, encode(report))
+        self._storage.replace(self._layout.trainer_report, encode(report), room=self._layout.drafts)
 
 
 def _agree_on_run_id(*, grouped: bool) -> str:

@@ -232,9 +232,7 @@ class RankWriter:
         self._storage.unlink_if_there(folder / SAVING)
 
     def _point(self, pointer: Path, step: int) -> None:
-        # A rename within the watched folder is two events, which watchdog waits half a second to
-        # pair; one that comes from elsewhere is one.
-        self._storage.replace(pointer, f"{step}\n".encode(), room=self._layout.state)
+        self._storage.replace(pointer, f"{step}\n".encode(), room=self._layout.drafts)
 
     def _all_wrote(self, save_id: SaveId, name_of: Callable[[int], str], deadline: float) -> bool:
         """Wait until all ranks have written their receipts of this save.

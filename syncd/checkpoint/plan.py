@@ -174,12 +174,13 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
         if local is not None:
             pieces.append(_Piece(source, local))
     first = pieces[0]
+    agreed = _agreed(first.local)
     for other in pieces[1:]:
-        told, heard = _facts(first.local), _facts(other.local)
-        if told != heard:
+        if _agreed(other.local) != agreed:
             raise CoverageError(
-                f"{name} is {told} in {shards[first.source].label} but {heard} in "
-                f"{shards[other.source].label}: save again from ranks of one job"
+                f"{name} is {_described(first.local)} in {shards[first.source].label} but "
+                f"{_described(other.local)} in {shards[other.source].label}: save again from ranks "
+                "of one job"
             )
     if first.local.layout is None:
         return _plain(name, pieces, shards)
@@ -189,8 +190,15 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
     return _Whole(name, first.local.dtype, shape, length, runs, ())
 
 
-def _facts(local: Local) -> str:
-    """What all ranks must agree on, in words."""
+def _agreed(local: Local) -> tuple[str, Shape, bool]:
+    """What all ranks must agree on: the dtype, the whole tensor's shape, whether it is plain."""
+    if local.layout is None:
+        return local.dtype, local.local_shape, True
+    return local.dtype, local.layout.global_shape, False
+
+
+def _described(local: Local) -> str:
+    """The same in words."""
     if local.layout is None:
         return f"a plain {local.dtype} tensor of shape {local.local_shape}"
     return f"a DTensor of {local.dtype} and global shape {local.layout.global_shape}"
@@ -220,7 +228,7 @@ def _tile(name: str, pieces: Sequence[_Piece], shards: Sequence[ShardIndex]) -> 
     rows = 1
     for piece in pieces:
         layout = piece.local.layout
-        assert layout is not None  # noqa: S101 - _facts compared; for the type checker
+        assert layout is not None  # noqa: S101 - all pieces agree; for the type checker
         box = place(piece.local, layout, tensor=name, file=shards[piece.source].label)
         rows = layout.global_shape[0] if layout.global_shape else 1
         start, count = (box.offsets[0], box.sizes[0]) if box.sizes else (0, 1)

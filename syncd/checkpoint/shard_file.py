@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import zlib
@@ -24,6 +25,7 @@ from syncd.checkpoint.safetensors_file import DTYPES, METADATA
 from syncd.checkpoint.torch_zip import (
     Record,
     central_directory_digest,
+    read_at,
     read_directory,
     read_records,
 )
@@ -92,7 +94,7 @@ class ShardFile:
 
     def _check_byteorder(self) -> None:
         order = self.records.get("byteorder")
-        if order is not None and os.pread(self.fd, min(order.size, 16), order.offset) != b"little":
+        if order is not None and read_at(self.fd, min(order.size, 16), order.offset) != b"little":
             raise ShardFormatError(f"{self.path} is not little-endian: save it on such a machine")
 
     def close(self) -> None:
@@ -122,15 +124,25 @@ class ShardFile:
             SaveNotReadyError: the pickle's CRC-32 is wrong: the file is still being written.
         """
         if self._tensors is None:
-            state = load_state_dict(self._pickle(), str(self.path), intact=self.has_crc)
-            # Most tensors share one of a few layouts; 20,000 copies of them would be felt.
-            layouts: dict[Sharding, Sharding] = {}
-            self._tensors = {
-                name: self._tensor(name, value, layouts)
-                for name, value in state.items()
-                if not (isinstance(name, str) and name.endswith("_extra_state"))
-            }
+            # Half of the time would go into collections that find nothing: no cycles are made here.
+            collecting = gc.isenabled()
+            gc.disable()
+            try:
+                self._tensors = self._read_tensors()
+            finally:
+                if collecting:
+                    gc.enable()
         return self._tensors
+
+    def _read_tensors(self) -> dict[str, Local | Unmergeable]:
+        state = load_state_dict(self._pickle(), str(self.path), intact=self.has_crc)
+        # Most tensors share one of a few layouts; 20,000 copies of them would be felt.
+        layouts: dict[Sharding, Sharding] = {}
+        return {
+            name: self._tensor(name, value, layouts)
+            for name, value in state.items()
+            if not (isinstance(name, str) and name.endswith("_extra_state"))
+        }
 
     def _pickle(self) -> bytes:
         record = self.records.get("data.pkl")
@@ -138,7 +150,7 @@ class ShardFile:
             raise ShardFormatError(
                 f"{self.path} has no data.pkl, or one over 256 MiB: save it again"
             )
-        data = os.pread(self.fd, record.size, record.offset)
+        data = read_at(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and zlib.crc32(data) != record.crc32):
             raise SaveNotReadyError(
                 f"{self.path}: data.pkl does not match its CRC-32; the file is still being "
@@ -234,10 +246,11 @@ class ShardFile:
 
 def _shape(value: object) -> Shape | None:
     """A tuple of numbers, none negative, or None where it is not that."""
-    if not isinstance(value, tuple | list) or not all(
-        type(size) is int and size >= 0 for size in value
-    ):
+    if not isinstance(value, tuple | list):
         return None
+    for size in value:  # not all(): this runs six times a tensor
+        if type(size) is not int or size < 0:
+            return None
     return tuple(value)
 
 

@@ -66,8 +66,8 @@ def _broken(path: Path, what: str) -> ShardFormatError:
     )
 
 
-def _pread(fd: int, size: int, offset: int) -> bytes:
-    """Up to ``size`` bytes; fewer only at the end of the file."""
+def read_at(fd: int, size: int, offset: int) -> bytes:
+    """Read up to ``size`` bytes; fewer only at the end of the file."""
     parts = []
     while size > 0 and (part := os.pread(fd, size, offset)):
         parts.append(part)
@@ -100,17 +100,17 @@ def read_directory(fd: int, size: int, path: Path) -> Directory:
     Raises:
         ShardFormatError: it is not there, not where it must be, or larger than 256 MiB.
     """
-    tail = _pread(fd, _END.size, max(size - _END.size, 0))
+    tail = read_at(fd, _END.size, max(size - _END.size, 0))
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
         raise _broken(path, "has no zip directory at its end")
     _, disk, first_disk, here, count, length, offset, comment = _END.unpack(tail)
     saturated: tuple[int, ...] = (disk, first_disk, here, count, length, offset)
     end = size - _END.size
-    locator = _pread(fd, _LOCATOR.size, end - _LOCATOR.size) if end >= _LOCATOR.size else b""
+    locator = read_at(fd, _LOCATOR.size, end - _LOCATOR.size) if end >= _LOCATOR.size else b""
     if locator.startswith(b"PK\6\7"):
         end -= _LOCATOR.size
         _, _, at, _ = _LOCATOR.unpack(locator)
-        record = _pread(fd, _END64.size, at) if at + _END64.size == end else b""
+        record = read_at(fd, _END64.size, at) if at + _END64.size == end else b""
         if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
             raise _broken(path, "has a zip64 locator that points nowhere")
         _, _, _, _, disk, first_disk, here, count, length, offset = _END64.unpack(record)
@@ -130,7 +130,7 @@ def read_directory(fd: int, size: int, path: Path) -> Directory:
         )
     if offset + length != end:
         raise _broken(path, "has a zip directory that does not end where it must")
-    raw = _pread(fd, length, offset)
+    raw = read_at(fd, length, offset)
     if len(raw) != length:
         raise _broken(path, "became shorter while it was read")
     return Directory(raw, offset, count)
@@ -212,7 +212,7 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
 
 def _data_offset(fd: int, entry: _Entry, path: Path) -> int:
     """Where a record's bytes begin: behind its local header, which torch pads to 64 bytes."""
-    local = _pread(fd, _LOCAL.size + len(entry.name), entry.header)
+    local = read_at(fd, _LOCAL.size + len(entry.name), entry.header)
     if len(local) < _LOCAL.size + len(entry.name) or not local.startswith(b"PK\3\4"):
         raise _broken(path, f"record {entry.name!r} has no local header")
     fields = _LOCAL.unpack_from(local)

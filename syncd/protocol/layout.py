@@ -243,6 +243,15 @@ class JobLayout:
         return self.state / "trainer.json"
 
     @property
+    def drafts(self) -> Path:
+        """Temporary names of what is renamed into a folder that others watch.
+
+        A rename within a watched folder is two events, and watchdog holds the first one back for
+        half a second, and all events behind it, to pair them.
+        """
+        return self.state / "drafts"
+
+    @property
     def quarantine(self) -> Path:
         """Why a save could not be published, one file a save."""
         return self.state / "quarantine"

@@ -41,6 +41,7 @@ def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = 
             layout.sessions,
             layout.explorers,
             layout.quarantine,
+            layout.drafts,
         ):
             storage.make_folder(folder)
         return _agree(storage, layout, lease_time)

@@ -1,0 +1,52 @@
+"""One explorer of ``syncd demo``: serves the newest weights until it has those of the last step."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.hook import ExplorerHook
+from syncd.cli.demo_model import TinyTransformer
+
+
+def main() -> None:
+    """Follow the job, and write what the weights are in the end."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--last-step", type=int, required=True)
+    parser.add_argument("--rollout-seconds", type=float, required=True)
+    parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("--held", type=Path, required=True)
+    given = parser.parse_args()
+    torch.manual_seed(1)
+    model = TinyTransformer()
+    reloads = 0
+    answered: list[int] = []
+    seconds: list[float] = []
+    with ExplorerHook(given.job, given.name, TorchModule(model)) as hook:
+        while True:
+            version = hook.pull(given.timeout)
+            reloads += 1
+            seconds.append(hook.last_load_seconds)
+            # A rollout of one token, and what stands for the many others of a batch.
+            with torch.no_grad():
+                answered.append(int(model(torch.arange(8).unsqueeze(0))[0, -1].argmax()))
+            if version.step >= given.last_step:
+                break
+            time.sleep(given.rollout_seconds)
+    held = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    save_file(held, given.held)
+    load = statistics.median(seconds)
+    print(json.dumps({"reloads": reloads, "load": load, "answer": answered[-1]}))  # for the demo
+
+
+if __name__ == "__main__":
+    main()
