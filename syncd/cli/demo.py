@@ -118,7 +118,7 @@ class _Run:
                         "--steps",
                         str(self.steps),
                         "--step-seconds",
-                        "1.0",
+                        "0.8",
                         "--truth",
                         str(self.room / "truth.safetensors"),
                     ],
@@ -300,8 +300,10 @@ def _summary(run: _Run, console: Console, seconds: float) -> None:
     lines = [
         f"both explorers hold the trainer's step {run.steps}, bit for bit",
         f"trainer: {run.steps} saves on {_WORLD_SIZE} ranks, median stall "
-        f"{1e3 * trainer['stall']:.1f} ms, loss {trainer['loss']:.2f} at the end",
-        f"daemon: {len(run.merges)} merges seen, median {1e3 * statistics.median(run.merges.values()):.1f} ms",
+        f"{1e3 * trainer['stall']:.1f} ms; loss {trainer['losses'][0]:.2f} at first, "
+        f"{trainer['losses'][-1]:.2f} at last",
+        f"daemon: {len(run.merges)} merges seen, median "
+        f"{1e3 * statistics.median(run.merges.values()):.1f} ms each",
     ]
     for name in _EXPLORERS:
         told = run.said(name)
@@ -316,12 +318,17 @@ def _summary(run: _Run, console: Console, seconds: float) -> None:
 
 def _differences(truth: Path, held: Path) -> list[str]:
     """The names of tensors that are not the same bytes under the same dtype and shape."""
-    storage = Storage()
-    with SafetensorsFile.open(storage, truth) as a, SafetensorsFile.open(storage, held) as b:
-        left = {
-            e.name: (e.dtype, e.shape, os.pread(a.fd, e.end - e.begin, e.begin)) for e in a.entries
-        }
-        right = {
-            e.name: (e.dtype, e.shape, os.pread(b.fd, e.end - e.begin, e.begin)) for e in b.entries
-        }
+    left, right = _tensors(truth), _tensors(held)
     return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
+
+
+def _tensors(path: Path) -> dict[str, tuple[object, ...]]:
+    with SafetensorsFile.open(Storage(), path) as file:
+        return {
+            entry.name: (
+                entry.dtype,
+                entry.shape,
+                os.pread(file.fd, entry.end - entry.begin, entry.begin),
+            )
+            for entry in file.entries
+        }

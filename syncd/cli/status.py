@@ -13,7 +13,7 @@ from rich.table import Table
 
 from syncd.cli import options
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import JobLayout, parse_lease_marker, parse_version_folder
+from syncd.protocol.layout import TEMPORARY, JobLayout, parse_lease_marker, parse_version_folder
 from syncd.protocol.records import (
     DaemonReport,
     ExplorerReport,
@@ -56,7 +56,8 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     explorers = [
         report
         for name in storage.names(layout.explorers)
-        if (report := _record(storage, ExplorerReport, layout.explorers / name))
+        if not name.startswith(TEMPORARY)
+        and (report := _record(storage, ExplorerReport, layout.explorers / name))
     ]
     newest = latest.sequence if latest else 0
     return {
