@@ -12,7 +12,7 @@ from syncd.checkpoint.merge import Merged, digest_safetensors, run_plan
 from syncd.checkpoint.model_folder import copy_model_files, write_index
 from syncd.checkpoint.plan import ShardIndex, plan_merge
 from syncd.checkpoint.save import OpenSave, Save, confirm_unchanged, open_save
-from syncd.protocol.errors import SaveNotReadyError
+from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE, MANIFEST
 from syncd.protocol.records import Manifest, VersionFile, encode
 from syncd.storage.fsio import Storage, is_gone, signature
@@ -66,6 +66,10 @@ def build_model_folder(
             )
             merge_seconds = clock() - begun
         models = copy_model_files(storage, actor / HUGGINGFACE, folder, digests=True)
+    except CheckpointError:
+        # What cannot be read may be what is being written: only a save at rest is judged.
+        confirm_unchanged(storage, actor, save)
+        raise
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
             raise SaveNotReadyError(f"{error.filename or actor} went while it was read") from error

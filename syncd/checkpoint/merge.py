@@ -66,7 +66,8 @@ def run_plan(
         progress: called with the bytes done and the bytes in all.
 
     Raises:
-        SaveNotReadyError: a source became shorter, or a record does not match its CRC-32.
+        SaveNotReadyError: a source became shorter.
+        ShardFormatError: a record does not match its CRC-32.
         CoverageError: a plain tensor differs between ranks.
         OSError: as the storage says, e.g. ``ENOSPC``.
     """

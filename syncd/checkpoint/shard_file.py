@@ -29,7 +29,7 @@ from syncd.checkpoint.torch_zip import (
     read_directory,
     read_records,
 )
-from syncd.protocol.errors import PlacementError, SaveNotReadyError, ShardFormatError
+from syncd.protocol.errors import PlacementError, ShardFormatError
 from syncd.storage.fsio import Signature, Storage, signature
 
 __all__ = ["Local", "Record", "ShardFile", "Unmergeable", "central_directory_digest"]
@@ -118,10 +118,10 @@ class ShardFile:
         Keys that end with ``_extra_state`` are left out.
 
         Raises:
-            ShardFormatError: the pickle is broken, asks for code, or has a value that is no tensor,
-                not contiguous, of a dtype that safetensors lacks, or outside its record.
+            ShardFormatError: the pickle is broken, is not its CRC-32, asks for code, or has a value
+                that is no tensor, not contiguous, of a dtype that safetensors lacks, or outside
+                its record.
             PlacementError: a tensor's device mesh is of an unknown layout.
-            SaveNotReadyError: the pickle's CRC-32 is wrong: the file is still being written.
         """
         if self._tensors is None:
             # Half of the time would go into collections that find nothing: no cycles are made here.
@@ -152,9 +152,9 @@ class ShardFile:
             )
         data = read_at(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and zlib.crc32(data) != record.crc32):
-            raise SaveNotReadyError(
-                f"{self.path}: data.pkl does not match its CRC-32; the file is still being "
-                "written, or broken"
+            raise ShardFormatError(
+                f"{self.path}: data.pkl does not match its CRC-32: the file is damaged, or still "
+                "being written; save it again"
             )
         return data
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from syncd.checkpoint.torch_zip import Record
-from syncd.protocol.errors import SaveNotReadyError
+from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
 
 _BUFFER: Final = 1024 * 1024
 
@@ -61,7 +61,8 @@ class SourceReader:
         """Fill ``part`` from a source, by its index; the bytes lie in one record.
 
         Raises:
-            SaveNotReadyError: the source became shorter, or the record is not its CRC-32.
+            SaveNotReadyError: the source became shorter.
+            ShardFormatError: the record is not its CRC-32.
         """
         self._pread(source, offset, part)
         checks = self._checks[source]
@@ -74,7 +75,8 @@ class SourceReader:
         """Check what was not read.
 
         Raises:
-            SaveNotReadyError: a source became shorter, or a record is not its CRC-32.
+            SaveNotReadyError: a source became shorter.
+            ShardFormatError: a record is not its CRC-32.
         """
         for source, checks in enumerate(self._checks):
             for number in range(len(checks.starts) if checks is not None else 0):
@@ -126,9 +128,9 @@ class _Checks:
         self._crc[number] = zlib.crc32(fresh, self._crc[number])
         self.at[number] += len(fresh)
         if self.at[number] == self.ends[number] and self._crc[number] != self._expected[number]:
-            raise SaveNotReadyError(
-                f"{self._path}: record {self._names[number]} does not match its CRC-32; the "
-                "file is still being written, or broken"
+            raise ShardFormatError(
+                f"{self._path}: record {self._names[number]} does not match its CRC-32: the file "
+                "is damaged, or still being written; save it again"
             )
 
 

@@ -1,0 +1,159 @@
+"""Real processes for tests: daemons, and waiting for what they do, always with a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import DaemonReport, Latest, parse
+
+T = TypeVar("T")
+
+#: A guard against hanging, for what takes a second or two.
+DEADLINE = 60.0
+LEASE_TIME = 2.0
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def wait_until(look: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
+    """Look until something is true; another process makes it so."""
+    end = time.monotonic() + deadline
+    while not (found := look()):
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline:g} s: {what}")
+        time.sleep(0.01)
+    return found
+
+
+def latest(job: Path) -> Latest | None:
+    layout = JobLayout(job)
+    try:
+        return parse(Latest, layout.latest.read_bytes(), layout.latest)
+    except FileNotFoundError:
+        return None
+
+
+def wait_for_step(job: Path, step: int) -> Latest:
+    def named() -> Latest | None:
+        found = latest(job)
+        return found if found is not None and found.step == step else None
+
+    found = wait_until(named, f"LATEST names step {step} of {job}")
+    assert found is not None
+    return found
+
+
+def report(job: Path) -> DaemonReport | None:
+    layout = JobLayout(job)
+    try:
+        return parse(DaemonReport, layout.daemon_report.read_bytes(), layout.daemon_report)
+    except FileNotFoundError:
+        return None
+
+
+def epoch_content(job: Path) -> dict[str, list[str]]:
+    """Everything in the epochs' rooms: room → names inside, the two standing folders aside.
+
+    ``os.walk`` passes over what a daemon removes meanwhile.
+    """
+    rooms = JobLayout(job).epochs
+    return {
+        room: [
+            name
+            for folder, folders, files in os.walk(rooms / room)
+            for name in (*folders, *files)
+            if name not in {"building", "trash"}
+        ]
+        for room in os.listdir(rooms)
+    }
+
+
+class Daemon:
+    """``syncd run`` as a process of its own; its log is kept in memory.
+
+    Leaving the ``with`` block ends it, by pid, whatever happened.
+    """
+
+    def __init__(self, job: Path, *options: str, lease_time: float = LEASE_TIME) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "syncd", "run", str(job), "--tick", "0.2",
+             "--lease-time", str(lease_time), *options],
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+        self.pid = self._process.pid
+        self.log: list[str] = []
+        self._heard = threading.Condition()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def wait_for_log(self, words: str, deadline: float = DEADLINE) -> str:
+        """Wait for a line that has these words."""
+        with self._heard:
+            assert self._heard.wait_for(
+                lambda: any(words in line for line in self.log), deadline
+            ), f"{words!r} was not said: {self.log}"
+            return next(line for line in self.log if words in line)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE)
+
+    def terminate(self, deadline: float = DEADLINE) -> int:
+        self._process.terminate()
+        return self._process.wait(deadline)
+
+    def pause(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._process.poll() is None:
+            self.resume()
+            self._process.kill()
+        self._process.wait(DEADLINE)
+        self._listener.join(DEADLINE)
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                with self._heard:
+                    self.log.append(line.decode().rstrip())
+                    self._heard.notify_all()
+
+
+@contextmanager
+def running(*modules: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """``python -m …`` processes that end with the block."""
+    processes = [
+        subprocess.Popen([sys.executable, "-m", *module], env=ENVIRONMENT) for module in modules
+    ]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait(DEADLINE)

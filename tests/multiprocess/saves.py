@@ -1,0 +1,42 @@
+"""Saves made in the test's own process, through the real hook, without a process group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from syncd.protocol.policy import SyncSettings
+from trainer_hooks import TrainerHook
+
+
+class Constant(nn.Module):
+    """Tensors that all hold one number, so that a mixture of two saves shows.
+
+    ``megabytes`` of float32 in ``tensors`` parts.
+    """
+
+    def __init__(self, megabytes: float = 0.1, tensors: int = 4) -> None:
+        super().__init__()
+        count = int(megabytes * 1e6 / 4 / tensors)
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(count)) for _ in range(tensors))
+
+    def become(self, number: float) -> None:
+        with torch.no_grad():
+            for part in self.parts:
+                part.fill_(number)
+
+    def numbers(self) -> set[float]:
+        return {number for part in self.parts for number in part.unique().tolist()}
+
+
+def trainer(job: Path, model: nn.Module, **settings: float) -> TrainerHook:
+    return TrainerHook(job, model, settings=SyncSettings(**settings))  # type: ignore[arg-type] # int or float by key
+
+
+def save(job: Path, model: Constant, step: int, number: float) -> None:
+    """One whole save, as a trainer that starts and ends with it."""
+    model.become(number)
+    with trainer(job, model) as hook:
+        hook.after_step(step)

@@ -1,0 +1,389 @@
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from safetensors.torch import load_file, save_file
+
+from syncd.checkpoint.merge import Merged, digest_safetensors, run_plan
+from syncd.checkpoint.model_folder import copy_model_files, write_index
+from syncd.checkpoint.plan import plan_merge
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.protocol.errors import (
+    CancelledError,
+    CheckpointError,
+    CoverageError,
+    PlacementError,
+    SaveNotReadyError,
+    ShardFormatError,
+)
+from syncd.storage.fsio import Storage
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS))
+from fsdp_fixtures import WORLD_SIZES, shard_paths, write_saves  # noqa: E402 - a folder above
+
+STORAGE = Storage(durable=False)
+STORED = TESTS / "fixtures"
+WRITTEN = [f"{kind}-{size}" for kind in ("fsdp2", "plain") for size in WORLD_SIZES] + ["hsdp-4"]
+
+
+def nothing() -> None:
+    """Nobody cancels."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("fsdp")
+    write_saves(root)
+    return root
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[[Path], list[ShardFile]]]:
+    with ExitStack() as stack:
+        yield lambda folder: [
+            stack.enter_context(ShardFile.open(STORAGE, path)) for path in shard_paths(folder)
+        ]
+
+
+def merge(
+    shards: list[ShardFile],
+    folder: Path,
+    *,
+    digests: bool = False,
+    check_crc: bool = False,
+    max_file_size: int = 10**9,
+    cancel: Callable[[], None] = nothing,
+) -> Merged:
+    folder.mkdir()
+    indexes = [(shard.path.name, shard.tensors()) for shard in shards]
+    plan = plan_merge(indexes, max_file_size=max_file_size)
+    merged = run_plan(
+        STORAGE, plan, shards, folder, digests=digests, check_crc=check_crc, cancel=cancel
+    )
+    assert sum(file.size for file in merged.files) == sum(
+        f.stat().st_size for f in folder.iterdir()
+    )
+    return merged
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def assert_equal(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == truth.keys()
+    for name, tensor in truth.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        # As bytes: NaN is not equal to itself, and fp8 cannot be compared.
+        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(left, right), name
+
+
+def truth(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = torch.load(folder / "truth.pt", weights_only=True)
+    return tensors
+
+
+# -- what torch wrote comes out as it was ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_merge_of_real_ranks_is_the_model_before_wrapping(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]], name: str
+) -> None:
+    shards = opened(written / name)
+    expected = truth(written / name)
+    modes = itertools.product((False, True), (False, True), (10**9, 700))
+    for number, (digests, check_crc, size) in enumerate(modes):
+        folder = tmp_path / str(number)
+        merged = merge(shards, folder, digests=digests, check_crc=check_crc, max_file_size=size)
+        assert (len(merged.files) > 1) == (size == 700)
+        assert all((tensor.digest is not None) == digests for tensor in merged.tensors)
+        assert_equal(loaded(folder), expected)
+
+
+@pytest.mark.parametrize("release", ["torch-2.5.1", "torch-2.15.0"])
+@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
+def test_saves_of_other_torch_releases_merge_too(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], release: str, kind: str
+) -> None:
+    folder = STORED / release / kind
+    merge(opened(folder), tmp_path / "out", digests=True, check_crc=True)
+    assert_equal(loaded(tmp_path / "out"), truth(folder))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("torch-2.15.0/fsdp2_dim1", r"has placements \(Shard\(1\)\)"),
+        ("torch-2.15.0/fsdp_tp", r"_StridedShard\(dim=0, split_factor=2\), Shard\(0\)"),
+        ("torch-2.5.1/fsdp1_st", "is a ShardedTensor .FSDP1 without a device mesh"),
+    ],
+)
+def test_placements_of_later_versions_are_refused_clearly(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], kind: str, message: str
+) -> None:
+    with pytest.raises(PlacementError, match=f"model_world_size_4_rank_0.pt: .*{message}"):
+        merge(opened(STORED / kind), tmp_path / "out")
+
+
+def test_large_tensors_take_every_path_to_the_same_bytes(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    """Over the buffer and in the kernel, with bytes behind and between the tensors of a record."""
+    base = torch.randint(0, 256, (5_000_000,), dtype=torch.uint8)
+    state = {"late": base[3_000_000:4_999_999], "early": base[100:1_700_000], "again": base[:1000]}
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for rank in range(2):
+        torch.save(state, saved / f"model_world_size_2_rank_{rank}.pt")
+    shards = opened(saved)
+    for number, (digests, check_crc) in enumerate(itertools.product((False, True), repeat=2)):
+        for count in (1, 2):  # one rank alone is copied by the kernel, two are compared
+            folder = tmp_path / f"{number}-{count}"
+            merge(shards[:count], folder, digests=digests, check_crc=check_crc)
+            assert_equal(loaded(folder), state)
+
+
+# -- digests -----------------------------------------------------------------------------------
+
+
+def test_digests_are_of_tensors_and_of_headers_and_tensors(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    merged = merge(opened(written / "fsdp2-2"), tmp_path / "out", digests=True, max_file_size=700)
+    by_name = {tensor.name: tensor for tensor in merged.tensors}
+    for name, tensor in loaded(tmp_path / "out").items():
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        assert by_name[name].digest == xxhash.xxh3_128_hexdigest(content)
+    for file in merged.files:
+        with SafetensorsFile.open(STORAGE, tmp_path / "out" / file.name) as source:
+            digests = [by_name[entry.name].digest or "" for entry in source.entries]
+            whole = source.header + b"".join(map(bytes.fromhex, digests))
+            assert file.digest == xxhash.xxh3_128_hexdigest(whole)
+            again = digest_safetensors(STORAGE, source, cancel=nothing)
+        assert again.files == (file,)
+        assert set(again.tensors) <= set(merged.tensors)
+
+
+def test_a_foreign_full_state_dict_is_digested_and_copied(tmp_path: Path) -> None:
+    state = {"b": torch.arange(300_000.0), "a": torch.tensor(True), "none": torch.empty(0, 2)}
+    path = tmp_path / "model.safetensors"
+    save_file(state, path)
+    with SafetensorsFile.open(STORAGE, path) as source:
+        only = digest_safetensors(STORAGE, source, cancel=nothing)
+        target = tmp_path / "copy.safetensors"
+        copied = digest_safetensors(STORAGE, source, cancel=nothing, copy_to=target)
+        without = digest_safetensors(STORAGE, source, digests=False, cancel=nothing)
+    assert copied == only
+    assert target.read_bytes() == path.read_bytes()
+    assert without.files[0].digest is None
+    assert without.copied_bytes == 300_000 * 4 + 1
+
+
+def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.arange(4), "b": torch.arange(3)}, path)
+    content = path.read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    cases = [content[:cut] for cut in range(0, len(content), 5)]
+    cases += [content + b"\0", b"\xff" * 8 + content[8:]]
+    for old, new in [(b"[4]", b"[5]"), (b"I64", b"X64"), (b'"b"', b'"a"'), (b"[0,", b"[8,"),
+                     (b"{", b" "), (b"[4]", b"4.0"), (b"[4]", b"[-]")]:  # fmt: skip
+        cases.append(content.replace(header, header.replace(old, new, 1)))
+    for case in cases:
+        path.write_bytes(case)
+        with pytest.raises(ShardFormatError, match="not a whole safetensors file"):
+            SafetensorsFile.open(STORAGE, path)
+
+
+# -- what is found out while the bytes are read ------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A copy of a stored save, to be damaged."""
+    folder = tmp_path / "saved"
+    shutil.copytree(STORED / "torch-2.15.0" / "fsdp2", folder)
+    return folder
+
+
+def flip(path: Path, record: str, at: int) -> None:
+    with ShardFile.open(STORAGE, path) as shard:
+        place = shard.records[record].offset + at
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("record", ["data/0", "data/3", "version"])
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_wrong_crc_of_any_record_is_found_used_or_not(
+    stored: Path,
+    tmp_path: Path,
+    opened: Callable[[Path], list[ShardFile]],
+    record: str,
+    digests: bool,
+) -> None:
+    """``data/0`` of rank 3 is padding alone: it has none of the three rows."""
+    path = shard_paths(stored)[3]
+    flip(path, record, 0)
+    with pytest.raises(ShardFormatError, match=f"rank_3.pt: record {record} does not match"):
+        merge(opened(stored), tmp_path / "out", digests=digests, check_crc=True)
+
+
+def test_without_crc_in_the_file_its_check_is_left_out(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    state: dict[str, Any] = {"weight": torch.arange(9.0)}
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    shards = opened(folder)
+    assert not shards[0].has_crc
+    merge(shards, tmp_path / "out", check_crc=True)
+    assert_equal(loaded(tmp_path / "out"), state)
+
+
+def test_plain_tensors_that_differ_between_ranks_are_named(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for rank in range(3):
+        weight = torch.zeros(2_000_000)
+        weight[-1] = rank // 2
+        torch.save({"a": torch.ones(3), "b": weight}, saved / f"model_world_size_3_rank_{rank}.pt")
+    with pytest.raises(CoverageError, match=r"b is a plain tensor and differs.*rank_0.*rank_2"):
+        merge(opened(saved), tmp_path / "out")
+
+
+@pytest.mark.parametrize("size", [1000, 3_000_000])
+@pytest.mark.parametrize("digests", [False, True])
+def test_a_source_that_becomes_shorter_is_to_be_looked_at_again(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], size: int, digests: bool
+) -> None:
+    path = tmp_path / "saved" / "model_world_size_1_rank_0.pt"
+    path.parent.mkdir()
+    torch.save({"weight": torch.zeros(size, dtype=torch.uint8)}, path)
+    shards = opened(path.parent)
+    shards[0].tensors()
+    with path.open("r+b") as file:
+        file.truncate(shards[0].records["data/0"].offset + size // 2)
+    with pytest.raises(SaveNotReadyError, match=r"rank_0\.pt became shorter"):
+        merge(shards, tmp_path / "out", digests=digests)
+
+
+def test_a_merge_stops_when_asked(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    def stop() -> None:
+        raise CancelledError("asked to stop")
+
+    for number, (digests, check_crc) in enumerate(itertools.product((False, True), repeat=2)):
+        with pytest.raises(CancelledError):
+            merge(
+                opened(written / "fsdp2-2"),
+                tmp_path / str(number),
+                digests=digests,
+                check_crc=check_crc,
+                cancel=stop,
+            )
+
+
+def test_progress_ends_at_the_whole(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    shards = opened(written / "fsdp2-4")
+    plan = plan_merge([(shard.path.name, shard.tensors()) for shard in shards], max_file_size=700)
+    seen: list[tuple[int, int]] = []
+    merged = run_plan(
+        STORAGE, plan, shards, tmp_path, digests=False, check_crc=False, cancel=nothing,
+        progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    assert seen == sorted(seen)
+    assert seen[-1] == (merged.copied_bytes, merged.copied_bytes)
+
+
+# -- the rest of the folder --------------------------------------------------------------------
+
+
+def test_everything_but_weights_is_copied_and_links_are_not_followed(tmp_path: Path) -> None:
+    source, folder = tmp_path / "huggingface", tmp_path / "version"
+    (source / "sub" / "deep").mkdir(parents=True)
+    folder.mkdir()
+    kept = {
+        "config.json": b"{}",
+        "tokenizer.model": b"\0" * 9,
+        "sub/deep/a.txt": b"",
+        "sub/b": b"b",
+    }
+    for name, content in kept.items():
+        (source / name).write_bytes(content)
+    for name in ("model.safetensors", "pytorch_model.bin", "a.pt", "b.pth", "sub/c.safetensors",
+                 "model.safetensors.index.json", ".tmp-config.json", "manifest.json"):  # fmt: skip
+        (source / name).write_bytes(b"skipped")
+    (source / "secret.json").symlink_to("/etc/passwd")
+    (source / "loop").symlink_to(source)
+    copied = copy_model_files(STORAGE, source, folder, digests=True)
+    assert {file.name: file.digest for file in copied} == {
+        name: xxhash.xxh3_128_hexdigest(content) for name, content in kept.items()
+    }
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert found == kept
+
+
+def test_a_plain_model_has_no_folder_to_copy(tmp_path: Path) -> None:
+    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, digests=True) == ()
+
+
+def test_a_name_that_no_manifest_can_hold_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "a\nb").touch()
+    (tmp_path / "version").mkdir()
+    with pytest.raises(CheckpointError, match="rename it"):
+        copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path / "version", digests=False)
+
+
+def test_a_huge_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncd.checkpoint.model_folder.FILE_LIMIT", 10)
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "dump").write_bytes(bytes(11))
+    (tmp_path / "version").mkdir()
+    with pytest.raises(CheckpointError, match="dump is over"):
+        copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path / "version", digests=False)
+
+
+def test_several_weight_files_have_an_index(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    shards = opened(written / "fsdp2-4")
+    assert write_index(STORAGE, tmp_path, merge(shards, tmp_path / "one")) == ()
+    merged = merge(shards, tmp_path / "several", max_file_size=700)
+    (file,) = write_index(STORAGE, tmp_path / "several", merged)
+    content = (tmp_path / "several" / file.name).read_bytes()
+    assert file.digest == xxhash.xxh3_128_hexdigest(content)
+    index = json.loads(content)
+    assert index["metadata"]["total_size"] == merged.copied_bytes
+    for name, weights in index["weight_map"].items():
+        assert name in load_file(tmp_path / "several" / weights)

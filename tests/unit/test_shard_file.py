@@ -1,0 +1,372 @@
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from syncd.checkpoint.placement import Local, Replicate, Shard, Sharding
+from syncd.checkpoint.shard_file import ShardFile, central_directory_digest
+from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
+from syncd.storage.fsio import Storage, signature
+
+FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
+STORAGE = Storage(durable=False)
+REAL = FIXTURES / "torch-2.15.0" / "hsdp" / "model_world_size_4_rank_1.pt"
+
+
+class Named:
+    """Pickles as a bare global, as torch's classes and functions do, without importing them."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+
+class Built:
+    """Pickles as ``function(*args)``, or as an instance with a state."""
+
+    def __init__(self, function: Named, args: tuple[Any, ...], state: object = None) -> None:
+        self.function, self.args, self.state = function, args, state
+
+
+class Storage_(Built):  # noqa: N801 - beside the real Storage
+    """Pickles as torch's persistent id of a storage."""
+
+    def __init__(self, kind: str, key: str, numel: object) -> None:
+        self.pid = ("storage", Named("torch", kind), key, "cuda:3", numel)
+
+
+class Pickler(pickle._Pickler):  # type: ignore[misc, name-defined]
+    def persistent_id(self, value: object) -> object:
+        return value.pid if isinstance(value, Storage_) else None
+
+    def save_named(self, value: Named) -> None:
+        self.write(b"c" + f"{value.module}\n{value.name}\n".encode())
+
+    def save_built(self, value: Built) -> None:
+        self.save_reduce(_Caller(value.function), value.args, value.state)
+
+    dispatch = pickle._Pickler.dispatch | {Named: save_named, Built: save_built}  # type: ignore[attr-defined]
+
+
+class _Caller(Named):
+    """``save_reduce`` insists that the function can be called."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(named.module, named.name)
+
+    def __call__(self) -> None:
+        raise AssertionError
+
+
+Pickler.dispatch[_Caller] = Pickler.save_named
+
+
+def tensor(
+    shape: tuple[int, ...] = (2, 3),
+    stride: tuple[int, ...] = (3, 1),
+    *,
+    offset: object = 0,
+    kind: str = "FloatStorage",
+    key: str = "0",
+) -> Built:
+    rebuild = Named("torch._utils", "_rebuild_tensor_v2")
+    return Built(rebuild, (Storage_(kind, key, 6), offset, shape, stride, False, OrderedDict()))
+
+
+def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def shard(state: object, **records: bytes) -> bytes:
+    content = io.BytesIO()
+    Pickler(content, 2).dump(state)
+    files = {"data.pkl": content.getvalue(), "byteorder": b"little", "data/0": bytes(24), **records}
+    return zipped({f"archive/{name}": data for name, data in files.items()})
+
+
+def without_crc(content: bytes) -> bytes:
+    """As a trainer with ``torch.serialization.set_crc32_options(False)`` writes it."""
+    changed = bytearray(content)
+    at = -1
+    while (at := changed.find(b"PK\1\2", at + 1)) >= 0:
+        changed[at + 16 : at + 20] = bytes(4)
+    return bytes(changed)
+
+
+def read(folder: Path, content: bytes) -> dict[str, Any]:
+    path = folder / "shard.pt"
+    path.write_bytes(content)
+    with ShardFile.open(STORAGE, path) as opened:
+        return dict(opened.tensors())
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def test_an_index_says_where_each_tensor_lies() -> None:
+    with ShardFile.open(STORAGE, REAL) as opened:
+        assert opened.signature == signature(REAL.stat())
+        assert opened.size == REAL.stat().st_size
+        assert opened.has_crc
+        with zipfile.ZipFile(REAL) as archive:
+            assert len(opened.records) == len(archive.namelist())
+            for entry in archive.infolist():
+                record = opened.records[entry.filename.partition("/")[2]]
+                content = os.pread(opened.fd, record.size, record.offset)
+                assert content == archive.read(entry)
+                assert record.crc32 == entry.CRC
+        embed = opened.tensors()["embed.weight"]
+        assert isinstance(embed, Local)
+        assert (embed.dtype, embed.local_shape, embed.nbytes) == ("BF16", (50, 32), 50 * 64)
+        placements = (Replicate(), Shard(0))
+        assert embed.layout == Sharding((101, 32), (2, 2), (0, 1), placements)
+        steps = opened.tensors()["layers.0.steps"]
+        assert isinstance(steps, Local)
+        assert (steps.dtype, steps.local_shape, steps.layout) == ("I64", (), None)
+
+
+def test_the_digest_is_of_the_raw_central_directory() -> None:
+    content = REAL.read_bytes()
+    raw = content[content.index(b"PK\1\2") : content.index(b"PK\6\6")]
+    expected = xxhash.xxh3_128_hexdigest(raw)
+    assert central_directory_digest(STORAGE, REAL) == (len(content), expected)
+    with ShardFile.open(STORAGE, REAL) as opened:
+        assert opened.directory_digest == expected
+
+
+def test_extra_state_is_left_out_and_any_other_value_is_an_error(tmp_path: Path) -> None:
+    assert read(tmp_path, shard({"layer._extra_state": 3})) == {}
+    with pytest.raises(ShardFormatError, match="'epoch' is a int, not a tensor"):
+        read(tmp_path, shard({"epoch": 3}))
+    with pytest.raises(ShardFormatError, match="holds a list, not a state dict"):
+        read(tmp_path, shard([tensor()]))
+
+
+@pytest.mark.parametrize("name", [7, "\ud800", "__metadata__", ("a",)])
+def test_a_key_that_no_header_can_hold_is_an_error(tmp_path: Path, name: object) -> None:
+    with pytest.raises(ShardFormatError):
+        read(tmp_path, shard({name: tensor()}))
+
+
+def test_bytes_are_those_of_the_elements_whatever_the_size_of_the_record(tmp_path: Path) -> None:
+    found = read(tmp_path, shard({"part": tensor((3,), (1,), offset=2)}))["part"]
+    content = (tmp_path / "shard.pt").read_bytes()
+    record = zipfile.ZipFile(tmp_path / "shard.pt").getinfo("archive/data/0")
+    names, extras = struct.unpack_from("<2H", content, record.header_offset + 26)
+    begin = record.header_offset + 30 + names + extras
+    assert found == Local("F32", (3,), begin + 8, 12, "data/0", None)
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (tensor((2, 3), (1, 2)), "not contiguous"),
+        (tensor((2, 2), (3, 1)), "not contiguous"),
+        (tensor((2,), (0,)), "not contiguous"),
+        (tensor((2,), ()), "not contiguous"),
+        (tensor(offset=1), "outside its record"),
+        (tensor(offset=-1), "outside its record"),
+        (tensor(offset=True), "outside its record"),
+        (tensor((2**62, 2), (2, 1)), "outside its record"),
+        (tensor(key="1"), "outside its record"),
+        (tensor((-1,), (1,)), "cannot be read"),
+        (tensor(kind="ComplexFloatStorage"), "dtype complex64"),
+        (tensor(kind="UntypedStorage"), "dtype None"),
+    ],
+)
+def test_a_tensor_that_cannot_be_copied_is_named(tmp_path: Path, made: Built, message: str) -> None:
+    with pytest.raises(ShardFormatError, match=f"'weight'.*{message}"):
+        read(tmp_path, shard({"weight": made}))
+
+
+def test_strides_of_single_elements_do_not_matter(tmp_path: Path) -> None:
+    state = {"one": tensor((1, 1, 6), (7, 9, 1)), "none": tensor((0, 3), (1, 5), offset=6)}
+    assert [local.nbytes for local in read(tmp_path, shard(state)).values()] == [24, 0]
+
+
+def test_a_mesh_of_an_unknown_layout_is_named(tmp_path: Path) -> None:
+    placed = Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
+    mesh = Built(Named("torch.distributed.device_mesh", "DeviceMesh"), (), {"shape_of_2027": (4,)})
+    spec = Built(placed, (), {"mesh": mesh, "placements": ()})
+    wrapped = Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Named("torch._utils", "_rebuild_wrapper_subclass"),
+            Named("torch.distributed.tensor", "DTensor"),
+            (None, None, (2, 3)),
+            {"_local_tensor": tensor(), "_spec": spec},
+        ),
+    )
+    with pytest.raises(PlacementError, match="weight is on a device mesh of a layout"):
+        read(tmp_path, shard({"weight": wrapped}))
+
+
+def test_a_file_without_crc_is_read_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "whole.pt").write_bytes(without_crc(REAL.read_bytes()))
+    with (
+        ShardFile.open(STORAGE, tmp_path / "whole.pt") as without,
+        ShardFile.open(STORAGE, REAL) as usual,
+    ):
+        assert not without.has_crc
+        assert without.tensors() == usual.tensors()
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("posix", "system"), ("builtins", "eval"), ("torch", "load"), ("os.path", "join")],
+)
+def test_a_global_that_is_not_allowed_is_refused_by_name(
+    tmp_path: Path, module: str, name: str
+) -> None:
+    ran = tmp_path / "ran"
+    call = Built(Named(module, name), (f"touch {ran}",))
+    with pytest.raises(ShardFormatError, match=rf"asks for {module}\.{name}, refused"):
+        read(tmp_path, shard({"weight": call}))
+    assert not ran.exists()
+
+
+def test_getattr_gives_nothing_real(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    system = Built(Named("__builtin__", "getattr"), (Named("torch", "device"), "__class__"))
+    content = shard({"weight": Built(Named("torch", "Size"), ((system, f"touch {ran}"),))})
+    with pytest.raises(ShardFormatError, match="not a tensor"):
+        read(tmp_path, content)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    "victim",
+    [
+        Named("torch._utils", "_rebuild_tensor_v2"),
+        Named("torch", "bfloat16"),
+        Named("torch.distributed.tensor", "DTensor"),
+        Named("collections", "OrderedDict"),
+    ],
+)
+def test_a_pickle_cannot_change_how_the_next_is_read(tmp_path: Path, victim: Named) -> None:
+    poison = b"\x80\x02" + b"c" + f"{victim.module}\n{victim.name}\n".encode()
+    poison += b"N}(X\x0c\x00\x00\x00__defaults__)X\x07\x00\x00\x00__new__Nu\x86b."
+    with pytest.raises(ShardFormatError):
+        read(tmp_path, shard({}, **{"data.pkl": poison}))
+    assert read(tmp_path, shard({"weight": tensor()}))["weight"].nbytes == 24
+
+
+def test_a_torn_file_is_not_taken_for_a_whole_one(tmp_path: Path) -> None:
+    content = REAL.read_bytes()
+    for cut in {*range(0, len(content), 997), *range(len(content) - 130, len(content))}:
+        with pytest.raises(ShardFormatError, match="torn"):
+            read(tmp_path, content[:cut])
+
+
+def test_a_pickle_that_is_not_its_crc_is_an_error_of_ours(tmp_path: Path) -> None:
+    with ShardFile.open(STORAGE, REAL) as opened:
+        record = opened.records["data.pkl"]
+    content = bytearray(REAL.read_bytes())
+    content[record.offset + 4096 : record.offset + record.size] = bytes(record.size - 4096)
+    with pytest.raises(ShardFormatError, match="still being written"):
+        read(tmp_path, bytes(content))
+
+
+def broken(content: bytes, find: bytes, at: int, replacement: bytes) -> bytes:
+    place = content.rindex(find) + at
+    return content[:place] + replacement + content[place + len(replacement) :]
+
+
+def test_zips_of_another_kind_are_refused(tmp_path: Path) -> None:
+    whole = shard({"weight": tensor()})
+    entry, end = b"PK\1\2", b"PK\5\6"
+    cases = {
+        "compressed": zipped({"a/data.pkl": bytes(99)}, zipfile.ZIP_DEFLATED),
+        "encrypted": broken(whole, entry, 8, b"\1\0"),
+        "torn": whole + b"\0",
+        "over limits": broken(whole, end, 8, struct.pack("<2H2L", 3, 3, 2**29, 0)),
+        "does not end where": broken(whole, end, 16, b"\0\0\0\0"),
+        "more records than it says": broken(whole, end, 8, struct.pack("<2H", 2, 2)),
+        "fewer records than it says": broken(whole, end, 8, struct.pack("<2H", 4, 4)),
+        "overlaps": broken(whole, entry, 20, struct.pack("<2L", 2**20, 2**20)),
+        "no local header": broken(whole, entry, 42, struct.pack("<L", 1)),
+        "another record": broken(whole, entry, 46, b"b"),
+        "over 4 GiB": broken(whole, entry, 42, b"\xff" * 4),
+        "no records": zipped({}),
+        "there twice": zipped({"a/x": b"", "a/y": b""}).replace(b"a/y", b"a/x"),
+        "in another folder": zipped({"a/data.pkl": b"", "b/data/0": b""}),
+        "no data.pkl": zipped({"a/data/0": b""}),
+        "not little-endian": shard({}, byteorder=b"big"),
+    }
+    for message, content in cases.items():
+        with pytest.raises(ShardFormatError, match=message):
+            read(tmp_path, content)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "link.pt").symlink_to(REAL)
+    with pytest.raises(OSError, match="symbolic links"):
+        ShardFile.open(STORAGE, tmp_path / "link.pt")
+
+
+def test_no_descriptor_is_left_open_after_an_error(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ShardFormatError):
+        read(tmp_path, b"nothing")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# -- anything at all ---------------------------------------------------------------------------
+
+FUZZ = settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+REAL_BYTES = REAL.read_bytes()
+DIRECTORY = REAL_BYTES.index(b"PK\1\2")
+
+
+@FUZZ
+@given(content=st.binary(max_size=200))
+def test_any_bytes_are_an_error(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(ShardFormatError):
+        read(tmp_path, content)
+
+
+@FUZZ
+@given(
+    at=st.integers(0, len(REAL_BYTES) - 1) | st.integers(DIRECTORY, len(REAL_BYTES) - 1),
+    value=st.integers(0, 255),
+)
+def test_a_changed_byte_is_read_or_an_error_of_ours(tmp_path: Path, at: int, value: int) -> None:
+    changed = bytearray(REAL_BYTES)
+    changed[at] = value
+    try:
+        read(tmp_path, bytes(changed))
+    except SyncdError:
+        pass
+
+
+@FUZZ
+@given(cut=st.integers(0, 10**6), value=st.sampled_from(list(b".0()}]NRbsue\x81\x85\x86")))
+def test_a_pickle_torn_without_crc_is_an_error_of_ours(
+    tmp_path: Path, cut: int, value: int
+) -> None:
+    """And takes no memory: C's unpickler would make room for the memo index that a tear invents."""
+    whole = zipfile.ZipFile(REAL).read(f"{REAL.stem}/data.pkl")
+    torn = whole[: cut % len(whole)] + bytes([value]) + b"."
+    try:
+        read(tmp_path, without_crc(shard({}, **{"data.pkl": torn})))
+    except SyncdError:
+        pass
