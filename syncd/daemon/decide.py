@@ -211,12 +211,15 @@ def _versions(
     """Versions outside the retention rules; never LATEST, never one above it.
 
     A lease folder above LATEST may be the one of a version that our successor is about to publish:
-    nothing above LATEST is ever touched.
+    nothing above LATEST is ever touched. A version below it without a lease folder was retired by a
+    daemon that did not come to delete it: it goes, and is never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}
-    for sequence in sorted(seen.versions):
-        if sequence < seen.latest and sequence not in keep and sequence not in leased:
+    for sequence in sorted(v for v in seen.versions if v < seen.latest):
+        if sequence not in seen.lease_folders:
+            yield RetireVersion(sequence, "retired before, and not deleted yet")
+        elif sequence not in keep and sequence not in leased:
             yield RetireVersion(sequence, f"not among the newest {config.keep}, and not leased")
     for sequence in sorted(set(seen.lease_folders) - set(seen.versions)):
         if sequence < seen.latest and sequence not in leased:

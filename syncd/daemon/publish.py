@@ -107,9 +107,12 @@ class Publisher:
                 self._epoch.discard(self._layout.version(sequence))
             else:
                 log.info("adopting %s, which LATEST does not name yet", version_folder(sequence))
+                self._epoch.open_leasing(sequence)
                 self._announce(manifest)
                 break
         if self.latest is not None:
+            if not self._storage.exists(self._layout.lease_folder(self.latest.sequence)):
+                self._epoch.open_leasing(self.latest.sequence)
             manifest = self._finished(self.latest.sequence)
             self.published_save = manifest.save_id if manifest else None
             if manifest:
@@ -146,7 +149,7 @@ class Publisher:
                 cancel=self._cancel,
                 clock=self._clock,
             )
-            self._storage.make_folder(self._layout.lease_folder(sequence))
+            self._epoch.open_leasing(sequence)
             self._epoch.publish_version(sequence)
             self._floor = sequence
             self._announce(manifest)
@@ -194,8 +197,7 @@ class Publisher:
         return path
 
     def _announce(self, manifest: Manifest) -> None:
-        """Let LATEST name a published version. Its lease folder comes first."""
-        self._storage.make_folder(self._layout.lease_folder(manifest.sequence))
+        """Let LATEST name a published version."""
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,
@@ -236,7 +238,11 @@ class Publisher:
         folder = self._layout.version(sequence)
         try:
             manifest = read_manifest(self._storage, folder)
+        except ProtocolMismatchError:
+            raise
         except (OSError, RecordError) as error:
+            if isinstance(error, OSError) and not is_gone(error):
+                raise  # storage that does not answer says nothing about the version
             log.warning("%s has no manifest that can be read: %s", folder, error)
             return None
         for file in manifest.files:

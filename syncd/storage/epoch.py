@@ -1,20 +1,26 @@
 """The fence: each active daemon works in a room of its own, and commits by renaming out of it.
 
 A lease only says who *should* work: a daemon that was paused for a minute would still rename. So a
-take-over makes a new room ``.syncd/epoch/<n>/`` and empties every lower one until it can be
-removed; from then on a rename out of, or into, a lower room finds no such folder. The argument, and
-what was explored of it, is in ``docs/protocol.md`` and ``tests/model``.
+take-over makes a new room ``.syncd/epoch/<n>-<suffix>/`` and empties every lower one until it can
+be removed; from then on a rename out of, or into, a lower room finds no such folder. The argument,
+and what was explored of it, is in ``docs/protocol.md`` and ``tests/model``.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.layout import JobLayout, version_folder
 from syncd.storage.fsio import NOT_EMPTY, Draft, Storage, is_gone
+
+#: The suffix makes a room's name one that was never used: a paused daemon whose room was removed
+#: must not find another's in its place.
+_ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
 
 
 class Epoch:
@@ -26,15 +32,15 @@ class Epoch:
     knows that it was superseded before it tries.
 
     Attributes:
-        number: the epoch; it only grows, over all daemons of the job.
+        number: the epoch, for people; rooms are ordered by it, and then by their suffix.
         building: where versions are made.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, number: int) -> None:
+    def __init__(self, storage: Storage, layout: JobLayout, room: str) -> None:
         self._storage = storage
         self._layout = layout
-        self.number = number
-        self._room = layout.epochs / str(number)
+        self.number = _order(room)[0]
+        self._room = layout.epochs / room
         self.building = self._room / "building"
         self._trash = self._room / "trash"
 
@@ -45,26 +51,20 @@ class Epoch:
         Raises:
             SupersededError: another daemon took over at the same time, with a higher number.
         """
-        number = max(_numbers(storage, layout), default=0) + 1
-        while True:
-            epoch = cls(storage, layout, number)
-            try:
-                storage.mkdir(epoch._room)
-                break
-            except FileExistsError:
-                number += 1
-        # A number that was free when we listed may be one that a later daemon has emptied since:
-        # only a room with none above it is the live one. Whoever comes later finds ours and
-        # empties it.
-        if max(_numbers(storage, layout)) > number:
+        number = max((_order(room)[0] for room in _rooms(storage, layout)), default=0) + 1
+        epoch = cls(storage, layout, f"{number}-{secrets.token_hex(4)}")
+        storage.mkdir(epoch._room)
+        # Listed again, after the mkdir: a room above ours means that its daemon came later and may
+        # have looked before ours was there. Whoever comes later than this finds ours.
+        rooms = _rooms(storage, layout)
+        if rooms[-1] != epoch._room.name:
             storage.rmdir(epoch._room)
-            raise SupersededError(f"epoch {number} of {layout.root} was taken over while it began")
+            raise SupersededError(f"epoch {number} of {layout.root} was taken over as it began")
         epoch._within(storage.mkdir, epoch._trash)
         epoch._within(storage.mkdir, epoch.building)
         storage.sync_folder(layout.epochs)
-        for lower in _numbers(storage, layout):
-            if lower < number:
-                epoch._close_room(layout.epochs / str(lower))
+        for lower in rooms[:-1]:
+            epoch._close_room(layout.epochs / lower)
         return epoch
 
     def start_version(self, sequence: int) -> Path:
@@ -74,6 +74,31 @@ class Epoch:
             self._storage.remove_tree(folder)
         self._within(self._storage.mkdir, folder)
         return folder
+
+    def open_leasing(self, sequence: int) -> None:
+        """Let a version be leased: one rename of an empty folder out of this room.
+
+        Made in place, by mkdir, it could be the work of a superseded daemon, and bring back the
+        folder of a version that was retired meanwhile.
+
+        Raises:
+            SupersededError: this room is gone.
+        """
+        source = self.building / f"leases-{version_folder(sequence)}"
+        target = self._layout.lease_folder(sequence)
+        self._within(self._storage.mkdir, source)
+        try:
+            self._rename(
+                source,
+                target,
+                lambda: not self._storage.exists(source) and self._storage.exists(target),
+            )
+        except OSError as error:
+            if error.errno not in NOT_EMPTY:
+                raise
+            self._storage.rmdir(source)  # it is there, and someone holds a lease in it
+            return
+        self._storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
         """Commit a built version: one rename to ``published/``, which also takes the sequence.
@@ -207,8 +232,12 @@ class Epoch:
             return False
 
 
-def _numbers(storage: Storage, layout: JobLayout) -> list[int]:
-    """The epochs that have a room, lowest first."""
-    return sorted(
-        int(name) for name in storage.names(layout.epochs) if name.isascii() and name.isdigit()
-    )
+def _rooms(storage: Storage, layout: JobLayout) -> list[str]:
+    """The names of all rooms, lowest first."""
+    return sorted((n for n in storage.names(layout.epochs) if _ROOM.fullmatch(n)), key=_order)
+
+
+def _order(room: str) -> tuple[int, str]:
+    """How a room's name compares with another's."""
+    number, _, suffix = room.partition("-")
+    return int(number), suffix

@@ -102,7 +102,7 @@ def test_a_paused_daemon_that_wakes_up_stands_by_and_latest_never_goes_back(job:
             save(job, model, 4, 4)
             assert wait_for_step(job, 4).sequence == newer.sequence + 1
             verified(job, newer.sequence + 1)
-            assert set(epoch_content(job)) == {"2"}
+            assert [room.partition("-")[0] for room in epoch_content(job)] == ["2"]
 
 
 def test_sigterm_in_a_merge_ends_it_cleanly_and_soon(job: Path) -> None:

@@ -1,0 +1,172 @@
+"""Readers among publishing and pruning."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from explorer_hooks import ExplorerHook, Reader, TorchModule
+from syncd.protocol.errors import CancelledError
+from syncd.protocol.layout import JobLayout
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    Daemon,
+    latest,
+    wait_for_step,
+    wait_until,
+)
+from tests.multiprocess.saves import Constant, save, trainer
+
+STEPS = 20
+
+
+def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(job: Path) -> None:
+    layout = JobLayout(job)
+    model = Constant(megabytes=2)
+    read: list[int] = []
+
+    def follow(reader: Reader) -> None:
+        held = None
+        try:
+            while True:
+                version = reader.next_version(held.sequence if held else 0)
+                if held is not None:
+                    held.verify()  # still all there, with a newer one out and pruning going on
+                    held.release()
+                held = version
+                held.verify()
+                read.append(held.sequence)
+        except CancelledError:
+            if held is not None:
+                held.verify()
+                held.release()
+
+    with Daemon(job, "--keep", "1") as daemon, Reader(job, "slow") as slow:
+        save(job, model, 1, 1)
+        first = slow.next_version(0, DEADLINE)
+        readers = [Reader(job, f"reader-{number}", poll=0.02) for number in range(3)]
+        threads = [threading.Thread(target=follow, args=[reader]) for reader in readers]
+        for thread in threads:
+            thread.start()
+        with trainer(job, model) as hook:
+            for step in range(2, STEPS + 1):
+                model.become(step)
+                hook.after_step(step)
+                wait_for_step(job, step)
+        daemon.wait_for_log("pruned version")
+        wait_until(lambda: {STEPS} <= set(read), "the readers have the last version")
+        first.verify()
+        assert first.sequence == 1
+        assert layout.version(1).exists()
+        for reader, thread in zip(readers, threads, strict=True):
+            reader.cancel()
+            thread.join(DEADLINE)
+            reader.close()
+        wait_until(
+            lambda: sorted(os.listdir(layout.published)) == ["v000001", f"v{STEPS:06d}"],
+            "all but the leased one and LATEST are pruned",
+        )
+        first.release()
+        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+        wait_until(lambda: not layout.lease_folder(1).exists(), "and cannot be leased")
+    audit = layout.audit.read_text()
+    for number in range(1, STEPS):
+        assert audit.count(f'"name":"v{number:06d}"') == 1
+        assert audit.count(f'"name":"global_step_{number}"') == 1
+
+
+READER = """
+import sys
+from explorer_hooks.reader import Reader
+reader = Reader(sys.argv[1], "doomed")
+version = reader.next_version(0, 60)
+assert "torch" not in sys.modules
+print(version.sequence, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("grace", [0.5, 3600.0])
+def test_a_dead_readers_version_goes_after_the_grace_and_not_before(
+    job: Path, grace: float
+) -> None:
+    layout = JobLayout(job)
+    model = Constant()
+    options = ["--keep", "1", "--dead-reader-grace", str(grace)]
+    with Daemon(job, *options) as daemon:
+        save(job, model, 1, 1)
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READER, str(job)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )
+        try:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == b"1\n"
+            save(job, model, 2, 2)
+            wait_for_step(job, 2)
+            os.kill(reader.pid, signal.SIGKILL)
+        finally:
+            reader.kill()
+            reader.communicate()
+        if grace < 60:
+            wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+            daemon.wait_for_log("its session has been dead")
+        else:
+            save(job, model, 3, 3)
+            wait_until(lambda: not layout.version(2).exists(), "version 2 is pruned")
+            assert layout.version(1).exists()
+            assert os.listdir(layout.lease_folder(1))
+
+
+def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(job: Path) -> None:
+    model, held = Constant(megabytes=60, tensors=12), Constant(megabytes=60, tensors=12)
+    stop = threading.Event()
+    written: list[int] = []
+
+    def save_again_and_again() -> None:
+        with trainer(job, model) as hook:
+            while not stop.is_set():
+                number = len(written) + 1
+                model.become(number)
+                hook._last_sync_step = None  # the same step once more
+                hook.after_step(1)
+                written.append(number)
+
+    with (
+        Daemon(job, "--keep", "1") as daemon,
+        ExplorerHook(job, "explorer", TorchModule(held)) as hook,
+    ):
+        saver = threading.Thread(target=save_again_and_again)
+        saver.start()
+        try:
+            served = []
+            for _ in range(6):
+                hook.pull(DEADLINE)
+                numbers = held.numbers()
+                assert len(numbers) == 1, f"a mixture of the saves {numbers}"
+                served.extend(numbers)
+        finally:
+            stop.set()
+            saver.join(DEADLINE)
+        assert served == sorted(set(served))
+        wait_until(
+            lambda: (
+                hook.pull(DEADLINE) and held.numbers() == {written[-1]}
+                if held.numbers() != {written[-1]}
+                else True
+            ),
+            "the last save is served",
+        )
+        assert not any("quarantine" in line or "cannot be published" in line for line in daemon.log)
+    found = latest(job)
+    assert found is not None
+    assert found.step == 1
