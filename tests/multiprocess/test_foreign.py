@@ -1,0 +1,145 @@
+"""Saves of trainers that know nothing of syncd: torch.save in place, and a pointer."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.version import read_manifest
+from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
+from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode, parse
+from syncd.storage.fsio import Storage
+from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def put(job: Path, kind: str, step: int, torch_version: str = "2.15.0") -> Path:
+    """Copy a fixture's shards into a step's folder, as a trainer would leave them."""
+    actor = JobLayout(job).actor(step)
+    actor.mkdir(parents=True)
+    for shard in sorted(
+        (FIXTURES / f"torch-{torch_version}" / kind).rglob("model_world_size_*.pt")
+    ):
+        shutil.copyfile(shard, actor / shard.name)
+    return actor
+
+
+def same(job: Path, sequence: int, truth: dict[str, torch.Tensor]) -> bool:
+    merged = load_file(JobLayout(job).version(sequence) / "model.safetensors")
+    return merged.keys() == truth.keys() and all(
+        merged[name].dtype == truth[name].dtype and torch.equal(merged[name], truth[name])
+        for name in truth
+    )
+
+
+def truth_of(kind: str, torch_version: str = "2.15.0") -> dict[str, torch.Tensor]:
+    path = FIXTURES / f"torch-{torch_version}" / kind / "truth.pt"
+    truth: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return truth
+
+
+def _said(daemon: Daemon, words: str) -> int:
+    return len([line for line in daemon.log if words in line])
+
+
+@pytest.mark.parametrize("torch_version", ["2.5.1", "2.15.0"])
+def test_a_plain_verl_job_is_served_and_never_pruned(job: Path, torch_version: str) -> None:
+    with Daemon(job, "--pointer", CHECKPOINT_POINTER, "--keep", "1"):
+        for step in (1, 2):
+            put(job, "fsdp2", step, torch_version)
+            (job / CHECKPOINT_POINTER).write_text(str(step))
+            latest = wait_for_step(job, step)
+            assert same(job, latest.sequence, truth_of("fsdp2", torch_version))
+        layout = JobLayout(job)
+        assert read_manifest(Storage(), layout.version(2)).checked == "crc32"
+        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+        assert layout.step(1).exists()
+
+
+def test_a_save_that_cannot_be_merged_is_quarantined_and_the_next_one_served(job: Path) -> None:
+    layout = JobLayout(job)
+    with Daemon(job) as daemon:
+        put(job, "fsdp_tp", 1)
+        (job / STATE_POINTER).write_text("1")
+        daemon.wait_for_log("cannot be published")
+        (record,) = layout.quarantine.iterdir()
+        told = parse(Quarantine, record.read_bytes(), record)
+        assert told.error == "PlacementError"
+        assert "StridedShard" in told.reason or "Shard" in told.reason
+        assert not layout.latest.exists()
+        put(job, "fsdp2", 2)
+        (job / STATE_POINTER).write_text("2")
+        latest = wait_for_step(job, 2)
+        assert same(job, latest.sequence, truth_of("fsdp2"))
+        assert _said(daemon, "cannot be published") == 1
+        assert layout.step(1).exists()
+
+
+def test_a_shard_that_is_still_being_written_is_waited_for(job: Path) -> None:
+    layout = JobLayout(job)
+    actor = put(job, "fsdp2", 1)
+    last = sorted(actor.iterdir())[-1]
+    content = last.read_bytes()
+    with Daemon(job) as daemon:
+        for refused, part in enumerate((100, len(content) // 2, len(content) - 10), 1):
+            last.write_bytes(content[:part])
+            (job / STATE_POINTER).write_text("1")
+            wait_until(
+                lambda refused=refused: _said(daemon, "cannot be published") == refused,
+                "what lies still and cannot be read is refused, under its own identity",
+            )
+            assert not layout.latest.exists()
+        last.write_bytes(content)
+        latest = wait_for_step(job, 1)
+        assert same(job, latest.sequence, truth_of("fsdp2"))
+
+
+def test_pointers_that_name_nothing_are_logged_once_and_looked_at_again(job: Path) -> None:
+    pointer = job / STATE_POINTER
+    with Daemon(job) as daemon:
+        for content, said in [
+            (None, "is not there"),
+            ("", "is empty"),
+            ("12x", "is not a number"),
+            ("-1", "is negative"),
+            ("7", "global_step_7/actor is not there"),
+        ]:
+            if content is not None:
+                pointer.write_text(content)
+            daemon.wait_for_log(said)
+        put(job, "fsdp2", 7)
+        wait_for_step(job, 7)
+        waiting = [line.split("waiting: ")[1] for line in daemon.log if "waiting: " in line]
+        assert len(waiting) == len(set(waiting))
+
+
+@pytest.mark.parametrize("has_receipt", [True, False])
+def test_a_full_state_dict_is_linked_when_it_has_our_receipt_else_copied(
+    job: Path, *, has_receipt: bool
+) -> None:
+    layout = JobLayout(job)
+    actor = layout.actor(1)
+    (actor / ".receipts").mkdir(parents=True) if has_receipt else actor.mkdir(parents=True)
+    truth = {"a": torch.arange(12.0).view(3, 4), "b": torch.tensor(7, dtype=torch.int64)}
+    path = actor / "model.safetensors"
+    save_file(truth, path)
+    if has_receipt:
+        with SafetensorsFile.open(Storage(), path) as file:
+            vouched = ReceiptFile(
+                name=path.name, size=file.size, digest=file.header_digest, over="header"
+            )
+        receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=(vouched,))
+        (actor / ".receipts" / "rank_0.json").write_bytes(encode(receipt))
+    with Daemon(job):
+        (job / STATE_POINTER).write_text("1")
+        latest = wait_for_step(job, 1)
+        published = layout.version(latest.sequence) / "model.safetensors"
+        assert published.samefile(path) is has_receipt
+        assert same(job, latest.sequence, truth)
+        wait_until(lambda: (found := report(job)) and found.counters.published == 1, "counted")
