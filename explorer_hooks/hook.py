@@ -58,6 +58,7 @@ class ExplorerHook:
         self._reader = Reader(job_dir, name, poll=poll, storage=storage)
         self._pulling = threading.Lock()
         self._held: LeasedVersion | None = None
+        self._leaving: list[LeasedVersion] = []
         self._refused_sequence = 0
         self._refused: str | None = None
         self._nothing_new = 0
@@ -112,9 +113,8 @@ class ExplorerHook:
             self.last_load_seconds = time.monotonic() - begun
             before, self._held = self._held, version
             self._refused = None
+            self._let_go(before)
             self._report(RunningStatus.RUNNING)
-            if before is not None:
-                before.release()
             log.info(
                 "%s serves version %d (step %d), loaded in %.3f s",
                 self._reader.name,
@@ -135,8 +135,7 @@ class ExplorerHook:
         self._reader.cancel()
         with self._pulling:
             self._report(RunningStatus.STOPPED)
-            if self._held is not None:
-                self._held.release()
+            self._let_go(self._held)
             self._reader.close()
 
     def __enter__(self) -> Self:
@@ -154,14 +153,29 @@ class ExplorerHook:
         log.error("version %d is refused: %s", version.sequence, error)
         self._refused_sequence = version.sequence
         self._refused = f"version {version.sequence}: {error}"
-        version.release()
+        self._let_go(version)
         self._report(RunningStatus.RUNNING)
 
+    def _let_go(self, version: LeasedVersion | None) -> None:
+        """Release a version, and those that storage did not let go of before."""
+        if version is not None:
+            self._leaving.append(version)
+        try:
+            while self._leaving:
+                self._leaving[-1].release()
+                self._leaving.pop()
+        except OSError as error:
+            log.warning("a lease stays until the next pull: %s", error)
+
     def _report(self, status: RunningStatus) -> None:
-        self._reader.report(
-            status,
-            sequence=self._held.sequence if self._held else None,
-            step=self._held.step if self._held else None,
-            nothing_new=self._nothing_new,
-            refused=self._refused,
-        )
+        """Say what this explorer does; an engine goes on serving where that cannot be said."""
+        try:
+            self._reader.report(
+                status,
+                sequence=self._held.sequence if self._held else None,
+                step=self._held.step if self._held else None,
+                nothing_new=self._nothing_new,
+                refused=self._refused,
+            )
+        except OSError as error:
+            log.warning("%s cannot report: %s", self._reader.name, error)

@@ -174,10 +174,14 @@ class TrainerHook:
             fsdp_version=fsdp_version(self._model),
             is_full=is_full,
         )
+        self._pending = (step, self._thread.submit(self._save, save_id, contents))
+
+    def _save(self, save_id: SaveId, contents: Contents) -> int:
+        """In the thread: what storage does must not stop the training for longer than a copy."""
         # Announced first: what lies below a step that a resumed trainer is about to write again
         # is not for the pruner.
-        self._report(RunningStatus.RUNNING, step)
-        self._pending = (step, self._thread.submit(self._writer.save, save_id, contents))
+        self._report(RunningStatus.RUNNING, save_id.step)
+        return self._writer.save(save_id, contents)
 
     def _wait(self) -> int | None:
         """Wait for the save that is being written; how many bytes this rank wrote, if there was."""
@@ -192,7 +196,10 @@ class TrainerHook:
             raise SaveFailedError(f"the save of step {step} failed: {error}") from error
 
     def _raise_if_failed(self) -> None:
-        if self._pending is not None and self._pending[1].done():
+        if self._pending is None:
+            return
+        future = self._pending[1]
+        if future.done() and future.exception() is not None:
             self._wait()
 
     def _report(self, status: RunningStatus, step: int | None) -> None:

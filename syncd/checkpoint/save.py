@@ -197,7 +197,7 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     for name in names:
         if parsed := parse_shard_name(name):
             ranks[parsed[0]].add(parsed[1])
-    whole = [size for size, found in ranks.items() if found >= set(range(size))]
+    whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
     if len(whole) > 1:
         told = _told_world_size(storage, actor)
         if told not in whole:
@@ -213,13 +213,17 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
         weights = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
     elif ranks:
         size, found = max(ranks.items())
-        missing = sorted(set(range(size)) - found)
-        return Save(step, None, f"{actor} has no shard of rank {missing[0]} of {size} yet")
+        missing = _missing_rank(size, found)
+        return Save(step, None, f"{actor} has no shard of rank {missing} of {size} yet")
     elif FULL_STATE_DICT in names:
         weights = (FULL_STATE_DICT,)
     else:
         return Save(step, None, f"{actor} holds no weights yet")
     return Save(step, _fingerprint(storage, actor, weights), weights=weights)
+
+
+def _missing_rank(world_size: int, found: set[int]) -> int | None:
+    return next((rank for rank in range(world_size) if rank not in found), None)
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:
@@ -252,5 +256,6 @@ def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str
                 os.close(fd)
         if status is None:
             raise FileNotFoundError(2, "went while it was looked at", str(path))
-        hasher.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n".encode())
+        line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"
+        hasher.update(os.fsencode(line))
     return f"foreign-{hasher.hexdigest()}"

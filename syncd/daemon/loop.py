@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from typing import Final
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
@@ -37,6 +38,10 @@ from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
+_LONGEST_WAIT: Final = 30.0
+_MOST_DOUBLINGS: Final = 16
 
 
 class Loop:
@@ -94,8 +99,8 @@ class Loop:
 
     def begin(self) -> None:
         """After the take-over: recover what the daemon before us left."""
-        self._pruner.sweep()
         self._publisher.recover()
+        self._pruner.sweep()
         self._report("watching")
         log.info("working on %s in epoch %d", self._layout.root, self._epoch.number)
 
@@ -181,8 +186,8 @@ class Loop:
         except OSError as error:
             if not self._storage.exists(self._layout.format):
                 raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
-            self._failures += 1
-            wait = min(30.0, self._config.tick * 2**self._failures)
+            self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
+            wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
             self._publish_again_at = self._clock() + wait
             return f"step {save.step} could not be merged, trying again in {wait:g} s: {error}"
         self._failures = 0

@@ -61,17 +61,31 @@ def parse(model: type[R], content: bytes, where: object) -> R:
     try:
         record = model.model_validate_json(content)
     except pydantic.ValidationError as error:
+        # A newer protocol may have another shape: its tag is all that can be expected of it.
+        _refuse_newer(content, where)
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
         raise RecordError(
             f"{where} is not a {model.__name__} record: {place}: {first['msg']}"
         ) from None
+    _refuse_newer_protocol(record, where)
+    return record
+
+
+def _refuse_newer(content: bytes, where: object) -> None:
+    try:
+        record = Record.model_validate_json(content)
+    except pydantic.ValidationError:
+        return
+    _refuse_newer_protocol(record, where)
+
+
+def _refuse_newer_protocol(record: Record, where: object) -> None:
     if record.protocol > PROTOCOL:
         raise ProtocolMismatchError(
             f"{where} is of protocol {record.protocol}, this syncd reads up to {PROTOCOL}: "
             "install the newer syncd here too"
         )
-    return record
 
 
 def encode(record: Record) -> bytes:

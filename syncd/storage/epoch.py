@@ -57,14 +57,20 @@ class Epoch:
         # Listed again, after the mkdir: a room above ours means that its daemon came later and may
         # have looked before ours was there. Whoever comes later than this finds ours.
         rooms = _rooms(storage, layout)
-        if rooms[-1] != epoch._room.name:
-            storage.rmdir(epoch._room)
+        if any(_order(room) > _order(epoch._room.name) for room in rooms):
+            try:
+                storage.rmdir(epoch._room)
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+                # else: the later one was faster
             raise SupersededError(f"epoch {number} of {layout.root} was taken over as it began")
         epoch._within(storage.mkdir, epoch._trash)
         epoch._within(storage.mkdir, epoch.building)
         storage.sync_folder(layout.epochs)
-        for lower in rooms[:-1]:
-            epoch._close_room(layout.epochs / lower)
+        for lower in rooms:
+            if lower != epoch._room.name:
+                epoch._close_room(layout.epochs / lower)
         return epoch
 
     def start_version(self, sequence: int) -> Path:
@@ -86,7 +92,8 @@ class Epoch:
         """
         source = self.building / f"leases-{version_folder(sequence)}"
         target = self._layout.lease_folder(sequence)
-        self._within(self._storage.mkdir, source)
+        if not self._storage.exists(source):  # else an attempt before this one left it
+            self._within(self._storage.mkdir, source)
         try:
             self._rename(
                 source,

@@ -191,8 +191,10 @@ class Storage:
             return
         except FileNotFoundError:
             self.make_folder(path.parent)
-            self.make_folder(path)
-            return
+            try:
+                self.mkdir(path)
+            except FileExistsError:
+                return
         self.sync_folder(path.parent)
 
     def unlink_if_there(self, path: Path) -> bool:

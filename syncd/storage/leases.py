@@ -8,10 +8,12 @@ still lives, and breaking what a dead one left, is ours (``docs/protocol.md``, "
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +22,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from filelock import SoftFileLease, Timeout
+from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from syncd.protocol.errors import VersionGoneError
 from syncd.protocol.layout import JobLayout, lease_marker
 from syncd.storage.fsio import Signature, Storage, is_gone, signature
+
+log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]
 #: A watch counts only the time between two looks that are at most this part of a lease apart.
@@ -40,8 +44,9 @@ def new_session_id() -> str:
 class Session:
     """This process's heartbeat in one job.
 
-    Promised: while the process runs and its storage answers, others see it live. Not promised: that
-    it stops the moment the process hangs; a loop that makes no progress must end its process.
+    Promised: while the process runs and its storage answers, others see it live; and when the
+    storage was away for longer than a lease, they see it again soon after it is back. Not promised:
+    that it stops the moment the process hangs; a loop that makes no progress must end its process.
 
     Args:
         layout: the job.
@@ -51,7 +56,9 @@ class Session:
     def __init__(self, layout: JobLayout, lease_time: float) -> None:
         self.id = new_session_id()
         self.lease_time = lease_time
-        self._lock = _lease_file(layout.session(self.id), lease_time)
+        self._closed = threading.Event()
+        self._changing = threading.Lock()
+        self._lock = _lease_file(layout.session(self.id), lease_time, self._renew_soon)
         self._lock.acquire(timeout=0)
         owner = self._lock.owner
         #: How filelock spells this host and its process namespace.
@@ -59,7 +66,29 @@ class Session:
 
     def close(self) -> None:
         """Take the heartbeat away; what this session held may be broken from now on."""
-        self._lock.release()
+        self._closed.set()
+        with self._changing:
+            self._lock.release()
+
+    def _renew_soon(self, lost: LeaseCompromise) -> None:
+        """Begin again: a heartbeat ends when it could not refresh for most of a lease."""
+        log.warning("the heartbeat of session %s stopped: %s", self.id, lost.error or lost.reason)
+        threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
+
+    def _renew(self) -> None:
+        """Beat again under the same name, so that what this session holds stays held."""
+        while not self._closed.wait(self.lease_time / 6):
+            with self._changing:
+                if self._closed.is_set():
+                    return
+                try:
+                    self._lock.release()
+                    self._lock.acquire(timeout=0)
+                except (OSError, Timeout) as error:
+                    log.debug("session %s cannot be renewed yet: %s", self.id, error)
+                    continue
+            log.info("the heartbeat of session %s goes on", self.id)
+            return
 
     def __enter__(self) -> Self:
         return self
@@ -281,6 +310,12 @@ class Lease:
         self._storage.unlink_if_there(self._path)
 
 
-def _lease_file(path: Path, lease_time: float) -> SoftFileLease:
+def _lease_file(
+    path: Path,
+    lease_time: float,
+    on_compromise: Callable[[LeaseCompromise], None] | None = None,
+) -> SoftFileLease:
     """A filelock lease that any thread of this process may release."""
-    return SoftFileLease(path, lease_duration=lease_time, thread_local=False)
+    return SoftFileLease(
+        path, lease_duration=lease_time, thread_local=False, on_compromise=on_compromise
+    )

@@ -119,6 +119,22 @@ def test_pointers_that_name_nothing_are_logged_once_and_looked_at_again(job: Pat
         assert len(waiting) == len(set(waiting))
 
 
+def test_saves_that_the_pointer_has_passed_are_skipped_counted_and_pruned(job: Path) -> None:
+    for step in (1, 2, 3):
+        put(job, "fsdp2", step)
+        (job / STATE_POINTER).write_text(str(step))
+    with Daemon(job):
+        assert wait_for_step(job, 3).sequence == 1
+        layout = JobLayout(job)
+        wait_until(lambda: not layout.step(1).exists() and not layout.step(2).exists(), "pruned")
+        wait_until(
+            lambda: (found := report(job)) and found.counters.steps_pruned == 2, "both are counted"
+        )
+        found = report(job)
+        assert found is not None
+        assert (found.counters.published, found.counters.skipped) == (1, 2)
+
+
 @pytest.mark.parametrize("has_receipt", [True, False])
 def test_a_full_state_dict_is_linked_when_it_has_our_receipt_else_copied(
     job: Path, *, has_receipt: bool
