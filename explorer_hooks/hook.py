@@ -12,7 +12,12 @@ from typing import Self
 
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.reader import LeasedVersion, Reader
-from syncd.protocol.errors import WaitTimeoutError
+from syncd.protocol.errors import (
+    EngineMismatchError,
+    SyncdError,
+    VerificationError,
+    WaitTimeoutError,
+)
 from syncd.protocol.policy import RunningStatus
 from syncd.storage.fsio import Storage
 
@@ -91,6 +96,7 @@ class ExplorerHook:
             WaitTimeoutError: nothing newer came in time; the engine is as it was.
             VerificationError, EngineMismatchError: the newest version was refused; the engine is as
                 it was. The next pull waits for one above it.
+            OSError: storage failed; the engine is as it was, and the next pull tries again.
             CancelledError: the hook was closed by another thread.
         """
         with self._pulling:
@@ -102,13 +108,19 @@ class ExplorerHook:
                 self._nothing_new += 1
                 self._report(RunningStatus.RUNNING)
                 raise
+            except VerificationError as error:
+                self._refuse(error.sequence or 0, error)
+                raise
             begun = time.monotonic()
             try:
                 version.verify()
                 self._engine.check(version)
                 self._engine.load(version)
             except BaseException as error:
-                self._refuse(version, error)
+                self._let_go(version)
+                # What storage, or the user, stopped may well work the next time.
+                if isinstance(error, VerificationError | EngineMismatchError):
+                    self._refuse(version.sequence, error)
                 raise
             self.last_load_seconds = time.monotonic() - begun
             before, self._held = self._held, version
@@ -149,11 +161,10 @@ class ExplorerHook:
     ) -> None:
         self.close()
 
-    def _refuse(self, version: LeasedVersion, error: BaseException) -> None:
-        log.error("version %d is refused: %s", version.sequence, error)
-        self._refused_sequence = version.sequence
-        self._refused = f"version {version.sequence}: {error}"
-        self._let_go(version)
+    def _refuse(self, sequence: int, error: SyncdError) -> None:
+        log.error("version %d is refused: %s", sequence, error)
+        self._refused_sequence = max(self._refused_sequence, sequence)
+        self._refused = f"version {sequence}: {error}"
         self._report(RunningStatus.RUNNING)
 
     def _let_go(self, version: LeasedVersion | None) -> None:

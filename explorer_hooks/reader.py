@@ -16,6 +16,7 @@ from syncd.protocol.errors import (
     CancelledError,
     ProtocolMismatchError,
     RecordError,
+    VerificationError,
     VersionGoneError,
     WaitTimeoutError,
 )
@@ -167,28 +168,42 @@ class Reader:
 
         Raises:
             VersionGoneError: it was retired before it could be held, or is not visible here yet.
+            VerificationError: its manifest is damaged; the version was let go.
         """
         lease = Lease.take(
             self._storage, self._layout, latest.sequence, self.name, self._session.id
         )
         folder = self._layout.version(latest.sequence)
         try:
-            manifest = read_manifest(self._storage, folder)
-        except OSError as error:
-            lease.release()
-            if is_gone(error):
-                raise VersionGoneError(f"{folder} is not there, or not visible yet") from error
-            raise
-        except RecordError:
+            manifest = self._manifest(latest.sequence, folder)
+        except BaseException:
             lease.release()
             raise
         return LeasedVersion(self._storage, folder, manifest, lease)
+
+    def _manifest(self, sequence: int, folder: Path) -> Manifest:
+        try:
+            manifest = read_manifest(self._storage, folder)
+        except OSError as error:
+            if is_gone(error):
+                raise VersionGoneError(f"{folder} is not there, or not visible yet") from error
+            raise
+        except ProtocolMismatchError:
+            raise
+        except RecordError as error:
+            raise VerificationError(str(error), sequence=sequence) from error
+        if manifest.sequence != sequence:
+            raise VerificationError(
+                f"{folder}: its manifest is of version {manifest.sequence}", sequence=sequence
+            )
+        return manifest
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and hold it; one that is retired meanwhile is passed over.
 
         Raises:
             WaitTimeoutError: nothing newer came in time.
+            VerificationError: the newest version's manifest is damaged.
             CancelledError: the reader was closed meanwhile.
         """
         deadline = None if timeout is None else self._clock() + timeout

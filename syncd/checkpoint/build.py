@@ -61,11 +61,14 @@ def build_model_folder(
         with open_save(storage, actor, save) as opened:
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
+            # The small files first: where one is not what was vouched for, no weights are copied.
+            models = copy_model_files(storage, actor / HUGGINGFACE, folder, digests=True)
+            _check_model_files(storage, actor, save, models)
+            copied = clock()
             merged = _weights(
                 storage, opened, actor, folder, digests=digests, size=max_file_size, cancel=cancel
             )
-            merge_seconds = clock() - begun
-        models = copy_model_files(storage, actor / HUGGINGFACE, folder, digests=True)
+            merge_seconds = clock() - copied
     except CheckpointError:
         # What cannot be read may be what is being written: only a save at rest is judged.
         confirm_unchanged(storage, actor, save)
@@ -74,7 +77,6 @@ def build_model_folder(
         if is_gone(error) and storage.exists(folder):
             raise SaveNotReadyError(f"{error.filename or actor} went while it was read") from error
         raise
-    _check_model_files(save, models)
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
     if not save.receipts:
         confirm_unchanged(storage, actor, save)
@@ -147,16 +149,21 @@ def _linked(storage: Storage, source: Path, target: Path) -> bool:
     return True
 
 
-def _check_model_files(save: Save, copied: tuple[VersionFile, ...]) -> None:
-    """The huggingface/ files that were copied must be those that rank 0 vouched for."""
+def _check_model_files(
+    storage: Storage, actor: Path, save: Save, copied: tuple[VersionFile, ...]
+) -> None:
+    """The huggingface/ files must be those that rank 0 vouched for; all of them must be there."""
     prefix = f"{HUGGINGFACE}/"
     found = {prefix + file.name: (file.size, file.digest) for file in copied}
     for name, file in save.vouched().items():
-        if name.startswith(prefix) and found.get(name, (file.size, file.digest)) != (
-            file.size,
-            file.digest,
-        ):
+        if not name.startswith(prefix):
+            continue
+        if name not in found and not storage.exists(actor / name):
             raise SaveNotReadyError(
-                f"{name} of step {save.step} is not the file that its receipt vouches for: it is "
-                "being replaced, or was damaged"
+                f"{actor / name} is gone, and the receipt of save {save.identity} vouches for it"
+            )
+        if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
+            raise SaveNotReadyError(
+                f"{actor / name} is not the file that the receipt of save {save.identity} vouches "
+                "for: it is being replaced, or was damaged"
             )

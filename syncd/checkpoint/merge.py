@@ -1,7 +1,7 @@
 """Running a merge plan: copy byte ranges of the shards into safetensors files, and check them.
 
-Without digests and checks the kernel copies (``Storage.copy_range``). With them, and for runs too
-small to be worth a system call of their own, bytes go through one buffer.
+Bytes go through one buffer. Without digests and checks, and where a server may do the copying, the
+kernel copies instead (``Storage.copy_range``), all runs that are worth a system call of their own.
 """
 
 from __future__ import annotations
@@ -41,6 +41,15 @@ def _unheard(done: int, total: int) -> None:
     """Nobody watches the progress."""
 
 
+def may_copy_remotely(fd: int) -> bool:
+    """Whether a copy inside the kernel into this file may be handed on to a server (NFS 4.2, SMB).
+
+    Not on a block device: the ranges are not aligned to blocks, so that none are shared, and the
+    kernel goes page by page. Measured on ext4, 1.2 GB: 0.63 s, and 0.47 s through the buffer.
+    """
+    return os.major(os.fstat(fd).st_dev) == 0
+
+
 def run_plan(
     storage: Storage,
     plan: MergePlan,
@@ -51,6 +60,7 @@ def run_plan(
     check_crc: bool,
     cancel: Callable[[], None],
     progress: Callable[[int, int], None] = _unheard,
+    in_kernel: Callable[[int], bool] = may_copy_remotely,
 ) -> Merged:
     """Write the files of a plan, durably, into a folder that nobody else looks at.
 
@@ -64,6 +74,7 @@ def run_plan(
             no output needs.
         cancel: called often; it raises to stop.
         progress: called with the bytes done and the bytes in all.
+        in_kernel: whether the kernel copies into this file, where digests and checks allow it.
 
     Raises:
         SaveNotReadyError: a source became shorter.
@@ -78,7 +89,7 @@ def run_plan(
         sources,
         total=plan.data_size,
         digests=digests,
-        in_kernel=not digests and not check_crc,
+        in_kernel=in_kernel if not (digests or check_crc) else lambda _: False,
         cancel=cancel,
         progress=progress,
     )
@@ -184,7 +195,7 @@ class _Copy:
         *,
         total: int,
         digests: bool,
-        in_kernel: bool,
+        in_kernel: Callable[[int], bool],
         cancel: Callable[[], None],
         progress: Callable[[int, int], None],
     ) -> None:
@@ -204,11 +215,12 @@ class _Copy:
         """Write one file; returns each tensor's 16-byte digest, or nothing when they are off."""
         self._fd, self._at = fd, len(file.header)
         self._storage.pwrite_all(fd, file.header, 0)
+        in_kernel = self._in_kernel(fd)
         found = []
         for tensor in file.tensors:
             hasher = xxhash.xxh3_128() if self._digests else None
             for run in tensor.runs:
-                if self._in_kernel and not tensor.replicas and run.length >= _WORTH_A_CALL:
+                if in_kernel and not tensor.replicas and run.length >= _WORTH_A_CALL:
                     self._run(run)
                 else:
                     self._gather(tensor, run, hasher)

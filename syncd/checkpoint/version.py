@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,8 +15,10 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.layout import MANIFEST
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Storage, is_gone
 
+#: What :meth:`Storage.open_read` says of a link, a pipe, a device or a folder.
+_NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR})
 WEIGHTS: Final = ".safetensors"
 _BUFFER: Final = 1024 * 1024
 
@@ -41,7 +44,8 @@ def verify_version(
     """Compare sizes, headers and, where the manifest has them, digests with the bytes on disk.
 
     Raises:
-        VerificationError: a file is missing, unreadable, or not what the manifest says.
+        VerificationError: a file is missing, or not what the manifest says.
+        OSError: storage failed while it was read; nothing is known.
     """
     listed = {file.name for file in manifest.files}
     told: dict[str, dict[str, TensorEntry]] = {name: {} for name in listed}
@@ -58,8 +62,12 @@ def verify_version(
                 _verify_weights(storage, path, file, told[file.name], cancel)
             else:
                 _verify_other(storage, path, file)
-        except (OSError, CheckpointError, SaveNotReadyError) as error:
-            raise VerificationError(f"{path} cannot be read: {error}") from error
+        except (CheckpointError, SaveNotReadyError) as error:
+            raise VerificationError(str(error)) from error
+        except OSError as error:
+            if is_gone(error) or error.errno in _NOT_A_FILE:
+                raise VerificationError(f"{path} is not there, or no file: {error}") from error
+            raise
 
 
 def _verify_weights(

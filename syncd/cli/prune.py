@@ -9,7 +9,7 @@ import click
 
 from syncd.cli import options
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion
+from syncd.daemon.decide import DropLease, PruneStep, Pruning, RetireVersion
 from syncd.daemon.offline import prune_now, would_prune
 from syncd.protocol.layout import JobLayout, step_folder, version_folder
 
@@ -32,13 +32,11 @@ def command(job: Path, *, dry_run: bool, **given: Any) -> None:
         click.echo("nothing to delete")
 
 
-def _said(action: DropLease | RetireVersion | CloseLeaseFolder | PruneStep) -> str:
+def _said(action: Pruning) -> str:
     match action:
         case DropLease():
             return f"lease {version_folder(action.sequence)}/{action.marker}: {action.why}"
         case RetireVersion():
             return f"version {version_folder(action.sequence)}: {action.why}"
-        case CloseLeaseFolder():
-            return f"lease folder {version_folder(action.sequence)}: its version is gone"
         case PruneStep():
             return f"{step_folder(action.seen.step)}: {action.why}"

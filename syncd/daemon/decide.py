@@ -19,6 +19,7 @@ class PointerState(Enum):
     MISSING = "is not there"
     EMPTY = "is empty"
     TORN = "is not a number"
+    UNREADABLE = "cannot be read"
     NEGATIVE = "is negative: no step yet"
 
 
@@ -154,7 +155,9 @@ class PruneStep:
     why: str
 
 
-Action = Publish | Skip | Forget | DropLease | RetireVersion | CloseLeaseFolder | PruneStep
+#: What deletes something that someone had made.
+Pruning = DropLease | RetireVersion | PruneStep
+Action = Publish | Skip | Forget | CloseLeaseFolder | Pruning
 
 
 @dataclass(frozen=True, slots=True)

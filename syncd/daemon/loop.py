@@ -17,6 +17,7 @@ from syncd.daemon.decide import (
     DropLease,
     Forget,
     PruneStep,
+    Pruning,
     Publish,
     RetireVersion,
     Skip,
@@ -59,6 +60,9 @@ class Loop:
         publishes: whether new versions are made; without, the loop only prunes.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
+
+    Attributes:
+        pruned: what the last round has deleted.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Loop:
         self._clock = clock
         self._wall = wall
         self._publishes = publishes
+        self.pruned: list[Pruning] = []
         self._scanner = Scanner(storage, layout, config, judge, clock=clock)
         self._pruner = Pruner(storage, layout, epoch, session.id, wall=wall)
         self._publisher = Publisher(
@@ -114,6 +119,7 @@ class Loop:
         """
         if self._lock.lost:
             raise SupersededError(f"the lock of {self._layout.root} was taken by another daemon")
+        self.pruned.clear()
         decision = decide(self._scanner.scan(self._known()), self._config)
         waiting_for = decision.waiting_for
         for action in decision.actions:
@@ -148,15 +154,19 @@ class Loop:
             case Forget():
                 self._publisher.forget(action.step)
             case DropLease():
-                self._pruner.drop_lease(action)
-            case RetireVersion():
-                self._count(versions_retired=int(self._pruner.retire_version(action)))
+                if self._pruner.drop_lease(action):
+                    self.pruned.append(action)
             case CloseLeaseFolder():
                 self._pruner.close_lease_folder(action)
+            case RetireVersion():
+                if self._pruner.retire_version(action):
+                    self._count(versions_retired=1)
+                    self.pruned.append(action)
             case PruneStep():
                 if self._pruner.prune_step(action):
                     self._publisher.forget(action.seen.step)
                     self._count(steps_pruned=1)
+                    self.pruned.append(action)
         return ""
 
     def _known(self) -> Known:

@@ -8,11 +8,8 @@ from collections.abc import Callable
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
-    CloseLeaseFolder,
     Decision,
-    DropLease,
-    PruneStep,
-    RetireVersion,
+    Pruning,
     Skip,
     decide,
 )
@@ -24,8 +21,6 @@ from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage, is_gone
 from syncd.storage.leases import DaemonLock, Judge, Session
-
-Pruning = DropLease | RetireVersion | CloseLeaseFolder | PruneStep
 
 
 def would_prune(
@@ -65,7 +60,7 @@ def prune_now(
     """Take over as a daemon would, prune, and leave.
 
     Returns:
-        What was deleted, or found leased meanwhile.
+        What was deleted.
 
     Raises:
         JobUnavailableError: a daemon is working on this job, or this is none.
@@ -102,7 +97,7 @@ def prune_now(
                 found: dict[Pruning, None] = {}
                 while True:
                     decision = loop.run_once()
-                    found.update(dict.fromkeys(_prunings(decision)))
+                    found.update(dict.fromkeys(loop.pruned))
                     if not loop.has_more and not any(
                         isinstance(action, Skip) for action in decision.actions
                     ):

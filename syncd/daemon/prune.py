@@ -7,16 +7,25 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion
 from syncd.daemon.scan import look_at_step
-from syncd.protocol.layout import JobLayout, step_folder, version_folder
+from syncd.protocol.layout import (
+    SAVING,
+    JobLayout,
+    parse_step_folder,
+    parse_version_folder,
+    step_folder,
+    version_folder,
+)
 from syncd.protocol.records import AuditLine, SaveOutcome, encode
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import NOT_EMPTY, Storage, is_gone
 
 log = logging.getLogger(__name__)
+
+_LEFT: Final = "condemned by a daemon that ended before it was deleted"
 
 
 class Pruner:
@@ -56,23 +65,25 @@ class Pruner:
         """
         if not self._close_leases(action.sequence):
             return False
-        return self._delete(
-            self._layout.version(action.sequence),
-            "version",
-            version_folder(action.sequence),
-            action.why,
-        )
+        try:
+            doomed = self._epoch.condemn(self._layout.version(action.sequence))
+        except FileNotFoundError:
+            return True
+        self._record("version", version_folder(action.sequence), action.why)
+        self._storage.remove_tree(doomed)
+        return True
 
     def close_lease_folder(self, action: CloseLeaseFolder) -> None:
         """Remove the empty lease folder of a version that is gone."""
         self._close_leases(action.sequence)
 
-    def drop_lease(self, action: DropLease) -> None:
-        """Take a dead explorer's lease away."""
+    def drop_lease(self, action: DropLease) -> bool:
+        """Take a dead explorer's lease away; False where it was gone."""
         path = self._layout.lease_folder(action.sequence) / action.marker
-        if self._storage.unlink_if_there(path):
-            name = f"{version_folder(action.sequence)}/{action.marker}"
-            self._record("lease", name, action.why)
+        if not self._storage.unlink_if_there(path):
+            return False
+        self._record("lease", f"{version_folder(action.sequence)}/{action.marker}", action.why)
+        return True
 
     def prune_step(self, action: PruneStep) -> bool:
         """Take a step folder out of sight, look inside once more, then delete it.
@@ -83,24 +94,41 @@ class Pruner:
         step = action.seen.step
         folder = self._layout.step(step)
         try:
-            trash = self._epoch.discard(folder)
+            trash = self._epoch.set_aside(folder)
         except FileNotFoundError:
             return True
         outcome = SaveOutcome.model_validate(
             {"identity": action.seen.recorded, "outcome": action.seen.outcome}
         )
-        if look_at_step(self._storage, trash, step, outcome) != action.seen:
+        try:
+            found = look_at_step(self._storage, trash, step, outcome)
+        except OSError:
+            self._put_back(trash, folder)  # what cannot be looked at is not deleted either
+            raise
+        if found != action.seen:
             log.info("%s changed while it was pruned: it is put back", folder)
-            self._restore(trash, folder)
+            self._put_back(trash, folder)
             return False
+        doomed = self._epoch.condemn(trash)
         self._record("step", step_folder(step), action.why)
-        self._storage.remove_tree(trash)
+        self._storage.remove_tree(doomed)
         return True
 
     def sweep(self) -> None:
-        """Delete what an earlier daemon left in the trash or half built."""
-        for name in self._epoch.discarded():
-            self._record("trash", name, "left by a daemon that ended before it was deleted")
+        """Finish what a daemon before this one left: put back what it had not decided on.
+
+        What it had condemned is deleted, and goes on record (again, if it came to that).
+        """
+        for trash in self._epoch.undecided():
+            name = trash.name.rpartition("-")[0]
+            log.info("%s was set aside by a daemon that ended: it is put back", name)
+            self._put_back(trash, self._layout.root / name)
+        for doomed in self._epoch.condemned():
+            name = doomed.name.partition("-")[0]
+            if parse_step_folder(name) is not None:
+                self._record("step", name, _LEFT)
+            elif parse_version_folder(name) is not None:
+                self._record("version", name, _LEFT)
         self._epoch.sweep()
 
     def _close_leases(self, sequence: int) -> bool:
@@ -113,16 +141,7 @@ class Pruner:
                 raise
         return True
 
-    def _delete(self, path: Path, what: Literal["version", "step"], name: str, why: str) -> bool:
-        try:
-            trash = self._epoch.discard(path)
-        except FileNotFoundError:
-            return True
-        self._record(what, name, why)
-        self._storage.remove_tree(trash)
-        return True
-
-    def _restore(self, trash: Path, folder: Path) -> None:
+    def _put_back(self, trash: Path, folder: Path) -> None:
         """Put a folder back; where its name is in use again, every file that the name now lacks."""
         try:
             self._storage.rename(trash, folder)
@@ -131,19 +150,18 @@ class Pruner:
                 raise
         else:
             return
-        for found, _, files in os.walk(trash):
+        for found, folders, files in os.walk(trash):
             home = folder / Path(found).relative_to(trash)
             self._storage.make_folder(home)
-            for name in files:
+            links = [name for name in folders if os.path.islink(os.path.join(found, name))]
+            for name in {*files, *links} - {SAVING}:  # a trainer at work there has its own
                 try:
                     self._storage.link(Path(found) / name, home / name)
                 except FileExistsError:
                     pass  # the newer one stays
         self._storage.remove_tree(trash)
 
-    def _record(
-        self, what: Literal["version", "step", "lease", "trash"], name: str, why: str
-    ) -> None:
+    def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
         log.info("pruned %s %s: %s", what, name, why)
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         fd = self._storage.open_append(self._layout.audit)

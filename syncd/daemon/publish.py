@@ -104,7 +104,7 @@ class Publisher:
             manifest = self._finished(sequence)
             if manifest is None:
                 log.warning("%s is not whole: discarded", version_folder(sequence))
-                self._epoch.discard(self._layout.version(sequence))
+                self._epoch.condemn(self._layout.version(sequence))
             else:
                 log.info("adopting %s, which LATEST does not name yet", version_folder(sequence))
                 self._epoch.open_leasing(sequence)
@@ -115,7 +115,9 @@ class Publisher:
                 self._epoch.open_leasing(self.latest.sequence)
             manifest = self._finished(self.latest.sequence)
             self.published_save = manifest.save_id if manifest else None
-            if manifest:
+            recorded = self.outcomes.get(manifest.step) if manifest else None
+            # A later save of that step may have been quarantined: it is not tried again.
+            if manifest and (recorded is None or recorded.outcome != "quarantined"):
                 self._put_on_record(
                     manifest.step,
                     SaveOutcome(
@@ -159,7 +161,8 @@ class Publisher:
         finally:
             if self._storage.exists(folder):
                 self._storage.remove_tree(folder)
-            self._storage.unlink_if_there(self._layout.publish_lock)
+            if self._epoch.is_live():  # else the notice is our successor's by now
+                self._storage.unlink_if_there(self._layout.publish_lock)
         self.published_save = save.identity
         self._put_on_record(
             save.step,

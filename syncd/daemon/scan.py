@@ -83,6 +83,8 @@ class Scanner:
         self._steps_key: object = None
         self._steps_at = 0.0
         self._steps_due: deque[int] = deque()
+        self._pointed: int | None = None
+        self._passed: frozenset[int] = frozenset()
 
     def scan(self, known: Known) -> Observation:
         """Look once.
@@ -139,7 +141,7 @@ class Scanner:
         except OSError as error:
             if is_gone(error):
                 return Pointer(PointerState.MISSING), None
-            return Pointer(PointerState.TORN), None
+            return Pointer(PointerState.UNREADABLE), None
         step = parse_pointer(content)
         if step is None:
             return Pointer(PointerState.TORN if content.strip() else PointerState.EMPTY), key
@@ -209,11 +211,13 @@ class Scanner:
         All are due again when a pointer moved, when a version was published, and now and then.
         """
         now = self._clock()
-        if key != self._steps_key or now - self._steps_at >= _STEPS_AGAIN:
+        is_time = now - self._steps_at >= _STEPS_AGAIN
+        if key != self._steps_key or is_time:
             self._steps_key, self._steps_at = key, now
             found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
-            steps = {step for step in found if step is not None} | known.outcomes.keys()
-            self._steps_due = deque(sorted(steps, reverse=True))
+            steps = {step for step in found if step is not None}
+            self._note_passed(pointer, steps, is_time=is_time)
+            self._steps_due = deque(sorted(steps | known.outcomes.keys(), reverse=True))
         seen: list[StepSeen] = []
         unrecorded: list[Save] = []
         vanished: list[int] = []
@@ -232,18 +236,32 @@ class Scanner:
                     unrecorded.append(save)
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
+    def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
+        """Note which folders were there when the pointer was seen to move.
+
+        A trainer without our hook that resumes at a lower step announces nothing: what it writes
+        below the pointer, before it moves that back, is not a save that was skipped.
+        """
+        before, self._pointed = self._pointed, pointer.step
+        if before is not None and pointer.step is not None and before < pointer.step:
+            self._passed = frozenset(steps)
+        elif before != pointer.step or is_time:
+            self._passed = frozenset()
+
     def _skipped_save(self, step: int) -> Save | None:
         """A whole save below the pointer; a full checkpoint that stays is nothing to record."""
         folder = self._layout.step(step)
         if self._storage.exists(folder / FULL) or self._storage.exists(folder / SAVING):
             return None
         save = look_at_save(self._storage, folder / "actor", step)
-        return save if save.identity is not None else None
+        passed = bool(save.receipts) or step in self._passed
+        return save if save.identity is not None and passed else None
 
     def _announced(self) -> int | None:
+        """What the trainer announced last; 0 while it has not said yet where it begins."""
         path = self._layout.trainer_report
         try:
-            return parse(TrainerReport, self._storage.read(path), path).step
+            return parse(TrainerReport, self._storage.read(path), path).step or 0
         except RecordError:
             return 0  # it says something that we cannot read: prune nothing below it
         except OSError as error:

@@ -82,9 +82,17 @@ class VersionGoneError(SyncdError):
 
 
 class VerificationError(SyncdError):
-    """Raised when a version's files are not what its manifest says."""
+    """Raised when a version's files are not what its manifest says.
+
+    Attributes:
+        sequence: of the version, where it is known.
+    """
 
     exit_code = 7
+
+    def __init__(self, message: str, *, sequence: int | None = None) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class EngineMismatchError(SyncdError):

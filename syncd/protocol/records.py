@@ -297,7 +297,7 @@ class DaemonReport(Record):
     host: str
     pid: int
     epoch: int
-    state: Literal["watching", "merging", "paused", "stopped"]
+    state: Literal["watching", "merging", "stopped"]
     detail: str = ""
     sequence: Sequence | None = None
     step: Step | None = None
@@ -317,7 +317,7 @@ class AuditLine(Record):
     """One line of ``.syncd/audit.jsonl``: one deletion."""
 
     time: float
-    what: Literal["version", "step", "lease", "trash"]
+    what: Literal["version", "step", "lease"]
     name: str
     why: str
     session: str

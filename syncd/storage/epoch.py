@@ -43,6 +43,7 @@ class Epoch:
         self._room = layout.epochs / room
         self.building = self._room / "building"
         self._trash = self._room / "trash"
+        self._doomed = self._room / "doomed"
 
     @classmethod
     def take_over(cls, storage: Storage, layout: JobLayout) -> Epoch:
@@ -65,8 +66,8 @@ class Epoch:
                     raise
                 # else: the later one was faster
             raise SupersededError(f"epoch {number} of {layout.root} was taken over as it began")
-        epoch._within(storage.mkdir, epoch._trash)
-        epoch._within(storage.mkdir, epoch.building)
+        for folder in (epoch._doomed, epoch._trash, epoch.building):
+            epoch._within(storage.mkdir, folder)
         storage.sync_folder(layout.epochs)
         for lower in rooms:
             if lower != epoch._room.name:
@@ -146,28 +147,38 @@ class Epoch:
             raise
         self._storage.sync_folder(target.parent)
 
-    def discard(self, path: Path) -> Path:
-        """Take a folder out of everybody's sight: one rename into this room's trash.
+    def set_aside(self, path: Path) -> Path:
+        """Take a folder out of everybody's sight, to look at it once more.
 
         Returns:
-            Where it is now; :meth:`sweep` deletes it.
+            Where it is now: nothing deletes it there. :meth:`condemn` it, or put it back.
 
         Raises:
             SupersededError: this room is gone.
             FileNotFoundError: the folder is.
         """
-        target = self._trash / f"{path.name}-{secrets.token_hex(6)}"
-        self._rename(path, target, lambda: self._storage.exists(target))
-        self._storage.sync_folder(path.parent)
-        return target
+        return self._move(path, self._trash)
 
-    def discarded(self) -> list[str]:
-        """What lies in the trash."""
-        return self._storage.names(self._trash)
+    def condemn(self, path: Path) -> Path:
+        """Decide that a folder goes: one rename to where :meth:`sweep` deletes.
+
+        Raises:
+            SupersededError: this room is gone.
+            FileNotFoundError: the folder is.
+        """
+        return self._move(path, self._doomed)
+
+    def undecided(self) -> list[Path]:
+        """What this daemon, or one before it, has set aside and neither condemned nor put back."""
+        return [self._trash / name for name in self._storage.names(self._trash)]
+
+    def condemned(self) -> list[Path]:
+        """What is still to be deleted."""
+        return [self._doomed / name for name in self._storage.names(self._doomed)]
 
     def sweep(self) -> None:
-        """Delete what was discarded and what was half built."""
-        for folder in (self._trash, self.building):
+        """Delete what was condemned and what was half built."""
+        for folder in (self._doomed, self.building):
             for name in self._storage.names(folder):
                 self._storage.remove_tree(folder / name)
 
@@ -177,7 +188,7 @@ class Epoch:
 
     def is_live(self) -> bool:
         """Whether this room is still there; for messages, never to decide whether to commit."""
-        return self._storage.exists(self._trash)
+        return self._storage.exists(self._doomed)
 
     def raise_if_superseded(self, error: OSError) -> None:
         """Say what an error means where this room is gone and the job is not.
@@ -192,16 +203,13 @@ class Epoch:
 
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it: all that is not finished there ends here."""
+        trash = room / self._trash.name
         while True:
+            for name in self._storage.names(trash):
+                self._take(trash / name, self._trash)
             for name in self._storage.names(room):
-                try:
-                    self._rename(
-                        room / name, self._trash / f"{name}-{secrets.token_hex(6)}", lambda: False
-                    )
-                except OSError as error:
-                    if not is_gone(error):
-                        raise
-                    # else: its daemon, or a third one, was faster
+                if name != trash.name or not self._storage.names(trash):
+                    self._take(room / name, self._doomed)
             try:
                 self._storage.rmdir(room)
             except OSError as error:
@@ -212,6 +220,21 @@ class Epoch:
                 continue  # its daemon made something new in it; it cannot go on doing so for ever
             self._storage.sync_folder(room.parent)
             return
+
+    def _take(self, path: Path, into: Path) -> None:
+        try:
+            self._move(path, into)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            # else: its daemon, or a third one, was faster
+
+    def _move(self, path: Path, into: Path) -> Path:
+        """Rename into a folder of this room, under a name that nothing has there."""
+        target = into / f"{path.name}-{secrets.token_hex(6)}"
+        self._rename(path, target, lambda: self._storage.exists(target))
+        self._storage.sync_folder(path.parent)
+        return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
         """Rename, and after an error look whether it was done all the same.

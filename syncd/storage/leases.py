@@ -8,6 +8,7 @@ still lives, and breaking what a dead one left, is ours (``docs/protocol.md``, "
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -193,8 +194,11 @@ class Judge:
         if not same:
             try:
                 self._storage.link(aside, path)
-            except FileExistsError:
-                pass  # someone took the free name meanwhile; the one that we moved has lost it
+            except OSError as error:
+                # Someone took the free name meanwhile, or tidied up: the one that we moved has lost
+                # it, and will notice.
+                if error.errno != errno.EEXIST and not is_gone(error):
+                    raise
         self._storage.unlink_if_there(aside)
         return same
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import select
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +51,9 @@ class Watcher:
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:
         self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Closed with the last reference, not by close(): a wake that comes late must not write to
+        # whatever file has the number by then.
+        weakref.finalize(self, os.close, self._event)
         self._observer = Observer()
         self._closed = False
         try:
@@ -84,8 +88,7 @@ class Watcher:
 
     def wake(self) -> None:
         """End the current wait, or the next one."""
-        if not self._closed:
-            os.eventfd_write(self._event, 1)
+        os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
         """Stop watching. Safe to call twice."""
@@ -95,7 +98,6 @@ class Watcher:
         if self._observer.is_alive():
             self._observer.stop()
             self._observer.join()
-        os.close(self._event)
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,164 @@
+"""Small jobs on a real disk, without torch: saves as a trainer leaves them, and a daemon's loop."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import xxhash
+
+from syncd.checkpoint.safetensors_file import Entry, header_bytes
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.loop import Loop
+from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
+from syncd.protocol.records import AuditLine, Latest, Receipt, ReceiptFile, Saves, encode, parse
+from syncd.storage.epoch import Epoch
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from syncd.storage.leases import DaemonLock, Judge, Lease, Session
+from tests.storages import Clock, FastStorage
+
+LEASE_TIME = 30.0
+
+
+def nothing() -> None:
+    """Nobody cancels."""
+
+
+def weights(*values: float, name: str = "weight") -> bytes:
+    """A safetensors file with one float32 tensor."""
+    data = struct.pack(f"<{len(values)}f", *values)
+    return header_bytes([Entry(name, "F32", (len(values),), 0, len(data))]) + data
+
+
+def receipt_of(content: bytes, name: str = "model.safetensors") -> ReceiptFile:
+    """What our hook's receipt says of a safetensors file."""
+    length = 8 + int.from_bytes(content[:8], "little")
+    digest = xxhash.xxh3_128_hexdigest(content[:length])
+    return ReceiptFile(name=name, size=len(content), digest=digest, over="header")
+
+
+class Job:
+    """A job directory and what its trainer does in it."""
+
+    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.layout = JobLayout(root)
+        self.storage = storage or FastStorage()
+        open_job(FastStorage(), self.layout, lease_time=LEASE_TIME)
+
+    def save(
+        self, step: int, *values: float, counter: int = 0, receipts: bool = True, point: bool = True
+    ) -> str:
+        """Write a whole save as a full state dict, and let the pointer name it."""
+        actor = self.layout.actor(step)
+        content = weights(*(values or (float(step), 2.0, 3.0)))
+        (actor / "huggingface").mkdir(parents=True, exist_ok=True)
+        config = b'{"model_type": "tiny"}'
+        self.put(actor / "huggingface" / "config.json", config)
+        save_id = f"run-{step}-{counter}"
+        if receipts:
+            (actor / RECEIPTS).mkdir(exist_ok=True)
+        self.put(actor / "model.safetensors", content)
+        if receipts:
+            told = ReceiptFile(
+                name="huggingface/config.json",
+                size=len(config),
+                digest=xxhash.xxh3_128_hexdigest(config),
+                over="content",
+            )
+            self.receipt(step, save_id, 0, 1, receipt_of(content), told)
+        if point:
+            self.point(step)
+        return save_id
+
+    def receipt(
+        self, step: int, save_id: str, rank: int, world_size: int, *files: ReceiptFile
+    ) -> None:
+        """Write one rank's receipt."""
+        folder = self.layout.actor(step) / RECEIPTS
+        folder.mkdir(parents=True, exist_ok=True)
+        record = Receipt(save_id=save_id, step=step, rank=rank, world_size=world_size, files=files)
+        self.put(folder / receipt_name(rank), encode(record))
+
+    def point(self, step: object, name: str = STATE_POINTER) -> None:
+        """Replace a pointer."""
+        self.put(self.layout.root / name, f"{step}\n".encode())
+
+    def put(self, path: Path, content: bytes) -> None:
+        """Replace a file by a rename: its inode is a new one."""
+        draft = path.with_name(f"{path.name}.new")
+        draft.write_bytes(content)
+        draft.rename(path)
+
+    def lease(self, sequence: int, session: str, name: str = "explorer") -> Lease:
+        """Hold a version."""
+        return Lease.take(FastStorage(), self.layout, sequence, name, session)
+
+    @property
+    def latest(self) -> Latest:
+        """What LATEST says."""
+        return parse(Latest, self.layout.latest.read_bytes(), "LATEST")
+
+    @property
+    def outcomes(self) -> dict[int, str]:
+        """Step → what became of its last save."""
+        saves = parse(Saves, self.layout.saves.read_bytes(), "saves.json")
+        return {step: outcome.outcome for step, outcome in saves.steps.items()}
+
+    @property
+    def versions(self) -> list[str]:
+        """The published folders."""
+        return sorted(path.name for path in self.layout.published.iterdir())
+
+    @property
+    def audit(self) -> list[tuple[str, str]]:
+        """What was deleted, in order."""
+        if not self.layout.audit.exists():
+            return []
+        lines = self.layout.audit.read_bytes().splitlines()
+        return [(line.what, line.name) for line in (parse(AuditLine, x, "audit") for x in lines)]
+
+    def leftovers(self) -> list[Path]:
+        """Everything under a temporary name."""
+        return sorted(path for path in self.layout.root.rglob(".tmp-*"))
+
+    def take_over(self) -> Epoch:
+        """A new room; the daemon before is superseded."""
+        return Epoch.take_over(self.storage, self.layout)
+
+    @contextmanager
+    def daemon(
+        self, config: DaemonConfig | None = None, *, clock: Clock | None = None, begin: bool = True
+    ) -> Iterator[Loop]:
+        """An active daemon, from its take-over to its end, that a test moves round by round."""
+        clock = clock or Clock()
+        with Session(self.layout, LEASE_TIME) as session:
+            judge = Judge(self.storage, LEASE_TIME, host=session.host, clock=clock)
+            lock = DaemonLock(self.storage, self.layout, LEASE_TIME, judge)
+            assert lock.try_acquire()
+            epoch = self.take_over()
+            loop = Loop(
+                self.storage,
+                self.layout,
+                config or DaemonConfig(),
+                session,
+                lock,
+                judge,
+                epoch,
+                cancel=nothing,
+                clock=clock,
+                wall=lambda: 0.0,
+            )
+            try:
+                if begin:
+                    loop.begin()
+                yield loop
+            finally:
+                try:
+                    if epoch.is_live():
+                        loop.end()
+                finally:
+                    lock.release()

@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from typing import TypeVar
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncd.checkpoint.save import Save
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import (
+    CloseLeaseFolder,
+    Decision,
+    DropLease,
+    LeaseSeen,
+    Observation,
+    Pointer,
+    PointerState,
+    PruneStep,
+    Publish,
+    RetireVersion,
+    Skip,
+    StepSeen,
+    decide,
+)
+from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER
+from syncd.protocol.records import Receipt
+
+STEPS = st.integers(0, 6)
+SEQUENCES = st.integers(1, 8)
+IDENTITIES = st.sampled_from(["a", "b", "c"])
+POINTERS = st.one_of(
+    STEPS.map(lambda step: Pointer(PointerState.STEP, step)),
+    st.sampled_from([state for state in PointerState if state is not PointerState.STEP]).map(
+        Pointer
+    ),
+)
+RECEIPTS = st.sampled_from([(), (Receipt(save_id="a", step=1, rank=0, world_size=1, files=()),)])
+SAVES = st.builds(
+    Save, STEPS, st.none() | IDENTITIES, reason=st.just("not whole"), receipts=RECEIPTS
+)
+STEPS_SEEN = st.builds(
+    StepSeen,
+    step=STEPS,
+    outcome=st.sampled_from(["published", "skipped", "quarantined"]),
+    recorded=IDENTITIES,
+    found=st.none() | IDENTITIES,
+    has_receipts=st.booleans(),
+    full=st.booleans(),
+    retired=st.booleans(),
+    saving=st.booleans(),
+    resumable=st.booleans(),
+    critic=st.booleans(),
+)
+CONFIGS = st.builds(
+    DaemonConfig,
+    pointer=st.sampled_from([STATE_POINTER, CHECKPOINT_POINTER]),
+    keep=st.integers(1, 4),
+    prune_steps=st.booleans(),
+    prune_foreign=st.booleans(),
+    dead_reader_grace=st.sampled_from([0.0, 300.0]),
+)
+
+
+@st.composite
+def observations(draw: st.DrawFn) -> Observation:
+    folders = draw(st.sets(SEQUENCES))
+    leases = st.builds(
+        LeaseSeen,
+        st.sampled_from(sorted(folders)) if folders else st.nothing(),
+        st.just("explorer.session"),
+        st.none() | st.floats(0, 1000),
+    )
+    return Observation(
+        pointer=draw(POINTERS),
+        checkpoint=draw(POINTERS),
+        save=draw(st.none() | SAVES),
+        save_still_for=draw(st.floats(0, 5)),
+        quarantined=draw(st.booleans()),
+        published_save=draw(st.none() | IDENTITIES),
+        latest=draw(st.integers(0, 8)),
+        versions=tuple(draw(st.sets(SEQUENCES))),
+        lease_folders=tuple(folders),
+        leases=tuple(draw(st.lists(leases, max_size=3))) if folders else (),
+        steps=tuple(draw(st.lists(STEPS_SEEN, max_size=4, unique_by=lambda seen: seen.step))),
+        unrecorded=tuple(draw(st.lists(SAVES, max_size=2))),
+        announced_step=draw(st.none() | STEPS),
+    )
+
+
+many = settings(max_examples=40, deadline=None)
+
+
+A = TypeVar("A")
+
+
+def of(decision: Decision, kind: type[A]) -> list[A]:
+    return [action for action in decision.actions if isinstance(action, kind)]
+
+
+@many
+@given(observations(), CONFIGS)
+def test_latest_and_what_is_above_it_is_never_retired(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    decision = decide(seen, config)
+    for action in of(decision, RetireVersion) + of(decision, CloseLeaseFolder):
+        assert action.sequence < seen.latest
+
+
+@many
+@given(observations(), CONFIGS)
+def test_a_leased_version_is_never_retired_nor_its_lease_folder_closed(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    leased = {lease.sequence for lease in seen.leases}
+    decision = decide(seen, config)
+    for action in of(decision, RetireVersion) + of(decision, CloseLeaseFolder):
+        assert action.sequence not in leased
+
+
+@many
+@given(observations(), CONFIGS)
+def test_the_newest_versions_that_can_be_leased_stay(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    newest = sorted(v for v in seen.versions if v <= seen.latest)[-config.keep :]
+    retired = {action.sequence for action in of(decide(seen, config), RetireVersion)}
+    assert not retired & set(newest) & set(seen.lease_folders)
+
+
+@many
+@given(observations(), CONFIGS)
+def test_what_could_be_resumed_from_is_never_pruned(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    for action in of(decide(seen, config), PruneStep):
+        step = action.seen
+        assert not step.full
+        assert not step.saving
+        assert not step.critic
+        assert step.retired or not step.resumable
+        if step.retired:
+            assert seen.checkpoint.step is not None
+            assert seen.checkpoint.step > step.step
+
+
+@many
+@given(observations(), CONFIGS)
+def test_a_step_that_is_named_announced_changed_or_quarantined_is_never_pruned(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    for action in of(decide(seen, config), PruneStep):
+        step = action.seen
+        assert config.prune_steps
+        assert seen.pointer.step is not None
+        assert step.step not in {seen.pointer.step, seen.checkpoint.step}
+        assert step.step < (
+            seen.pointer.step if seen.announced_step is None else seen.announced_step
+        )
+        assert step.found == step.recorded
+        assert step.outcome in {"published", "skipped"}
+        assert action.why
+
+
+@many
+@given(observations(), CONFIGS)
+def test_foreign_saves_of_plain_verl_go_only_when_that_was_asked_for(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    for action in of(decide(seen, config), PruneStep):
+        assert action.seen.has_receipts or config.pointer == STATE_POINTER or config.prune_foreign
+
+
+@many
+@given(observations(), CONFIGS)
+def test_only_a_whole_new_save_that_the_pointer_names_is_published_and_first(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    decision = decide(seen, config)
+    published = of(decision, Publish)
+    assert len(published) <= 1
+    for action in published:
+        assert decision.actions[0] is action
+        assert action.save is seen.save
+        assert seen.pointer.step is not None
+        assert action.save.identity not in {None, seen.published_save}
+        assert not seen.quarantined
+        assert action.save.receipts or seen.save_still_for >= config.tick
+
+
+@many
+@given(observations(), CONFIGS)
+def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig) -> None:
+    decision = decide(seen, config)
+    settled = (
+        seen.pointer.step is not None
+        and seen.save is not None
+        and seen.save.identity is not None
+        and (seen.save.identity == seen.published_save or seen.quarantined)
+    )
+    assert bool(decision.waiting_for) == (not of(decision, Publish) and not settled)
+
+
+@many
+@given(observations(), CONFIGS)
+def test_only_the_dead_lose_their_leases_and_only_after_the_grace(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    dropped = {(a.sequence, a.marker) for a in of(decide(seen, config), DropLease)}
+    dead = {
+        (lease.sequence, lease.marker)
+        for lease in seen.leases
+        if lease.dead_for is not None and lease.dead_for >= config.dead_reader_grace
+    }
+    assert dropped == dead
+
+
+@many
+@given(observations(), CONFIGS)
+def test_only_whole_saves_are_put_on_record_as_skipped(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    skipped = {(action.step, action.identity) for action in of(decide(seen, config), Skip)}
+    assert skipped == {(s.step, s.identity) for s in seen.unrecorded if s.identity is not None}
+
+
+@many
+@given(observations(), CONFIGS)
+def test_the_same_observation_gives_the_same_decision(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    assert decide(seen, config) == decide(seen, config)

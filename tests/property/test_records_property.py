@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from syncd.protocol import layout, records
+from syncd.protocol.errors import InvalidSettingsError, RecordError
+
+settings.register_profile("quick", max_examples=60, deadline=None)
+settings.load_profile("quick")
+
+NUMBERS = st.integers(min_value=0, max_value=2**63 - 1)
+SEQUENCES = st.integers(min_value=1, max_value=2**63 - 1)
+TEXT = st.text(st.characters(codec="utf-8"), max_size=20)
+NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", fullmatch=True)
+PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
+DIGESTS = st.from_regex(r"[0-9a-f]{32}", fullmatch=True)
+TIMES = st.floats(allow_nan=False, allow_infinity=False)
+
+VERSION_FILES = st.builds(records.VersionFile, name=PATHS, size=NUMBERS, digest=st.none() | DIGESTS)
+TENSORS = st.builds(
+    records.TensorEntry,
+    name=TEXT,
+    dtype=TEXT,
+    shape=st.lists(NUMBERS, max_size=3).map(tuple),
+    file=PATHS,
+    digest=st.none() | DIGESTS,
+)
+RECEIPT_FILES = st.builds(
+    records.ReceiptFile,
+    name=PATHS,
+    size=NUMBERS,
+    digest=DIGESTS,
+    over=st.sampled_from(["central-directory", "header", "content"]),
+)
+OUTCOMES = st.builds(
+    records.SaveOutcome,
+    identity=TEXT,
+    outcome=st.sampled_from(["published", "skipped", "quarantined"]),
+    sequence=st.none() | SEQUENCES,
+)
+RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
+    records.Format: st.builds(records.Format, lease_time=st.floats(1e-3, 3600)),
+    records.Latest: st.builds(
+        records.Latest,
+        sequence=SEQUENCES,
+        step=NUMBERS,
+        folder=st.from_regex(r"v[0-9]{6,18}", fullmatch=True),
+    ),
+    records.Manifest: st.builds(
+        records.Manifest,
+        sequence=NUMBERS,
+        step=NUMBERS,
+        save_id=TEXT,
+        checked=st.sampled_from(["receipt", "crc32", "stillness"]),
+        digests=st.sampled_from(["xxh3-128", "off"]),
+        files=st.lists(VERSION_FILES, max_size=3).map(tuple),
+        tensors=st.lists(TENSORS, max_size=3).map(tuple),
+        timings=st.dictionaries(TEXT, TIMES, max_size=2),
+    ),
+    records.Receipt: st.builds(
+        records.Receipt,
+        save_id=st.text(st.characters(codec="utf-8"), min_size=1, max_size=200),
+        step=NUMBERS,
+        rank=NUMBERS,
+        world_size=SEQUENCES,
+        files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
+    ),
+    records.Saves: st.builds(records.Saves, steps=st.dictionaries(NUMBERS, OUTCOMES, max_size=3)),
+    records.Quarantine: st.builds(
+        records.Quarantine, step=NUMBERS, identity=TEXT, error=TEXT, reason=TEXT, time=TIMES
+    ),
+    records.ExplorerReport: st.builds(
+        records.ExplorerReport,
+        name=TEXT,
+        session=TEXT,
+        status=st.sampled_from(["running", "require_sync", "stopped"]),
+        sequence=st.none() | SEQUENCES,
+        step=st.none() | NUMBERS,
+        nothing_new=NUMBERS,
+        refused=st.none() | TEXT,
+        time=TIMES,
+    ),
+    records.TrainerReport: st.builds(
+        records.TrainerReport,
+        run_id=TEXT,
+        world_size=SEQUENCES,
+        status=st.sampled_from(["running", "require_sync", "stopped"]),
+        step=st.none() | NUMBERS,
+        time=TIMES,
+    ),
+    records.DaemonReport: st.builds(
+        records.DaemonReport,
+        session=TEXT,
+        host=TEXT,
+        pid=NUMBERS,
+        epoch=NUMBERS,
+        state=st.sampled_from(["watching", "merging", "paused", "stopped"]),
+        detail=TEXT,
+        sequence=st.none() | SEQUENCES,
+        step=st.none() | NUMBERS,
+        counters=st.builds(records.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
+        time=TIMES,
+    ),
+    records.PublishNotice: st.builds(
+        records.PublishNotice, sequence=SEQUENCES, step=NUMBERS, session=TEXT
+    ),
+    records.AuditLine: st.builds(
+        records.AuditLine,
+        time=TIMES,
+        what=st.sampled_from(["version", "step", "lease", "trash"]),
+        name=TEXT,
+        why=TEXT,
+        session=TEXT,
+    ),
+}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def test_every_record_of_the_protocol_is_tried_here() -> None:
+    assert set(RECORDS) == set(records.Record.__subclasses__())
+
+
+@pytest.mark.parametrize("model", RECORDS, ids=lambda model: model.__name__)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_a_record_reads_back_as_it_was_written(
+    model: type[records.Record], data: st.DataObject
+) -> None:
+    record = data.draw(RECORDS[model])
+    assert records.parse(model, records.encode(record), "it") == record
+
+
+@pytest.mark.parametrize("model", RECORDS, ids=lambda model: model.__name__)
+@given(content=st.binary(max_size=200) | JSON.map(lambda value: json.dumps(value).encode()))
+@settings(max_examples=20)
+def test_any_bytes_are_a_record_or_a_record_error(
+    model: type[records.Record], content: bytes
+) -> None:
+    try:
+        record = records.parse(model, content, "it")
+    except RecordError:
+        return
+    assert isinstance(record, model)
+
+
+@given(data=st.data(), cut=st.integers(0, 400), flip=st.integers(0, 255))
+def test_a_damaged_record_is_a_record_or_a_record_error(
+    data: st.DataObject, cut: int, flip: int
+) -> None:
+    model = data.draw(st.sampled_from(sorted(RECORDS, key=lambda model: model.__name__)))
+    content = bytearray(records.encode(data.draw(RECORDS[model])))
+    at = cut % len(content)
+    content[at] ^= flip
+    for damaged in (bytes(content), bytes(content[:at])):
+        try:
+            records.parse(model, damaged, "it")
+        except RecordError:
+            pass
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_of_a_pointer_are_a_step_or_nothing_yet(content: bytes) -> None:
+    step = layout.parse_pointer(content)
+    assert step is None or int(content) == step
+
+
+@given(st.integers(-(10**18) + 1, 10**18 - 1), st.sampled_from([b"", b"\n", b"\r\n", b" \n"]))
+def test_a_pointer_reads_back_as_it_was_written(step: int, end: bytes) -> None:
+    assert layout.parse_pointer(str(step).encode() + end) == step
+
+
+@given(NAMES, NAMES)
+def test_a_lease_marker_gives_back_name_and_session(name: str, session: str) -> None:
+    assert layout.parse_lease_marker(layout.lease_marker(name, session)) == (name, session)
+
+
+@given(st.text(max_size=80))
+def test_any_text_is_a_name_that_stays_one_path_component_or_is_refused(text: str) -> None:
+    try:
+        name = layout.checked_name(text, "it")
+    except InvalidSettingsError:
+        return
+    assert name == text
+    assert "/" not in name
+    assert not name.startswith((".", "-"))
+    assert 1 <= len(name.encode()) <= 64
+
+
+@given(st.text(max_size=60))
+def test_any_file_name_is_parsed_or_is_not_ours(name: str) -> None:
+    step, version = layout.parse_step_folder(name), layout.parse_version_folder(name)
+    assert step is None or layout.step_folder(step) == name
+    assert version is None or layout.version_folder(version) == name
+    marker = layout.parse_lease_marker(name)
+    assert marker is None or layout.lease_marker(*marker) == name
+    shard = layout.parse_shard_name(name)
+    assert shard is None or layout.shard_name(*shard) == name
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_a_save_id_or_is_not(text: str) -> None:
+    save_id = records.SaveId.parse(text)
+    assert save_id is None or records.SaveId.parse(str(save_id)) == save_id

@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from syncd import __version__
+from syncd.cli import cli
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol import errors
+from tests.jobs import Job
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+COMMANDS = cli.list_commands(click.Context(cli))
+
+
+def command(name: str) -> click.Command:
+    found = cli.get_command(click.Context(cli), name)
+    assert found is not None
+    return found
+
+
+def syncd(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def served(job: Job) -> Job:
+    """A job with versions 1 to 3, and steps 1 to 3."""
+    with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
+        for step in (1, 2, 3):
+            job.save(step)
+            loop.run_once()
+    return job
+
+
+# -- every command ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_and_an_example_that_it_would_take(name: str) -> None:
+    found = command(name)
+    assert found.help
+    assert found.epilog
+    assert found.epilog.startswith(f"Example: syncd {name}")
+    example = shlex.split(found.epilog.removeprefix("Example: "))[2:]
+    options = {option for p in found.params for option in (*p.opts, *p.secondary_opts)}
+    assert {word for word in example if word.startswith("-")} <= options
+    assert found.name == name
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_does(name: str) -> None:
+    for parameter in command(name).params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.opts
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_prints_its_help(name: str) -> None:
+    result = syncd(name, "--help")
+    assert result.exit_code == 0
+    assert "Example:" in result.output
+
+
+def test_the_group_lists_every_command_there_is() -> None:
+    result = syncd("-h")
+    for name in COMMANDS:
+        assert f"  {name} " in result.output
+    modules = {path.stem for path in (Path(__file__).parents[2] / "syncd" / "cli").glob("*.py")}
+    assert set(COMMANDS) == modules - {"__init__", "options", "demo_model"}
+
+
+def test_an_unknown_command_or_option_is_an_error_of_use() -> None:
+    assert syncd("nothing").exit_code == 2
+    assert syncd("status", "job", "--nothing").exit_code == 2
+    assert syncd("--version").output == f"syncd, version {__version__}\n"
+
+
+# -- merge -----------------------------------------------------------------------------------------
+
+
+def merged(tmp_path: Path, kind: str = "torch-2.15.0/fsdp2") -> Path:
+    actor = tmp_path / "global_step_7" / "actor"
+    actor.mkdir(parents=True)
+    for shard in (FIXTURES / kind).glob("model_*.pt"):
+        (actor / shard.name).write_bytes(shard.read_bytes())
+    return actor
+
+
+def test_a_checkpoint_is_merged_without_a_daemon_and_verified(tmp_path: Path) -> None:
+    actor, out = merged(tmp_path), tmp_path / "out" / "model"
+    result = syncd("merge", actor, out, "--no-fsync")
+    assert result.exit_code == 0, result.output
+    assert "checked by crc32" in result.output
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert (manifest["sequence"], manifest["step"]) == (0, 7)
+    assert (out / "model.safetensors").exists()
+    verified = syncd("verify", out)
+    assert verified.exit_code == 0
+    assert "model: step 7, whole (sizes, headers, digests)" in verified.output
+
+
+def test_several_files_have_an_index(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ("--no-fsync", "--max-shard-size", 300, "--digest", "off")
+    assert syncd("merge", merged(tmp_path), out, *arguments).exit_code == 0
+    assert (out / "model.safetensors.index.json").exists()
+    assert "sizes and headers alone" in syncd("verify", out).output
+
+
+def test_a_folder_that_holds_something_is_never_merged_into(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine").touch()
+    result = syncd("merge", merged(tmp_path), out)
+    assert isinstance(result.exception, errors.InvalidSettingsError)
+    assert list(out.iterdir()) == [out / "mine"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "error"),
+    [("missing rank", errors.SaveNotReadyError), ("torn shard", errors.ShardFormatError)],
+)
+def test_a_merge_that_fails_leaves_nothing(
+    tmp_path: Path, damage: str, error: type[errors.SyncdError]
+) -> None:
+    actor, out = merged(tmp_path), tmp_path / "out"
+    shard = actor / "model_world_size_4_rank_3.pt"
+    if damage == "missing rank":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-10])
+    result = syncd("merge", actor, out)
+    assert isinstance(result.exception, error)
+    assert not out.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_7"]
+
+
+# -- verify ----------------------------------------------------------------------------------------
+
+
+def test_all_versions_of_a_job_are_verified(served: Job) -> None:
+    result = syncd("verify", served.layout.root)
+    assert result.exit_code == 0
+    assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions
+
+
+def test_a_damaged_version_is_named_and_the_others_are_still_read(served: Job) -> None:
+    served.put(served.layout.version(2) / "config.json", b"other")
+    result = syncd("verify", served.layout.root)
+    assert isinstance(result.exception, errors.VerificationError)
+    assert str(result.exception).endswith("v000002")
+    assert "config.json: its size is not what the manifest says" in result.output
+    assert result.output.count("whole") == 2
+
+
+def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
+    result = syncd("verify", tmp_path)
+    assert isinstance(result.exception, errors.InvalidSettingsError)
+    assert "is no version, and no job with published versions" in str(result.exception)
+
+
+# -- status ----------------------------------------------------------------------------------------
+
+
+def test_status_as_json_is_one_object(served: Job) -> None:
+    served.lease(2, "session", "node-1")
+    seen = json.loads(syncd("status", served.layout.root, "--json").output)
+    assert seen["latest"]["sequence"] == 3
+    assert seen["daemon"]["state"] == "stopped"
+    assert seen["versions"][1] == {"sequence": 2, "leases": ["node-1"]}
+    assert (seen["publishing"], seen["daemon_lock_held"], seen["quarantined"]) == (False, False, [])
+
+
+def test_status_for_people_says_what_is_published_and_leased(served: Job) -> None:
+    served.lease(2, "session", "node-1")
+    report = {"name": "node-1", "session": "s", "status": "running", "sequence": 2, "time": 1.0}
+    served.layout.explorer("node-1").write_text(json.dumps(report))
+    result = syncd("status", served.layout.root)
+    assert result.exit_code == 0
+    assert "latest   version 3, step 3" in result.output
+    assert "on disk  1, 2 (node-1), 3" in result.output
+    assert "3 published" in result.output
+    assert "node-1" in result.output.splitlines()[-2]
+
+
+def test_status_shows_what_it_can_of_a_damaged_job(served: Job) -> None:
+    for path in (served.layout.latest, served.layout.daemon_report):
+        path.write_bytes(b"\x00")
+    result = syncd("status", served.layout.root)
+    assert result.exit_code == 0
+    assert "nothing is published yet" in result.output
+
+
+@pytest.mark.parametrize("name", ["status", "prune"])
+def test_a_folder_that_syncd_never_served_says_so(tmp_path: Path, name: str) -> None:
+    result = syncd(name, tmp_path)
+    assert isinstance(result.exception, errors.JobUnavailableError)
+    assert "is not a job that syncd has served" in str(result.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- prune -----------------------------------------------------------------------------------------
+
+
+def everything(job: Job) -> set[Path]:
+    return set(job.layout.root.rglob("*"))
+
+
+def test_a_dry_run_says_what_would_go_and_changes_nothing(served: Job) -> None:
+    before = everything(served)
+    result = syncd("prune", served.layout.root, "--dry-run", "--keep", "1")
+    assert result.exit_code == 0
+    assert everything(served) == before
+    assert result.output.splitlines() == [
+        "would delete version v000001: not among the newest 1, and not leased",
+        "would delete version v000002: not among the newest 1, and not leased",
+        "would delete global_step_2: published, and not a full checkpoint",
+        "would delete global_step_1: published, and not a full checkpoint",
+    ]
+
+
+def test_pruning_deletes_what_the_dry_run_said(served: Job) -> None:
+    said = syncd("prune", served.layout.root, "--dry-run", "--keep", "2").output
+    done = syncd("prune", served.layout.root, "--keep", "2").output
+    assert done == said.replace("would delete", "deleted")
+    assert served.versions == ["v000002", "v000003"]
+    assert len(served.audit) == 3
+    assert syncd("prune", served.layout.root).output == "nothing to delete\n"
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def subclasses(base: type[errors.SyncdError]) -> set[type[errors.SyncdError]]:
+    return {base}.union(*(subclasses(kind) for kind in base.__subclasses__()))
+
+
+def test_the_tree_in_the_docstring_is_the_tree_of_the_classes() -> None:
+    drawn = {}
+    for line in (errors.__doc__ or "").splitlines():
+        words = line.replace("│", " ").replace("├──", " ").replace("└──", " ").split()
+        if len(words) > 1 and words[0].endswith("Error") and words[1].isdigit():
+            drawn[words[0]] = int(words[1])
+    kinds = subclasses(errors.SyncdError)
+    assert drawn == {kind.__name__: kind.exit_code for kind in kinds}
+
+
+def test_every_error_says_when_it_is_raised() -> None:
+    for kind in subclasses(errors.SyncdError) - {errors.SyncdError}:
+        assert (kind.__doc__ or "").startswith("Raised when ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [(["status", "."], 11, "syncd: . is not a job"), (["verify", "."], 2, "syncd: . is no version"),
+     (["run", "missing"], 11, "syncd: the job directory missing is not there"),
+     (["merge", ".", "out"], 5, "syncd: ")],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_an_error_is_one_line_and_its_exit_code(
+    tmp_path: Path, arguments: list[str], code: int, said: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "syncd", *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == code
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1

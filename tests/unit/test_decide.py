@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from syncd.checkpoint.save import Save
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import (
+    CloseLeaseFolder,
+    DropLease,
+    Forget,
+    LeaseSeen,
+    Observation,
+    Pointer,
+    PointerState,
+    PruneStep,
+    Publish,
+    RetireVersion,
+    Skip,
+    StepSeen,
+    decide,
+)
+from syncd.protocol.layout import CHECKPOINT_POINTER
+from syncd.protocol.records import Receipt
+
+CONFIG = DaemonConfig()
+VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)
+SAVE = Save(9, "run-9-0", weights=("w",), receipts=VOUCHED)
+FOREIGN = Save(9, "foreign-1", weights=("w",))
+AT_9 = Pointer(PointerState.STEP, 9)
+PLAIN = StepSeen(
+    step=5,
+    outcome="published",
+    recorded="run-5-0",
+    found="run-5-0",
+    has_receipts=True,
+    full=False,
+    retired=False,
+    saving=False,
+    resumable=False,
+    critic=False,
+)
+
+
+def job(**seen: Any) -> Observation:
+    """A job whose newest save, step 9, is published as version 3."""
+    usual: dict[str, Any] = {
+        "pointer": AT_9,
+        "save": SAVE,
+        "published_save": "run-9-0",
+        "latest": 3,
+        "versions": (2, 3),
+        "lease_folders": (2, 3),
+    }
+    return Observation(**{**usual, **seen})
+
+
+def actions(seen: Observation, config: DaemonConfig = CONFIG) -> list[object]:
+    return list(decide(seen, config).actions)
+
+
+def pruned(step: StepSeen, config: DaemonConfig = CONFIG, **seen: Any) -> bool:
+    return any(isinstance(a, PruneStep) for a in actions(job(steps=(step,), **seen), config))
+
+
+def test_a_settled_job_needs_nothing() -> None:
+    assert decide(job(), CONFIG).actions == ()
+    assert decide(job(), CONFIG).waiting_for == ""
+
+
+def test_a_new_save_is_published() -> None:
+    assert actions(job(published_save="run-8-0")) == [Publish(SAVE)]
+
+
+def test_the_same_step_saved_again_is_published_again() -> None:
+    again = replace(SAVE, identity="run-9-1")
+    assert actions(job(save=again)) == [Publish(again)]
+
+
+def test_a_lower_step_of_a_resumed_trainer_is_published() -> None:
+    lower = replace(SAVE, step=2, identity="later-2-0")
+    assert actions(job(pointer=Pointer(PointerState.STEP, 2), save=lower)) == [Publish(lower)]
+
+
+def test_a_quarantined_save_is_not_tried_again() -> None:
+    assert actions(job(published_save=None, quarantined=True)) == []
+
+
+def test_a_foreign_save_must_lie_still_for_a_tick() -> None:
+    moving = job(save=FOREIGN, save_still_for=CONFIG.tick / 2)
+    assert actions(moving) == []
+    assert "lie still for 1 s" in decide(moving, CONFIG).waiting_for
+    still = job(save=FOREIGN, save_still_for=CONFIG.tick)
+    assert actions(still) == [Publish(FOREIGN)]
+
+
+@pytest.mark.parametrize("state", [state for state in PointerState if state.value[0] == "i"])
+def test_a_pointer_that_names_nothing_says_so_and_stops_all_pruning_of_steps(
+    state: PointerState,
+) -> None:
+    decision = decide(job(pointer=Pointer(state), save=None, steps=(PLAIN,)), CONFIG)
+    assert decision.actions == ()
+    assert decision.waiting_for == f"latest_state_dict_iteration.txt {state.value}"
+
+
+def test_a_save_that_is_not_whole_says_what_is_missing() -> None:
+    decision = decide(job(save=Save(9, None, "no shard of rank 1")), CONFIG)
+    assert decision.waiting_for == "no shard of rank 1"
+    assert decide(job(save=None), CONFIG).waiting_for == "nothing is known of step 9 yet"
+
+
+def test_versions_outside_the_retention_rules_are_retired_oldest_first() -> None:
+    found = actions(job(latest=5, versions=(5, 1, 4, 2), lease_folders=(1, 2, 4, 5)))
+    assert [a.sequence for a in found if isinstance(a, RetireVersion)] == [1, 2]
+
+
+def test_a_leased_version_stays_and_counts_for_nothing_else() -> None:
+    seen = job(
+        latest=5,
+        versions=(1, 2, 4, 5),
+        lease_folders=(1, 2, 4, 5),
+        leases=(LeaseSeen(1, "a.s", None), LeaseSeen(1, "b.s", 2.0)),
+    )
+    assert [a.sequence for a in actions(seen) if isinstance(a, RetireVersion)] == [2]
+
+
+def test_a_version_above_latest_is_someone_elses_business() -> None:
+    assert actions(job(versions=(2, 3, 4, 5), lease_folders=(2, 3, 4, 5, 6))) == []
+
+
+def test_before_the_first_latest_nothing_is_retired() -> None:
+    seen = job(latest=0, published_save=None, save=None, pointer=Pointer(PointerState.MISSING))
+    assert actions(seen) == []
+
+
+def test_a_version_whose_leasing_was_ended_by_a_daemon_that_died_goes() -> None:
+    [action] = actions(job(lease_folders=(3,)))
+    assert action == RetireVersion(2, "retired before, and not deleted yet")
+
+
+def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty() -> None:
+    assert actions(job(lease_folders=(1, 2, 3))) == [CloseLeaseFolder(1)]
+    held = job(lease_folders=(1, 2, 3), leases=(LeaseSeen(1, "a.s", None),))
+    assert actions(held) == []
+
+
+def test_a_dead_lease_is_dropped_after_the_grace() -> None:
+    seen = job(leases=(LeaseSeen(2, "a.s", 299.0), LeaseSeen(2, "b.s", 300.0)))
+    assert actions(seen) == [DropLease(2, "b.s", "its session has been dead for 300 s")]
+
+
+def test_a_published_or_skipped_step_goes() -> None:
+    assert pruned(PLAIN)
+    assert pruned(replace(PLAIN, outcome="skipped"))
+    assert not pruned(PLAIN, DaemonConfig(prune_steps=False))
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [{"full": True}, {"saving": True}, {"critic": True}, {"resumable": True},
+     {"outcome": "quarantined"}, {"found": None}, {"found": "run-5-1"}, {"step": 9}, {"step": 10},
+     {"retired": True, "full": True}],
+    ids=lambda doubt: ", ".join(f"{key}={value}" for key, value in doubt.items()),
+)  # fmt: skip
+def test_every_doubt_keeps_a_step(doubt: dict[str, Any]) -> None:
+    assert not pruned(replace(PLAIN, **doubt))
+
+
+def test_a_step_that_can_be_resumed_from_is_kept_by_its_pointer() -> None:
+    assert not pruned(PLAIN, checkpoint=Pointer(PointerState.STEP, 5))
+
+
+@pytest.mark.parametrize(
+    ("announced", "goes"), [(None, True), (9, True), (6, True), (5, False), (2, False)]
+)
+def test_only_what_lies_below_the_running_trainers_step_goes(
+    announced: int | None, goes: bool
+) -> None:
+    assert pruned(PLAIN, announced_step=announced) is goes
+
+
+@pytest.mark.parametrize(("checkpoint", "goes"), [(None, False), (3, False), (5, False), (8, True)])
+def test_a_retired_step_goes_once_a_newer_one_is_pointed_to(
+    checkpoint: int | None, goes: bool
+) -> None:
+    retired = replace(PLAIN, retired=True, resumable=True)
+    state = PointerState.MISSING if checkpoint is None else PointerState.STEP
+    assert pruned(retired, checkpoint=Pointer(state, checkpoint)) is goes
+
+
+def test_foreign_saves_of_plain_verl_go_only_when_that_was_asked_for() -> None:
+    foreign = replace(PLAIN, has_receipts=False)
+    assert pruned(foreign)
+    assert not pruned(foreign, DaemonConfig(pointer=CHECKPOINT_POINTER))
+    assert pruned(foreign, DaemonConfig(pointer=CHECKPOINT_POINTER, prune_foreign=True))
+
+
+def test_new_weights_come_before_every_deletion() -> None:
+    seen = job(
+        published_save=None,
+        versions=(1, 2, 3),
+        lease_folders=(1, 2, 3),
+        steps=(PLAIN,),
+        unrecorded=(replace(SAVE, step=7), Save(8, None, "not whole")),
+        vanished=(4,),
+    )
+    kinds = [type(action) for action in actions(seen)]
+    assert kinds == [Publish, Skip, Forget, RetireVersion, PruneStep]

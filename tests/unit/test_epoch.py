@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from syncd.protocol.errors import SupersededError
+from syncd.storage.epoch import Epoch
+from tests.jobs import Job
+from tests.storages import AnswerLost, FastStorage, RuledStorage, once, refuse
+
+
+def rooms(job: Job) -> list[str]:
+    return sorted(name.partition("-")[0] for name in os.listdir(job.layout.epochs))
+
+
+def room_of(epoch: Epoch) -> Path:
+    return epoch.building.parent
+
+
+def built(epoch: Epoch, sequence: int) -> Path:
+    folder = epoch.start_version(sequence)
+    (folder / "file").write_bytes(b"built")
+    return folder
+
+
+def test_the_first_daemon_has_epoch_1(job: Job) -> None:
+    assert job.take_over().number == 1
+    assert rooms(job) == ["1"]
+
+
+def test_a_take_over_empties_and_removes_every_lower_room(job: Job) -> None:
+    for room in ("3-00000000", "12-ffffffff", "12-00000000"):
+        (job.layout.epochs / room / "building" / "v000009").mkdir(parents=True)
+        (job.layout.epochs / room / "trash").mkdir()
+        (job.layout.epochs / room / ".tmp-LATEST-abc").touch()
+    epoch = job.take_over()
+    assert epoch.number == 13
+    assert rooms(job) == ["13"]
+    assert sum("v000009" in name for name in epoch.discarded()) == 3
+    assert len(epoch.discarded()) == 6
+    epoch.sweep()
+    assert epoch.discarded() == []
+
+
+def test_a_number_is_never_used_again_after_a_daemon_left(job: Job) -> None:
+    numbers = []
+    for _ in range(3):
+        epoch = job.take_over()
+        numbers.append(epoch.number)
+        built(epoch, 1)
+        epoch.leave()
+        assert os.listdir(epoch.building) == []
+    assert numbers == [1, 2, 3]
+
+
+def test_a_superseded_daemon_publishes_no_version(job: Job) -> None:
+    old = job.take_over()
+    built(old, 1)
+    job.take_over()
+    with pytest.raises(SupersededError, match="epoch 1 is gone"):
+        old.publish_version(1)
+    assert job.versions == []
+
+
+def test_a_superseded_daemon_replaces_no_file(job: Job) -> None:
+    old = job.take_over()
+    old.publish_file(job.layout.latest, b"old")
+    job.take_over().publish_file(job.layout.latest, b"new")
+    with pytest.raises(SupersededError):
+        old.publish_file(job.layout.latest, b"old again")
+    assert job.layout.latest.read_bytes() == b"new"
+
+
+def test_a_superseded_daemon_discards_nothing(job: Job) -> None:
+    old = job.take_over()
+    step = job.layout.step(3)
+    step.mkdir()
+    job.take_over()
+    with pytest.raises(SupersededError):
+        old.discard(step)
+    assert step.exists()
+
+
+def test_a_superseded_daemon_starts_no_version(job: Job) -> None:
+    old = job.take_over()
+    job.take_over()
+    with pytest.raises(SupersededError):
+        old.start_version(1)
+    assert not old.is_live()
+
+
+def test_a_rename_in_flight_while_another_takes_over_is_refused(job: Job) -> None:
+    storage = RuledStorage()
+    old = Epoch.take_over(storage, job.layout)
+    storage.rules.append(once("rename", lambda *_: job.take_over(), where="LATEST"))
+    with pytest.raises(SupersededError):
+        old.publish_file(job.layout.latest, b"old")
+    assert not job.layout.latest.exists()
+
+
+def test_what_a_superseded_daemon_makes_while_its_room_is_emptied_is_emptied_too(
+    job: Job,
+) -> None:
+    old = job.take_over()
+    late = room_of(old) / ".tmp-LATEST-late"
+    storage = RuledStorage(once("rmdir", lambda _: late.touch(), where="epoch/1"))
+    epoch = Epoch.take_over(storage, job.layout)
+    assert rooms(job) == ["2"]
+    assert any("LATEST-late" in name for name in epoch.discarded())
+
+
+def test_a_committed_version_is_whole_and_has_left_the_room(job: Job) -> None:
+    epoch = job.take_over()
+    built(epoch, 4)
+    assert epoch.publish_version(4) == job.layout.version(4)
+    assert (job.layout.version(4) / "file").read_bytes() == b"built"
+    assert os.listdir(epoch.building) == []
+
+
+def test_a_sequence_is_taken_once(job: Job) -> None:
+    epoch = job.take_over()
+    built(epoch, 1)
+    epoch.publish_version(1)
+    built(epoch, 1)
+    with pytest.raises(SupersededError, match="v000001 is taken"):
+        epoch.publish_version(1)
+
+
+def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: Job) -> None:
+    epoch = job.take_over()
+    with pytest.raises(FileNotFoundError):
+        epoch.publish_version(1)
+    with pytest.raises(FileNotFoundError):
+        epoch.discard(job.layout.step(1))
+
+
+def test_a_version_begins_empty_whatever_was_left_of_it(job: Job) -> None:
+    epoch = job.take_over()
+    built(epoch, 1)
+    assert os.listdir(epoch.start_version(1)) == []
+
+
+def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job) -> None:
+    Epoch.take_over(FastStorage(), job.layout)
+    epoch = Epoch(AnswerLost(), job.layout, os.listdir(job.layout.epochs)[0])
+    built(epoch, 1)
+    assert epoch.publish_version(1).exists()
+    epoch.publish_file(job.layout.latest, b"new")
+    assert job.layout.latest.read_bytes() == b"new"
+    job.layout.step(3).mkdir()
+    assert epoch.discard(job.layout.step(3)).exists()
+    assert not job.layout.step(3).exists()
+
+
+def test_a_take_over_goes_through_though_answers_are_lost(job: Job) -> None:
+    built(job.take_over(), 1)
+    epoch = Epoch.take_over(AnswerLost(), job.layout)
+    assert rooms(job) == ["2"]
+    assert [name.rpartition("/")[2] for name in epoch.discarded()] == ["v000001"]
+
+
+def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job) -> None:
+    storage = RuledStorage(refuse("rename", errno.EIO))
+    epoch = Epoch.take_over(storage, job.layout)
+    built(epoch, 1)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        epoch.publish_version(1)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        epoch.publish_file(job.layout.latest, b"new")
+
+
+def test_a_job_that_went_away_is_no_take_over_by_another(job: Job) -> None:
+    epoch = job.take_over()
+    job.layout.state.rename(job.layout.root / "unmounted")
+    with pytest.raises(FileNotFoundError):
+        epoch.publish_file(job.layout.latest, b"new")
+    with pytest.raises(FileNotFoundError):
+        epoch.start_version(1)
+
+
+def test_no_two_rooms_ever_have_the_same_name(job: Job) -> None:
+    names = set()
+    for _ in range(3):
+        names.add(room_of(job.take_over()).name)
+        for room in job.layout.epochs.iterdir():
+            FastStorage().remove_tree(room)
+    assert len(names) == 3
+    assert {name.partition("-")[0] for name in names} == {"1"}
+
+
+def test_of_two_at_once_the_one_that_finds_a_higher_room_gives_up(job: Job) -> None:
+    def two_others(_: Path) -> None:
+        job.take_over()
+        job.take_over()
+
+    storage = RuledStorage(once("mkdir", two_others, where="epoch/1-"))
+    with pytest.raises(SupersededError, match="taken over as it began"):
+        Epoch.take_over(storage, job.layout)
+    assert rooms(job) == ["2"]
+
+
+def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(job: Job) -> None:
+    def two_others(_: Path) -> None:
+        job.take_over()
+        job.take_over()
+
+    storage = RuledStorage(
+        once("mkdir", two_others, where="epoch/1-"),
+        once("rmdir", lambda room: room.rmdir(), where="epoch/1-"),
+    )
+    with pytest.raises(SupersededError, match="taken over as it began"):
+        Epoch.take_over(storage, job.layout)
+
+
+def test_of_two_with_one_number_at_most_one_commits(job: Job) -> None:
+    others: list[Epoch] = []
+    storage = RuledStorage(once("mkdir", lambda _: others.append(job.take_over()), where="/1-"))
+    try:
+        mine = Epoch.take_over(storage, job.layout)
+    except SupersededError:
+        others[0].publish_file(job.layout.latest, b"other")
+        return
+    mine.publish_file(job.layout.latest, b"mine")
+    with pytest.raises(SupersededError):
+        others[0].publish_file(job.layout.latest, b"other")
+
+
+def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(job: Job) -> None:
+    def unmount(*_: Path) -> None:
+        job.layout.state.rename(job.layout.root / "unmounted")
+
+    looks: list[Path] = []
+
+    def second_look(method: str, given: tuple[Path, ...]) -> None:
+        if method == "names":
+            looks.append(given[0])
+            if len(looks) == 2:
+                unmount()
+
+    with pytest.raises(FileNotFoundError):
+        Epoch.take_over(RuledStorage(second_look), job.layout)
+
+
+def test_other_names_beside_the_rooms_are_let_be(job: Job) -> None:
+    (job.layout.epochs / ".snapshot").mkdir()
+    (job.layout.epochs / "\u0663-00000000").mkdir()
+    (job.layout.epochs / "7").mkdir()
+    assert job.take_over().number == 1
+    assert job.take_over().number == 2
+    assert (job.layout.epochs / ".snapshot").exists()
+
+
+def test_a_discarded_name_can_be_discarded_again(job: Job) -> None:
+    epoch = job.take_over()
+    for _ in range(2):
+        job.layout.step(3).mkdir()
+        epoch.discard(job.layout.step(3))
+    assert len(epoch.discarded()) == 2
+
+
+def test_leasing_is_opened_by_a_rename_that_a_superseded_daemon_cannot_do(job: Job) -> None:
+    old = job.take_over()
+    old.open_leasing(1)
+    assert os.listdir(job.layout.lease_folder(1)) == []
+    job.take_over()
+    with pytest.raises(SupersededError):
+        old.open_leasing(2)
+    assert not job.layout.lease_folder(2).exists()
+
+
+def test_leasing_that_is_open_already_keeps_its_leases(job: Job) -> None:
+    epoch = job.take_over()
+    epoch.open_leasing(1)
+    epoch.open_leasing(1)
+    job.lease(1, "session")
+    epoch.open_leasing(1)
+    assert os.listdir(job.layout.lease_folder(1)) == ["explorer.session"]
+    assert os.listdir(epoch.building) == []
+
+
+def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(job: Job) -> None:
+    storage = RuledStorage(refuse("rename", errno.EIO, where="leases-"))
+    epoch = Epoch.take_over(storage, job.layout)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        epoch.open_leasing(1)
+    storage.rules.clear()
+    epoch.open_leasing(1)
+    assert job.layout.lease_folder(1).exists()

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from explorer_hooks.hook import ExplorerHook, Version
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import (
+    CancelledError,
+    EngineMismatchError,
+    SyncdError,
+    VerificationError,
+    WaitTimeoutError,
+)
+from syncd.protocol.records import ExplorerReport, parse
+from tests.jobs import Job
+from tests.storages import RuledStorage, refuse
+
+
+class Engine:
+    """An engine that notes what is done to it."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+        self.misfits: set[int] = set()
+        self.breaks: set[int] = set()
+
+    def check(self, version: LeasedVersion) -> None:
+        if version.sequence in self.misfits:
+            raise EngineMismatchError("other names")
+
+    def load(self, version: LeasedVersion) -> None:
+        if version.sequence in self.breaks:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.loaded.append(version.sequence)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def hook(job: Job, engine: Engine) -> Iterator[ExplorerHook]:
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as made:
+        yield made
+
+
+def publish(job: Job, step: int) -> None:
+    job.save(step)
+    with job.daemon() as loop:
+        loop.run_once()
+
+
+def report(job: Job) -> ExplorerReport:
+    return parse(ExplorerReport, job.layout.explorer("explorer").read_bytes(), "it")
+
+
+def leased(job: Job) -> list[int]:
+    return [
+        sequence for sequence in range(1, 9) if job.storage.names(job.layout.lease_folder(sequence))
+    ]
+
+
+def test_a_pull_loads_the_newest_version_and_says_so(
+    job: Job, hook: ExplorerHook, engine: Engine
+) -> None:
+    assert (hook.version, hook.folder) == (None, None)
+    publish(job, 3)
+    publish(job, 4)
+    assert hook.pull(0) == Version(2, 4)
+    assert engine.loaded == [2]
+    assert hook.version == Version(2, 4)
+    assert hook.folder == job.layout.version(2)
+    told = report(job)
+    assert (told.status, told.sequence, told.step, told.refused) == ("running", 2, 4, None)
+
+
+def test_the_version_that_is_served_stays_until_the_next_is_applied(
+    job: Job, hook: ExplorerHook, engine: Engine
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    publish(job, 2)
+    assert leased(job) == [1]
+    engine.misfits.add(2)
+    with pytest.raises(EngineMismatchError):
+        hook.pull(0)
+    assert leased(job) == [1]
+    publish(job, 3)
+    hook.pull(0)
+    assert leased(job) == [3]
+
+
+def test_nothing_new_is_counted_and_leaves_the_engine_alone(
+    job: Job, hook: ExplorerHook, engine: Engine
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    for _ in range(2):
+        with pytest.raises(WaitTimeoutError):
+            hook.pull(0)
+    assert engine.loaded == [1]
+    assert (report(job).nothing_new, report(job).status) == (2, "running")
+
+
+def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
+    job: Job, hook: ExplorerHook, engine: Engine
+) -> None:
+    publish(job, 1)
+    path = job.layout.version(1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(VerificationError):
+        hook.pull(0)
+    assert engine.loaded == []
+    assert leased(job) == []
+    assert str(report(job).refused).startswith("version 1: ")
+    with pytest.raises(WaitTimeoutError):
+        hook.pull(0)
+    publish(job, 2)
+    assert hook.pull(0) == Version(2, 2)
+    assert report(job).refused is None
+
+
+@pytest.mark.parametrize("fault", ["misfits", "breaks"])
+def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
+    job: Job, hook: ExplorerHook, engine: Engine, fault: str
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    publish(job, 2)
+    getattr(engine, fault).add(2)
+    with pytest.raises((SyncdError, OSError)):
+        hook.pull(0)
+    assert hook.version == Version(1, 1)
+    assert report(job).sequence == 1
+    assert str(report(job).refused).startswith("version 2: ")
+
+
+def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
+    job: Job, engine: Engine
+) -> None:
+    storage = RuledStorage()
+    hook = ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
+    publish(job, 1)
+    hook.pull(0)
+    publish(job, 2)
+    engine.check = lambda _: storage.rules.append(  # type: ignore[method-assign]
+        refuse("rename", errno.ENOSPC, where="explorers")
+    )
+    assert hook.pull(0) == Version(2, 2)
+    assert leased(job) == [2]
+    assert report(job).sequence == 1
+    storage.rules.clear()
+    hook.close()
+
+
+def test_closing_ends_a_pull_in_another_thread_and_lets_the_version_go(
+    job: Job, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    ended: list[type[BaseException]] = []
+
+    def pull() -> None:
+        try:
+            hook.pull()
+        except CancelledError as error:
+            ended.append(type(error))
+
+    thread = threading.Thread(target=pull)
+    thread.start()
+    hook.close()
+    hook.close()
+    thread.join()
+    assert ended == [CancelledError]
+    assert leased(job) == []
+    assert report(job).status == "stopped"
+    assert list(Path(job.layout.sessions).iterdir()) == []

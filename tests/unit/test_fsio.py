@@ -1,0 +1,275 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from syncd.storage.fsio import Draft, Storage
+from tests.storages import FastStorage, RuledStorage, once, refuse
+
+STORAGE = FastStorage()
+
+
+def test_a_draft_is_invisible_until_it_is_committed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with Draft(STORAGE, path) as draft:
+        draft.write(b"one ")
+        draft.write(memoryview(b"two"))
+        assert not path.exists()
+        draft.commit()
+    assert path.read_bytes() == b"one two"
+    assert draft.size == 7
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_draft_without_a_commit_leaves_the_old_file_and_no_garbage(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with Draft(STORAGE, path) as draft:
+        draft.write(b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("method", ["create", "write", "fsync", "close", "rename"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_refused_step_leaves_the_old_file_and_no_garbage(
+    tmp_path: Path, method: str, code: int
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(OSError, match=os.strerror(code)):
+        RuledStorage(refuse(method, code)).replace(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_failing_close_is_not_followed_by_a_rename(tmp_path: Path) -> None:
+    storage = RuledStorage(refuse("close", errno.EDQUOT))
+    with pytest.raises(OSError, match=os.strerror(errno.EDQUOT)):
+        storage.replace(tmp_path / "file", b"new")
+    assert storage.count("rename", tmp_path) == 0
+
+
+def test_a_file_is_durable_before_its_rename_and_its_name_after(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    storage.replace(tmp_path / "file", b"new")
+    methods = [method for method, _ in storage.calls]
+    assert methods == ["create", "write", "fsync", "close", "rename", "sync_folder"]
+
+
+def test_a_draft_is_made_in_the_room_that_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "room").mkdir()
+    storage = RuledStorage()
+    storage.replace(tmp_path / "file", b"new", room=tmp_path / "room")
+    assert storage.count("create", tmp_path / "room") == 1
+    assert not os.listdir(tmp_path / "room")
+
+
+def test_short_writes_go_on_where_they_ended(tmp_path: Path) -> None:
+    class OneByte(FastStorage):
+        def write(self, fd: int, data: bytes | memoryview) -> int:
+            return super().write(fd, bytes(data[:1]))
+
+        def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+            return super().pwrite(fd, bytes(data[:1]), offset)
+
+    storage = OneByte()
+    storage.write_new(tmp_path / "file", b"all of it")
+    assert (tmp_path / "file").read_bytes() == b"all of it"
+    with (tmp_path / "file").open("r+b") as file:
+        storage.pwrite_all(file.fileno(), b"IT!", 7)
+    assert (tmp_path / "file").read_bytes() == b"all of IT!"
+
+
+def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        STORAGE.write_new(tmp_path / "file", b"new")
+
+
+def test_missing_folders_are_made_and_those_there_are_kept(tmp_path: Path) -> None:
+    STORAGE.make_folder(tmp_path / "a" / "b" / "c")
+    (tmp_path / "a" / "b" / "file").touch()
+    STORAGE.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b" / "file").exists()
+
+
+def test_a_folder_under_a_dangling_link_is_an_error_and_no_endless_recursion(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(FileNotFoundError):
+        STORAGE.make_folder(tmp_path / "link" / "a" / "b")
+
+
+def test_a_tree_is_removed_without_following_a_link(tmp_path: Path) -> None:
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    (outside / "deep").mkdir(parents=True)
+    (outside / "file").touch()
+    (tree / "in").mkdir(parents=True)
+    (tree / "in" / "file").touch()
+    (tree / "to-folder").symlink_to(outside)
+    (tree / "to-file").symlink_to(outside / "file")
+    (tree / "dangling").symlink_to("nowhere")
+    STORAGE.remove_tree(tree)
+    assert not tree.exists()
+    assert sorted(os.listdir(outside)) == ["deep", "file"]
+
+
+def test_removing_a_link_to_a_folder_removes_the_link_alone(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    STORAGE.remove_tree(tmp_path / "nothing there")
+    STORAGE.remove_tree(tmp_path / "folder" / "file")
+    assert (tmp_path / "folder").exists()
+    assert not (tmp_path / "folder" / "file").exists()
+
+
+def test_a_file_that_comes_while_its_tree_is_removed_is_left_for_the_next_sweep(
+    tmp_path: Path,
+) -> None:
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    storage = RuledStorage(once("rmdir", lambda path: (path / ".nfs0001").touch()))
+    storage.remove_tree(tree)
+    assert os.listdir(tree) == [".nfs0001"]
+    storage.remove_tree(tree)
+    assert not tree.exists()
+
+
+def test_a_link_is_never_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"secret")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        STORAGE.read(tmp_path / "link")
+
+
+def test_a_pipe_is_refused_at_once_instead_of_waiting_for_its_writer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="not a regular file"):
+        STORAGE.read(tmp_path / "pipe")
+
+
+def test_a_folder_and_a_device_are_no_files(tmp_path: Path) -> None:
+    for path in (tmp_path, Path("/dev/zero")):
+        with pytest.raises(OSError, match="not a regular file"):
+            STORAGE.read(path)
+
+
+def test_refused_files_leave_no_descriptor_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        with pytest.raises(OSError, match="not a regular file"):
+            STORAGE.open_read(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert STORAGE.read(tmp_path / "file", 5) == b"12345"
+    with pytest.raises(OSError, match="longer than 4 bytes"):
+        STORAGE.read(tmp_path / "file", 4)
+
+
+def test_a_signature_changes_with_a_replacement_of_the_same_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    STORAGE.replace(path, b"same")
+    _, before = STORAGE.read_with_signature(path)
+    assert STORAGE.read_with_signature(path) == (b"same", before)
+    STORAGE.replace(path, b"same")
+    assert STORAGE.read_with_signature(path)[1] != before
+
+
+def test_a_missing_folder_has_no_names_and_a_forbidden_one_is_an_error(tmp_path: Path) -> None:
+    assert STORAGE.names(tmp_path / "missing") == []
+    assert STORAGE.status(tmp_path / "missing" / "file") is None
+    (tmp_path / "file").touch()
+    assert STORAGE.names(tmp_path / "file") == []
+    assert not STORAGE.exists(tmp_path / "file" / "below")
+
+
+# -- copying ---------------------------------------------------------------------------------------
+
+REFUSED = ["EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "ETXTBSY"]
+CONTENT = bytes(range(256)) * 64
+
+
+class Copying(Storage):
+    """Refuses ways of copying, and says which were tried."""
+
+    def __init__(self, refused: dict[str, int]) -> None:
+        super().__init__(durable=False)
+        self._refused = refused
+        self.tried: list[str] = []
+
+    def _try(self, way: str) -> None:
+        self.tried.append(way)
+        if way in self._refused:
+            raise OSError(self._refused[way], os.strerror(self._refused[way]))
+
+    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        self._try("copy_file_range")
+        return super().copy_file_range(source, target, count, at, to)
+
+    def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        self._try("sendfile")
+        return super().sendfile(source, target, count, at, to)
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        self._try("pwrite")
+        return super().pwrite(fd, data, offset)
+
+
+def copied(storage: Storage, tmp_path: Path, *, at: int, to: int, count: int) -> bytes:
+    """What lands in a new file."""
+    (tmp_path / "source").write_bytes(CONTENT)
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
+        done = 0
+        while done < count:
+            moved = storage.copy_range(
+                source.fileno(), target.fileno(), count - done, at + done, to + done
+            )
+            assert moved > 0
+            done += moved
+    return (tmp_path / "target").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("refused", "ways"),
+    [
+        ((), ["copy_file_range"]),
+        (("copy_file_range",), ["copy_file_range", "sendfile"]),
+        (("copy_file_range", "sendfile"), ["copy_file_range", "sendfile", "pwrite"]),
+    ],
+)
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_refused_way_falls_back_to_the_next_with_the_same_bytes(
+    tmp_path: Path, refused: tuple[str, ...], ways: list[str], name: str
+) -> None:
+    storage = Copying({way: getattr(errno, name) for way in refused})
+    found = copied(storage, tmp_path, at=100, to=7, count=5000)
+    assert found == b"\0" * 7 + CONTENT[100:5100]
+    assert storage.tried == ways
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EIO", "EDQUOT", "EBADF", "ESTALE"])
+@pytest.mark.parametrize("way", ["copy_file_range", "sendfile", "pwrite"])
+def test_any_other_error_of_a_copy_is_raised(tmp_path: Path, name: str, way: str) -> None:
+    ways = ["copy_file_range", "sendfile", "pwrite"]
+    refused = dict.fromkeys(ways[: ways.index(way)], errno.EXDEV)
+    storage = Copying({**refused, way: getattr(errno, name)})
+    with pytest.raises(OSError, match=os.strerror(getattr(errno, name))):
+        copied(storage, tmp_path, at=0, to=0, count=10)
+
+
+@pytest.mark.parametrize("refused", [(), ("copy_file_range",), ("copy_file_range", "sendfile")])
+def test_a_copy_at_the_end_of_the_source_is_0_bytes(
+    tmp_path: Path, refused: tuple[str, ...]
+) -> None:
+    (tmp_path / "source").write_bytes(b"123")
+    storage = Copying(dict.fromkeys(refused, errno.EXDEV))
+    with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
+        assert storage.copy_range(source.fileno(), target.fileno(), 9, 3, 0) == 0

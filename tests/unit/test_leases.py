@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from syncd.protocol.errors import VersionGoneError
+from syncd.storage.leases import (
+    LOOKS_PER_LEASE,
+    DaemonLock,
+    Judge,
+    Lease,
+    Liveness,
+    Session,
+    sweep_broken,
+)
+from tests.jobs import LEASE_TIME, Job
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+
+STORAGE = FastStorage()
+LOOK = LEASE_TIME / LOOKS_PER_LEASE
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path) -> Path:
+    path = tmp_path / "session.lock"
+    path.write_bytes(b"of a process elsewhere")
+    return path
+
+
+@pytest.fixture
+def judge(clock: Clock) -> Judge:
+    return Judge(STORAGE, LEASE_TIME, clock=clock)
+
+
+def beat(path: Path) -> None:
+    """What a heartbeat does: the file's times move."""
+    status = path.stat()
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def looks(judge: Judge, path: Path, clock: Clock, times: int, *, apart: float = LOOK) -> Liveness:
+    """The last of some looks."""
+    seen = Liveness.MISSING
+    for _ in range(times):
+        clock.advance(apart)
+        seen = judge.look(path)
+    return seen
+
+
+def test_a_heartbeat_that_did_not_move_for_a_lease_time_is_dead(
+    judge: Judge, heartbeat: Path, clock: Clock
+) -> None:
+    assert judge.look(heartbeat) is Liveness.ALIVE
+    assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE - 1) is Liveness.ALIVE
+    assert looks(judge, heartbeat, clock, 1) is Liveness.DEAD
+
+
+def test_a_heartbeat_starts_the_stopwatch_anew(judge: Judge, heartbeat: Path, clock: Clock) -> None:
+    for _ in range(4):
+        assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.ALIVE
+        beat(heartbeat)
+    assert looks(judge, heartbeat, clock, 1 + LOOKS_PER_LEASE) is Liveness.DEAD
+
+
+def test_a_judge_who_was_paused_does_not_count_his_pause(
+    judge: Judge, heartbeat: Path, clock: Clock
+) -> None:
+    judge.look(heartbeat)
+    assert looks(judge, heartbeat, clock, 50, apart=LEASE_TIME) is Liveness.ALIVE
+    assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.DEAD
+
+
+def test_a_clock_far_off_decides_nothing(judge: Judge, heartbeat: Path, clock: Clock) -> None:
+    os.utime(heartbeat, (1, 1))
+    assert looks(judge, heartbeat, clock, 2) is Liveness.ALIVE
+    os.utime(heartbeat, (2**33, 2**33))
+    assert looks(judge, heartbeat, clock, 2) is Liveness.ALIVE
+
+
+def test_a_replaced_file_is_another_heartbeat(judge: Judge, heartbeat: Path, clock: Clock) -> None:
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE - 1)
+    STORAGE.replace(heartbeat, heartbeat.read_bytes())
+    assert looks(judge, heartbeat, clock, 2) is Liveness.ALIVE
+
+
+def test_a_missing_heartbeat_is_missing_and_forgotten(
+    judge: Judge, heartbeat: Path, clock: Clock
+) -> None:
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE - 1)
+    content = heartbeat.read_bytes()
+    heartbeat.unlink()
+    assert judge.look(heartbeat) is Liveness.MISSING
+    heartbeat.write_bytes(content)
+    assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.ALIVE
+
+
+def test_an_empty_heartbeat_is_judged_like_any_other(
+    judge: Judge, heartbeat: Path, clock: Clock
+) -> None:
+    heartbeat.write_bytes(b"")
+    judge.look(heartbeat)
+    assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.DEAD
+
+
+def test_storage_that_does_not_answer_is_no_death(heartbeat: Path, clock: Clock) -> None:
+    storage = RuledStorage(refuse("open_read", errno.EIO))
+    judge = Judge(storage, LEASE_TIME, clock=clock)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        judge.look(heartbeat)
+
+
+def test_those_not_watched_any_more_begin_again(
+    judge: Judge, heartbeat: Path, clock: Clock
+) -> None:
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE - 1)
+    judge.forget_all_but(set())
+    assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.ALIVE
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from syncd.protocol.layout import JobLayout
+from syncd.storage.leases import Session
+session = Session(JobLayout(Path(sys.argv[1])), 30.0)
+print(session.id, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_killed_process_of_this_host_is_dead_at_the_first_look(job: Job, clock: Clock) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(job.layout.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    path = job.layout.session(child.stdout.readline().decode().strip())
+    with Session(job.layout, LEASE_TIME) as session:
+        judge = Judge(STORAGE, LEASE_TIME, host=session.host, clock=clock)
+        assert judge.look(path) is Liveness.ALIVE
+        child.kill()
+        child.communicate()
+        assert judge.look(path) is Liveness.DEAD
+        assert Judge(STORAGE, LEASE_TIME, host=session.host, clock=clock).look(path) is (
+            Liveness.DEAD
+        )
+        assert Judge(STORAGE, LEASE_TIME, clock=clock).look(path) is Liveness.ALIVE
+        assert judge.look(job.layout.session(session.id)) is Liveness.ALIVE
+
+
+def test_a_session_is_there_until_it_is_closed(job: Job) -> None:
+    with Session(job.layout, LEASE_TIME) as one, Session(job.layout, LEASE_TIME) as two:
+        assert one.id != two.id
+        assert job.layout.session(one.id).exists()
+        assert job.layout.session(two.id).exists()
+    assert os.listdir(job.layout.sessions) == []
+
+
+# -- breaking --------------------------------------------------------------------------------------
+
+
+def test_a_dead_file_is_broken(judge: Judge, heartbeat: Path, clock: Clock) -> None:
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE)
+    assert judge.break_dead(heartbeat)
+    assert os.listdir(heartbeat.parent) == []
+
+
+def test_a_file_that_lives_again_is_put_back(judge: Judge, heartbeat: Path, clock: Clock) -> None:
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE)
+    beat(heartbeat)
+    inode = heartbeat.stat().st_ino
+    assert not judge.break_dead(heartbeat)
+    assert os.listdir(heartbeat.parent) == [heartbeat.name]
+    assert heartbeat.stat().st_ino == inode
+
+
+def test_a_file_that_was_taken_by_another_meanwhile_is_put_back(
+    judge: Judge, heartbeat: Path, clock: Clock
+) -> None:
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE)
+    STORAGE.replace(heartbeat, b"another's")
+    assert not judge.break_dead(heartbeat)
+    assert heartbeat.read_bytes() == b"another's"
+
+
+def test_a_name_taken_while_it_was_looked_at_stays_with_its_new_owner(
+    heartbeat: Path, clock: Clock
+) -> None:
+    storage = RuledStorage(once("link", lambda _, path: path.write_bytes(b"third's")))
+    judge = Judge(storage, LEASE_TIME, clock=clock)
+    judge.look(heartbeat)
+    looks(judge, heartbeat, clock, LOOKS_PER_LEASE)
+    beat(heartbeat)
+    assert not judge.break_dead(heartbeat)
+    assert heartbeat.read_bytes() == b"third's"
+    assert os.listdir(heartbeat.parent) == [heartbeat.name]
+
+
+def test_what_was_never_looked_at_is_not_broken(judge: Judge, heartbeat: Path) -> None:
+    assert not judge.break_dead(heartbeat)
+    assert heartbeat.exists()
+
+
+def test_what_another_broke_first_is_gone(judge: Judge, heartbeat: Path) -> None:
+    judge.look(heartbeat)
+    heartbeat.unlink()
+    assert judge.break_dead(heartbeat)
+
+
+def test_leftovers_of_killed_breakers_are_swept_and_locks_are_not(job: Job) -> None:
+    for folder in (job.layout.state, job.layout.sessions):
+        (folder / "x.lock.broken-abc").touch()
+        (folder / "x.lock").touch()
+    sweep_broken(STORAGE, job.layout)
+    assert not list(job.layout.state.rglob("*.broken-*"))
+    assert (job.layout.sessions / "x.lock").exists()
+
+
+# -- the daemon's lock -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def locks(job: Job, clock: Clock) -> Iterator[list[DaemonLock]]:
+    made = [
+        DaemonLock(STORAGE, job.layout, LEASE_TIME, Judge(STORAGE, LEASE_TIME, clock=clock))
+        for _ in range(2)
+    ]
+    yield made
+    for lock in made:
+        lock.release()
+
+
+def test_only_one_daemon_is_elected(locks: list[DaemonLock]) -> None:
+    first, second = locks
+    assert first.try_acquire()
+    assert not second.try_acquire()
+    first.release()
+    assert second.try_acquire()
+    assert not first.lost
+
+
+def test_a_standby_takes_the_lock_of_a_dead_daemon(
+    job: Job, locks: list[DaemonLock], clock: Clock
+) -> None:
+    job.layout.daemon_lock.write_bytes(b"")
+    tries = []
+    for _ in range(LOOKS_PER_LEASE + 1):
+        tries.append(locks[0].try_acquire())
+        clock.advance(LOOK)
+    assert tries == [False] * LOOKS_PER_LEASE + [True]
+    assert not locks[1].try_acquire()
+
+
+def test_a_lock_that_moves_is_never_taken(job: Job, locks: list[DaemonLock], clock: Clock) -> None:
+    job.layout.daemon_lock.write_bytes(b"")
+    for _ in range(20):
+        assert not locks[0].try_acquire()
+        clock.advance(LOOK)
+        beat(job.layout.daemon_lock)
+
+
+# -- leases ----------------------------------------------------------------------------------------
+
+
+def test_a_lease_is_a_file_that_says_who_holds_it(job: Job) -> None:
+    job.layout.lease_folder(3).mkdir()
+    lease = Lease.take(STORAGE, job.layout, 3, "node-1", "session-9")
+    assert os.listdir(job.layout.lease_folder(3)) == ["node-1.session-9"]
+    assert lease.sequence == 3
+
+
+def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(job: Job) -> None:
+    job.layout.lease_folder(3).mkdir()
+    leases = [job.lease(3, "session", name) for name in ("one", "two")]
+    for lease in leases:
+        with pytest.raises(OSError, match=os.strerror(errno.ENOTEMPTY)):
+            STORAGE.rmdir(job.layout.lease_folder(3))
+        lease.release()
+        lease.release()
+    STORAGE.rmdir(job.layout.lease_folder(3))
+
+
+def test_a_retired_version_cannot_be_leased_and_its_folder_does_not_come_back(job: Job) -> None:
+    with pytest.raises(VersionGoneError, match=r"version 3 of .* was retired before node leased"):
+        job.lease(3, "session", "node")
+    assert not job.layout.lease_folder(3).exists()
+
+
+def test_the_same_session_may_lease_twice(job: Job) -> None:
+    job.layout.lease_folder(3).mkdir()
+    job.lease(3, "session")
+    job.lease(3, "session").release()
+    assert os.listdir(job.layout.lease_folder(3)) == []
+
+
+def test_a_full_disk_is_not_taken_for_a_retired_version(job: Job) -> None:
+    job.layout.lease_folder(3).mkdir()
+    storage = RuledStorage(refuse("create", errno.ENOSPC))
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        Lease.take(storage, job.layout, 3, "node", "session")
+
+
+def test_a_version_of_a_stale_handle_is_gone(job: Job) -> None:
+    job.layout.lease_folder(3).mkdir()
+    storage = RuledStorage(refuse("create", errno.ESTALE))
+    with pytest.raises(VersionGoneError):
+        Lease.take(storage, job.layout, 3, "node", "session")

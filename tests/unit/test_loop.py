@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import SupersededError
+from syncd.protocol.records import DaemonReport, parse
+from tests.jobs import LEASE_TIME, Job
+from tests.storages import Clock, RuledStorage, refuse
+
+
+def report(job: Job) -> DaemonReport:
+    return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+
+
+def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: Job) -> None:
+    job.save(4)
+    with job.daemon() as loop:
+        assert (report(job).state, report(job).sequence) == ("watching", None)
+        loop.run_once()
+        told = report(job)
+        assert (told.sequence, told.step, told.counters.published) == (1, 4, 1)
+        assert told.counters.merged_bytes > 0
+    assert report(job).state == "stopped"
+
+
+def test_the_report_says_what_is_waited_for(job: Job) -> None:
+    with job.daemon() as loop:
+        loop.run_once()
+        assert report(job).detail == "latest_state_dict_iteration.txt is not there"
+
+
+def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
+    tmp_path: Path, clock: Clock
+) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        loop.run_once()
+        storage.calls.clear()
+        loop.run_once()
+        assert storage.count("create", job.layout.root) == 0
+        clock.advance(LEASE_TIME / 3)
+        loop.run_once()
+        assert storage.count("create", job.layout.root) == 1
+
+
+def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
+    tmp_path: Path, clock: Clock
+) -> None:
+    storage = RuledStorage(refuse("create", errno.ENOSPC, where="building/v"))
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    tried = []
+    with job.daemon(clock=clock) as loop:
+        for _ in range(100):
+            storage.calls.clear()
+            loop.run_once()
+            if storage.count("create", job.layout.epochs) > 1:
+                tried.append(clock.now - 1000)
+            assert "No space left" in report(job).detail
+            clock.advance(1)
+        assert tried[:5] == [0, 2, 6, 14, 30]
+        assert tried[5:] == [60, 90]
+        storage.rules.clear()
+        clock.advance(30)
+        loop.run_once()
+    assert job.latest.step == 4
+
+
+def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path) -> None:
+    class Days(Clock):
+        def __call__(self) -> float:
+            self.now += 31
+            return self.now
+
+    storage = RuledStorage(refuse("mkdir", errno.ENOSPC, where="building/v"))
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    with job.daemon(clock=Days()) as loop:
+        for _ in range(1100):
+            loop.run_once()
+        storage.rules.clear()
+        loop.run_once()
+    assert job.latest.step == 4
+
+
+def test_a_lost_lock_ends_the_round_before_anything_is_done(job: Job) -> None:
+    job.save(4)
+    with job.daemon() as loop:
+        job.take_over()
+        with pytest.raises(SupersededError):
+            loop.run_once()
+    assert job.versions == []
+
+
+def test_a_round_says_whether_step_folders_are_left(job: Job) -> None:
+    for step in range(70):
+        job.save(step)
+        (job.layout.step(step) / ".full_checkpoint").touch()
+    with job.daemon(DaemonConfig(prune_steps=False)) as loop:
+        loop.run_once()
+        assert loop.has_more
+        loop.run_once()
+
+
+def test_a_negative_pointer_is_waited_for_and_an_old_version_stays(job: Job) -> None:
+    job.save(4)
+    with job.daemon() as loop:
+        loop.run_once()
+        job.point(-1)
+        assert loop.run_once().waiting_for.endswith("no step yet")
+    assert job.latest.step == 4

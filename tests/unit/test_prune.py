@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.layout import CHECKPOINT_POINTER
+from syncd.protocol.records import AuditLine, parse
+from tests.jobs import Job
+from tests.storages import AnswerLost, Clock, RuledStorage, once, refuse
+
+
+@pytest.fixture
+def storage() -> RuledStorage:
+    return RuledStorage()
+
+
+@pytest.fixture
+def ruled(tmp_path: Path, storage: RuledStorage) -> Job:
+    return Job(tmp_path / "job", storage)
+
+
+def published(job: Job, steps: int, config: DaemonConfig | None = None) -> None:
+    """Steps 1, 2, …, each a version; nothing is pruned."""
+    with job.daemon(config or DaemonConfig(keep=99, prune_steps=False)) as loop:
+        for step in range(1, steps + 1):
+            job.save(step)
+            loop.run_once()
+
+
+def round_of(job: Job, **config: Any) -> None:
+    """One round of another daemon."""
+    with job.daemon(DaemonConfig(**config)) as loop:
+        loop.run_once()
+
+
+def steps(job: Job) -> list[str]:
+    return sorted(path.name for path in job.layout.root.glob("global_step_*"))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_old_versions_and_published_steps_go_each_with_an_audit_line(job: Job) -> None:
+    published(job, 4)
+    round_of(job, keep=2)
+    assert job.versions == ["v000003", "v000004"]
+    assert sorted(path.name for path in job.layout.leases.iterdir()) == job.versions
+    assert steps(job) == ["global_step_4"]
+    assert sorted(job.audit) == [
+        ("step", "global_step_1"), ("step", "global_step_2"), ("step", "global_step_3"),
+        ("version", "v000001"), ("version", "v000002"),
+    ]  # fmt: skip
+    lines = [parse(AuditLine, line, "") for line in job.layout.audit.read_bytes().splitlines()]
+    assert {line.why for line in lines} == {
+        "not among the newest 2, and not leased",
+        "published, and not a full checkpoint",
+    }
+    assert job.outcomes == {4: "published"}
+
+
+def test_a_version_goes_when_its_last_lease_does(job: Job) -> None:
+    published(job, 3)
+    for session in ("a", "b"):
+        job.layout.session(session).touch()
+    leases = [job.lease(1, "a"), job.lease(1, "b")]
+    for lease in leases:
+        round_of(job, keep=1)
+        assert job.versions == ["v000001", "v000003"]
+        lease.release()
+    round_of(job, keep=1)
+    assert job.versions == ["v000003"]
+
+
+def test_a_lease_that_arrives_between_decision_and_rmdir_keeps_the_version(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+    storage.rules.append(once("rmdir", lambda _: ruled.lease(1, "late"), where="leases/v000001"))
+    round_of(ruled, keep=1, prune_steps=False)
+    assert ruled.versions == ["v000001", "v000002"]
+    assert ruled.audit == []
+    assert content(ruled.layout.version(1))
+
+
+def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+    storage.rules.append(refuse("rename", errno.EIO, where="published/v000001"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        round_of(ruled, keep=1, prune_steps=False)
+    assert not ruled.layout.lease_folder(1).exists()
+    storage.rules.clear()
+    round_of(ruled, keep=1, prune_steps=False)
+    assert ruled.versions == ["v000002"]
+    assert ruled.audit == [("version", "v000001")]
+
+
+def test_a_dead_explorers_lease_goes_after_the_grace_and_then_its_version(
+    job: Job, clock: Clock
+) -> None:
+    published(job, 2)
+    job.lease(1, "dead")
+    with job.daemon(DaemonConfig(keep=1, prune_steps=False), clock=clock) as loop:
+        loop.run_once()
+        clock.advance(299)
+        loop.run_once()
+        assert job.audit == []
+        clock.advance(1)
+        loop.run_once()
+        assert job.audit == [("lease", "v000001/explorer.dead")]
+        loop.run_once()
+    assert job.audit[1:] == [("version", "v000001")]
+
+
+def test_a_note_that_someone_left_among_the_leases_keeps_the_version(
+    job: Job, clock: Clock
+) -> None:
+    published(job, 2)
+    (job.layout.lease_folder(1) / "keep this for the paper").touch()
+    with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
+        for _ in range(3):
+            loop.run_once()
+            clock.advance(1000)
+    assert job.versions == ["v000001", "v000002"]
+
+
+def prune_while(ruled: Job, storage: RuledStorage, change: Any) -> None:
+    """Run ``change`` right before the rename of step 1 into the trash."""
+
+    def rule(method: str, given: tuple[Any, ...]) -> None:
+        if method == "rename" and given[0] == ruled.layout.step(1):
+            storage.rules.remove(rule)
+            change()
+
+    storage.rules.append(rule)
+    round_of(ruled)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".saving", ".full_checkpoint", "critic/model.pt", "actor/optim_world_size_1_rank_0.pt",
+     "actor/extra_state_world_size_1_rank_0.pt"],
+)  # fmt: skip
+def test_a_step_that_changes_right_before_its_rename_is_put_back(
+    ruled: Job, storage: RuledStorage, name: str
+) -> None:
+    published(ruled, 2)
+    path = ruled.layout.step(1) / name
+
+    def late(*_: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"late")
+
+    before = content(ruled.layout.step(1))
+    prune_while(ruled, storage, late)
+    assert content(ruled.layout.step(1)) == {**before, name: b"late"}
+    assert ("step", "global_step_1") not in ruled.audit
+
+
+def test_a_save_that_was_replaced_right_before_its_rename_is_put_back(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+    prune_while(ruled, storage, lambda: ruled.save(1, 7.0, counter=8, point=False))
+    assert ruled.layout.actor(1).is_dir()
+    assert ruled.audit == []
+
+
+def test_of_a_step_that_came_back_every_file_that_it_lacks_is_put_back(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+
+    def trainer_goes_on() -> None:
+        (ruled.layout.actor(1) / "optim_world_size_1_rank_0.pt").write_bytes(b"old optimizer")
+        (ruled.layout.actor(1) / "to-model").symlink_to("huggingface")
+        storage.rules.append(after)
+
+    def after(method: str, given: tuple[Any, ...]) -> None:
+        # The trainer writes again, under the same name, before the folder is put back.
+        if method == "names" and "trash" in str(given[0]):
+            storage.rules.remove(after)
+            ruled.layout.actor(1).mkdir(parents=True)
+            (ruled.layout.actor(1) / "model.safetensors").write_bytes(b"newer")
+
+    prune_while(ruled, storage, trainer_goes_on)
+    found = content(ruled.layout.actor(1))
+    assert found["model.safetensors"] == b"newer"
+    assert found["optim_world_size_1_rank_0.pt"] == b"old optimizer"
+    assert found["huggingface/config.json"]
+    assert (ruled.layout.actor(1) / "to-model").is_symlink()
+    assert ruled.audit == []
+
+
+def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+    before = content(ruled.layout.step(1))
+    storage.rules.append(refuse("names", errno.EIO, where="trash/global_step_1"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        round_of(ruled)
+    assert content(ruled.layout.step(1)) == before
+    assert ruled.audit == []
+    assert ruled.outcomes == {1: "published", 2: "published"}
+
+
+def test_a_step_that_came_back_after_it_was_deleted_is_another_one(job: Job) -> None:
+    published(job, 2)
+    round_of(job)
+    assert steps(job) == ["global_step_2"]
+    job.save(1, counter=5)
+    with job.daemon() as loop:
+        loop.run_once()
+        assert job.latest.step == 1
+    assert steps(job) == ["global_step_1", "global_step_2"]
+
+
+def test_a_step_that_another_deleted_first_is_taken_off_the_record(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+    prune_while(ruled, storage, lambda: ruled.layout.step(1).rename(ruled.layout.root / "by-hand"))
+    assert ruled.outcomes == {2: "published"}
+    assert ruled.audit == []
+
+
+def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.save(step)
+    (job.layout.step(2) / ".full_checkpoint").touch()
+    with job.daemon() as loop:
+        for _ in range(3):
+            loop.run_once()
+    assert steps(job) == ["global_step_2", "global_step_3"]
+    assert job.audit == [("step", "global_step_1")]
+    assert job.outcomes == {3: "published"}
+
+
+def test_a_retired_checkpoint_goes_once_a_newer_one_is_pointed_to(job: Job) -> None:
+    published(job, 3)
+    for step in (1, 2):
+        (job.layout.actor(step) / "optim_world_size_1_rank_0.pt").touch()
+        (job.layout.step(step) / ".full_checkpoint").touch()
+    (job.layout.step(1) / ".full_checkpoint").rename(job.layout.step(1) / ".retired")
+    round_of(job)
+    assert "global_step_1" in steps(job)
+    job.point(2, CHECKPOINT_POINTER)
+    round_of(job)
+    assert steps(job) == ["global_step_2", "global_step_3"]
+
+
+def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    published(ruled, 2)
+    storage.rules.append(refuse("unlink", errno.EIO, where="trash"))
+    with (
+        pytest.raises(OSError, match=os.strerror(errno.EIO)),
+        ruled.daemon(DaemonConfig(keep=1, prune_steps=False)) as loop,
+    ):
+        loop.run_once()
+    storage.rules.clear()
+    round_of(ruled, prune_steps=False)
+    assert [what for what, _ in ruled.audit] == ["version", "trash"]
+    assert not list(ruled.layout.epochs.rglob("v000001*"))
+
+
+def test_answers_that_are_lost_delete_nothing_more_and_nothing_less(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job")
+    published(job, 3)
+    job.storage = AnswerLost()
+    round_of(job, keep=1)
+    assert job.versions == ["v000003"]
+    assert steps(job) == ["global_step_3"]
+
+
+def test_an_empty_pointer_keeps_every_step(job: Job) -> None:
+    published(job, 3)
+    job.layout.state_pointer.write_bytes(b"")
+    round_of(job, keep=9)
+    assert len(steps(job)) == 3
+    assert job.audit == []

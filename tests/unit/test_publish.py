@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.loop import Loop
+from syncd.protocol.errors import (
+    JobUnavailableError,
+    ProtocolMismatchError,
+    SupersededError,
+)
+from syncd.protocol.records import PublishNotice, Quarantine, encode, parse
+from tests.jobs import Job
+from tests.storages import Clock, RuledStorage, once, refuse
+
+
+def run(job: Job, rounds: int = 1, config: DaemonConfig | None = None) -> None:
+    """One daemon from its beginning to its end."""
+    with job.daemon(config) as loop:
+        for _ in range(rounds):
+            loop.run_once()
+
+
+def test_a_save_becomes_a_whole_version_that_latest_names(job: Job) -> None:
+    job.save(4)
+    run(job)
+    assert (job.latest.sequence, job.latest.step, job.latest.folder) == (1, 4, "v000001")
+    folder = job.layout.version(1)
+    manifest = read_manifest(job.storage, folder)
+    verify_version(job.storage, folder, manifest)
+    assert manifest.save_id == "run-4-0"
+    assert manifest.checked == "receipt"
+    assert (folder / "config.json").read_text() == '{"model_type": "tiny"}'
+    assert job.outcomes == {4: "published"}
+    assert job.layout.lease_folder(1).is_dir()
+    assert job.leftovers() == []
+
+
+def test_the_same_save_is_published_once_over_any_number_of_daemons(job: Job) -> None:
+    job.save(4)
+    for _ in range(3):
+        run(job, rounds=3)
+    assert job.versions == ["v000001"]
+
+
+def test_every_new_save_gets_the_next_sequence_whatever_its_step(job: Job) -> None:
+    config = DaemonConfig(keep=9)
+    with job.daemon(config) as loop:
+        for step, counter in ((4, 0), (5, 1), (2, 2), (2, 3)):
+            job.save(step, counter=counter)
+            loop.run_once()
+    assert job.versions == [f"v00000{n}" for n in (1, 2, 3, 4)]
+    assert (job.latest.sequence, job.latest.step) == (4, 2)
+
+
+def test_lease_folder_and_version_are_there_before_latest_names_them(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    run(job)
+    targets = [given[1] for method, given in storage.calls if method == "rename"]
+    order = [
+        targets.index(job.layout.publish_lock),
+        targets.index(job.layout.lease_folder(1)),
+        targets.index(job.layout.version(1)),
+        targets.index(job.layout.latest),
+        targets.index(job.layout.saves),
+    ]
+    assert order == sorted(order)
+    named = [given[1:] for _, given in storage.calls].index((job.layout.latest,))
+    assert ("unlink", (job.layout.publish_lock,)) in storage.calls[named:]
+
+
+def test_the_publish_lock_says_what_is_on_its_way_and_goes(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job")
+    said: list[PublishNotice] = []
+
+    def look(*_: Path) -> None:
+        said.append(parse(PublishNotice, job.layout.publish_lock.read_bytes(), "publish.lock"))
+
+    job.storage = RuledStorage(once("rename", look, where="published"))
+    job.save(4)
+    run(job)
+    assert (said[0].sequence, said[0].step) == (1, 4)
+    assert not job.layout.publish_lock.exists()
+
+
+@pytest.mark.parametrize("rename", ["published/v000001", ".syncd/LATEST", "leases/v000001"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_refused_commit_is_tried_again_and_nothing_is_lost(
+    tmp_path: Path, rename: str, code: int, clock: Clock
+) -> None:
+    storage = RuledStorage(refuse("rename", code, where=rename))
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        assert not job.layout.latest.exists()
+        storage.rules.clear()
+        clock.advance(60)
+        loop.run_once()
+        assert (job.latest.step, job.outcomes) == (4, {4: "published"})
+    assert job.leftovers() == []
+
+
+def test_a_finished_version_that_latest_does_not_name_is_adopted(tmp_path: Path) -> None:
+    storage = RuledStorage(refuse("rename", errno.EIO, where=".syncd/LATEST"))
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    run(job)
+    assert job.versions == ["v000001"]
+    storage.rules.clear()
+    with job.daemon() as loop:
+        assert (job.latest.sequence, job.latest.step) == (1, 4)
+        loop.run_once()
+    assert job.versions == ["v000001"]
+    assert job.outcomes == {4: "published"}
+
+
+@pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "short file", "missing file"])
+def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_number_not_used_again(
+    job: Job, damage: str
+) -> None:
+    job.save(4)
+    run(job)
+    job.save(5)
+    run(job)
+    job.layout.latest.unlink()
+    folder = job.layout.version(2)
+    match damage:
+        case "no manifest":
+            (folder / "manifest.json").unlink()
+        case "torn manifest":
+            (folder / "manifest.json").write_bytes(b"{")
+        case "short file":
+            # Its file is also the trainer's, by a hard link: another one takes its name.
+            job.put(folder / "model.safetensors", b"short")
+        case "missing file":
+            (folder / "config.json").unlink()
+    with job.daemon() as loop:
+        assert job.latest.sequence == 1
+        [discarded] = [name for what, name in job.audit if what == "trash"]
+        assert discarded.startswith("v000002-")
+        loop.run_once()
+        assert (job.latest.sequence, job.latest.step) == (3, 5)
+    assert job.versions == ["v000001", "v000003"]
+
+
+def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    job.save(4)
+    run(job)
+    job.layout.latest.unlink()
+    storage.rules.append(refuse("open_read", errno.EIO, where="v000001/manifest.json"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), job.daemon():
+        pass
+    storage.rules.clear()
+    assert job.versions == ["v000001"]
+    run(job)
+    assert job.latest.sequence == 1
+
+
+@pytest.mark.parametrize("content", [None, b"", b'{"sequence": 2', b"\x00" * 80])
+def test_a_lost_or_damaged_latest_comes_back_and_the_sequence_goes_on(
+    job: Job, content: bytes | None
+) -> None:
+    for step in (4, 5):
+        job.save(step)
+        run(job)
+    job.layout.latest.unlink()
+    if content is not None:
+        job.layout.latest.write_bytes(content)
+    run(job)
+    assert (job.latest.sequence, job.latest.step) == (2, 5)
+    job.save(6)
+    run(job)
+    assert job.latest.sequence == 3
+
+
+@pytest.mark.parametrize("witness", ["leases", "explorer", "daemon.json", "saves.json"])
+def test_a_sequence_is_never_given_twice_though_all_versions_are_lost(
+    job: Job, witness: str
+) -> None:
+    for step in (4, 5, 6):
+        job.save(step)
+        run(job)
+    kept = job.layout.lease_folder(3).exists()
+    assert kept
+    job.layout.latest.unlink()
+    for sequence in (1, 2, 3):
+        job.storage.remove_tree(job.layout.version(sequence))
+        if witness != "leases":
+            job.storage.remove_tree(job.layout.lease_folder(sequence))
+    if witness != "daemon.json":
+        job.layout.daemon_report.unlink()
+    if witness != "saves.json":
+        job.layout.saves.unlink()
+    if witness == "explorer":
+        report = {"name": "e", "session": "s", "status": "running", "sequence": 3, "time": 1.0}
+        job.layout.explorer("e").write_text(json.dumps(report))
+    run(job)
+    assert job.latest.sequence == 4
+
+
+def test_a_latest_of_a_newer_protocol_ends_the_daemon_and_changes_nothing(job: Job) -> None:
+    job.save(4)
+    run(job)
+    newer = b'{"protocol": 2, "sequence": 1, "step": 4, "kind": "delta"}'
+    job.layout.latest.write_bytes(newer)
+    with pytest.raises(ProtocolMismatchError, match="install the newer syncd"), job.daemon():
+        pass
+    assert job.layout.latest.read_bytes() == newer
+
+
+def broken_save(job: Job, step: int, counter: int = 0) -> None:
+    """A foreign save that can never be merged."""
+    job.save(step, receipts=False)
+    job.put(job.layout.actor(step) / "model.safetensors", b"x" * (64 + counter))
+    job.point(step)
+
+
+def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
+    job: Job, clock: Clock
+) -> None:
+    broken_save(job, 4)
+    with job.daemon(clock=clock) as loop:
+        decisions = [(loop.run_once(), clock.advance(5))[0] for _ in range(5)]
+    assert sum(len(decision.actions) for decision in decisions) == 1
+    [path] = job.layout.quarantine.iterdir()
+    record = parse(Quarantine, path.read_bytes(), path)
+    assert (record.step, record.error) == (4, "ShardFormatError")
+    assert "is not a whole safetensors file" in record.reason
+    assert job.outcomes == {4: "quarantined"}
+    assert job.versions == []
+    assert job.leftovers() == []
+
+
+def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
+    job: Job, clock: Clock
+) -> None:
+    broken_save(job, 4)
+    for _ in range(2):
+        with job.daemon(clock=clock) as loop:
+            for _ in range(3):
+                loop.run_once()
+                clock.advance(5)
+    assert len(list(job.layout.quarantine.iterdir())) == 1
+    job.save(4)
+    run(job)
+    assert job.latest.step == 4
+    assert job.outcomes == {4: "published"}
+
+
+def test_a_save_that_changes_while_it_is_merged_is_published_as_it_became(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job")
+    job.storage = RuledStorage(
+        once("create", lambda _: job.save(4, 9.0, counter=1), where="building/v000001/config.json")
+    )
+    job.save(4, 1.0)
+    with job.daemon() as loop:
+        for _ in range(3):
+            loop.run_once()
+    assert read_manifest(job.storage, job.layout.version(job.latest.sequence)).save_id == "run-4-1"
+
+
+def test_a_foreign_save_that_changes_while_it_is_merged_is_not_published(
+    tmp_path: Path, clock: Clock
+) -> None:
+    job = Job(tmp_path / "job")
+    job.storage = RuledStorage(
+        once("create", lambda _: job.save(4, 9.0, receipts=False), where="config.json")
+    )
+    job.save(4, 1.0, receipts=False)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        clock.advance(2)
+        loop.run_once()
+        assert job.versions == []
+        assert job.layout.quarantine.exists()
+        assert list(job.layout.quarantine.iterdir()) == []
+
+
+def test_a_published_version_does_not_change_when_its_step_is_saved_again(job: Job) -> None:
+    job.save(4, 1.0)
+    with job.daemon(DaemonConfig(keep=5)) as loop:
+        loop.run_once()
+        before = (job.layout.version(1) / "model.safetensors").read_bytes()
+        job.save(4, 9.0, counter=1)
+        loop.run_once()
+    assert job.latest.sequence == 2
+    assert (job.layout.version(1) / "model.safetensors").read_bytes() == before
+    assert (job.layout.version(2) / "model.safetensors").read_bytes() != before
+
+
+def test_a_superseded_daemon_publishes_nothing_and_says_so(tmp_path: Path) -> None:
+    job = Job(tmp_path / "job")
+    job.save(4)
+    with job.daemon() as loop:
+        job.take_over()
+        with pytest.raises(SupersededError):
+            loop.run_once()
+    assert job.versions == []
+    assert not job.layout.latest.exists()
+
+
+def begin_again_after(loop: Loop, job: Job) -> None:
+    job.layout.state.rename(job.layout.root / "away")
+    try:
+        with pytest.raises(JobUnavailableError):
+            loop.run_once()
+    finally:
+        (job.layout.root / "away").rename(job.layout.state)
+
+
+def test_a_job_that_comes_back_is_as_it_was(job: Job) -> None:
+    job.save(4)
+    with job.daemon() as loop:
+        loop.run_once()
+        before = job.layout.saves.read_bytes()
+        begin_again_after(loop, job)
+        loop.run_once()
+    assert job.layout.saves.read_bytes() == before
+    assert encode(job.latest)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from explorer_hooks.reader import Reader
+from syncd.protocol.errors import (
+    CancelledError,
+    InvalidSettingsError,
+    JobUnavailableError,
+    ProtocolMismatchError,
+    RecordError,
+    VerificationError,
+    VersionGoneError,
+    WaitTimeoutError,
+)
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import ExplorerReport, Latest, encode, parse
+from tests.jobs import Job
+from tests.storages import Clock, RuledStorage, once, refuse
+
+LONG = 30.0
+
+
+def publish(job: Job, *steps: int) -> None:
+    with job.daemon() as loop:
+        for step in steps:
+            job.save(step)
+            loop.run_once()
+
+
+@pytest.fixture
+def reader(job: Job) -> Iterator[Reader]:
+    with Reader(job.layout.root, "explorer", poll=0.02) as made:
+        yield made
+
+
+def markers(job: Job, sequence: int) -> list[str]:
+    return job.storage.names(job.layout.lease_folder(sequence))
+
+
+def test_the_newest_version_is_held_until_it_is_released(job: Job, reader: Reader) -> None:
+    publish(job, 3, 4)
+    version = reader.next_version(0, 0)
+    assert (version.sequence, version.step) == (2, 4)
+    assert version.folder == job.layout.version(2)
+    version.verify()
+    assert [file.path.name for file in version.open_weights()] == ["model.safetensors"]
+    assert len(markers(job, 2)) == 1
+    version.release()
+    version.release()
+    assert markers(job, 2) == []
+
+
+def test_nothing_newer_in_time_is_a_timeout_that_says_what_was_waited_for(
+    job: Job, reader: Reader
+) -> None:
+    with pytest.raises(WaitTimeoutError, match=r"nothing newer than version 0 within 0\.01 s"):
+        reader.wait(0, 0.01)
+    publish(job, 4)
+    with pytest.raises(WaitTimeoutError, match="nothing newer than version 1"):
+        reader.next_version(1, 0)
+    assert markers(job, 1) == []
+
+
+def test_a_timeout_is_kept_by_the_readers_own_clock(job: Job, clock: Clock) -> None:
+    class Passing(Clock):
+        def __call__(self) -> float:
+            self.now += 7
+            return self.now
+
+    with (
+        Reader(job.layout.root, "explorer", poll=0.001, clock=Passing()) as reader,
+        pytest.raises(WaitTimeoutError),
+    ):
+        reader.wait(0, 3600)
+    assert clock.now == 1000
+
+
+def test_a_lower_sequence_is_never_taken(job: Job, reader: Reader) -> None:
+    publish(job, 4)
+    with pytest.raises(WaitTimeoutError):
+        reader.next_version(7, 0)
+
+
+def test_a_version_published_meanwhile_ends_the_wait(job: Job, reader: Reader) -> None:
+    publisher = threading.Thread(target=publish, args=(job, 4))
+    publisher.start()
+    assert reader.wait(0, LONG).step == 4
+    publisher.join()
+
+
+def test_a_cancel_from_another_thread_ends_the_wait_and_every_later_one(reader: Reader) -> None:
+    canceller = threading.Thread(target=reader.cancel)
+    canceller.start()
+    for _ in range(2):
+        with pytest.raises(CancelledError, match="explorer was closed while it waited"):
+            reader.next_version(0, None)
+    canceller.join()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"sequence": 3}', b"\x00" * 40])
+def test_a_latest_that_is_torn_is_waited_for(job: Job, reader: Reader, content: bytes) -> None:
+    job.layout.latest.write_bytes(content)
+    assert reader.latest() is None
+    with pytest.raises(WaitTimeoutError):
+        reader.wait(0, 0)
+
+
+def test_a_latest_of_a_newer_protocol_is_not_waited_for(job: Job, reader: Reader) -> None:
+    job.layout.latest.write_bytes(b'{"protocol": 2, "kind": "delta"}')
+    with pytest.raises(ProtocolMismatchError):
+        reader.wait(0, LONG)
+
+
+def test_a_latest_that_names_a_version_that_is_gone_is_looked_at_again(
+    job: Job, reader: Reader
+) -> None:
+    latest = Latest(sequence=5, step=4, folder="v000005")
+    job.layout.latest.write_bytes(encode(latest))
+    with pytest.raises(VersionGoneError):
+        reader.lease(latest)
+    with pytest.raises(WaitTimeoutError, match=r"version 5 .* was retired before explorer"):
+        reader.next_version(0, 0)
+
+
+def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(job: Job, reader: Reader) -> None:
+    job.layout.lease_folder(5).mkdir()
+    with pytest.raises(VersionGoneError, match="is not there, or not visible yet"):
+        reader.lease(Latest(sequence=5, step=4, folder="v000005"))
+    assert markers(job, 5) == []
+
+
+def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(job: Job) -> None:
+    publish(job, 3)
+
+    def go_on(*_: Path) -> None:
+        with job.daemon() as loop:
+            job.save(4)
+            loop.run_once()
+        job.layout.lease_folder(1).rmdir()
+
+    storage = RuledStorage(once("create", go_on, where="leases/v000001"))
+    with Reader(job.layout.root, "explorer", poll=0.001, storage=storage) as reader:
+        assert reader.next_version(0, LONG).sequence == 2
+
+
+def test_storage_that_does_not_answer_is_an_error_and_no_timeout(job: Job) -> None:
+    publish(job, 3)
+    storage = RuledStorage(refuse("open_read", errno.EIO, where="LATEST"))
+    with (
+        Reader(job.layout.root, "explorer", storage=storage) as reader,
+        pytest.raises(OSError, match=os.strerror(errno.EIO)),
+    ):
+        reader.wait(0, LONG)
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize("damage", ["last bit", "first bit", "short", "long", "gone", "link"])
+def test_a_damaged_version_is_refused_by_name(
+    job: Job, reader: Reader, name: str, damage: str
+) -> None:
+    publish(job, 4)
+    version = reader.next_version(0, 0)
+    path = version.folder / name
+    match damage:
+        case "last bit":
+            flip(path, -1)
+        case "first bit":
+            flip(path, 0)
+        case "short":
+            os.truncate(path, path.stat().st_size - 1)
+        case "long":
+            path.write_bytes(path.read_bytes() + b"\0")
+        case "gone":
+            path.unlink()
+        case "link":
+            path.rename(job.layout.root / name)
+            path.symlink_to(job.layout.root / name)
+    with pytest.raises(VerificationError, match=name):
+        version.verify()
+
+
+def test_a_manifest_that_lists_no_file_for_a_tensor_is_refused(job: Job, reader: Reader) -> None:
+    publish(job, 4)
+    version = reader.next_version(0, 0)
+    files = tuple(file for file in version.manifest.files if file.name == "config.json")
+    version.manifest = version.manifest.model_copy(update={"files": files})
+    with pytest.raises(VerificationError, match="which it does not list"):
+        version.verify()
+
+
+def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
+    job: Job, reader: Reader
+) -> None:
+    publish(job, 3, 4)
+    manifest = job.layout.version(2) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"sequence":2', b'"sequence":1'))
+    with pytest.raises(RecordError, match="its manifest is of version 1"):
+        reader.next_version(1, 0)
+    assert markers(job, 2) == []
+
+
+def test_what_an_explorer_does_is_on_record(job: Job, reader: Reader) -> None:
+    reader.report(RunningStatus.REQUIRE_SYNC, sequence=3, step=9, nothing_new=2, refused="why")
+    report = parse(ExplorerReport, job.layout.explorer("explorer").read_bytes(), "it")
+    assert (report.status, report.sequence, report.step) == ("require_sync", 3, 9)
+    assert (report.nothing_new, report.refused) == (2, "why")
+    assert job.layout.session(report.session).exists()
+
+
+def test_a_name_that_cannot_be_a_file_name_is_refused_at_construction(job: Job) -> None:
+    with pytest.raises(InvalidSettingsError, match="the explorer's name 'a/b'"):
+        Reader(job.layout.root, "a/b")
+
+
+def test_a_job_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(JobUnavailableError, match="create it, or mount its storage"):
+        Reader(tmp_path / "job", "explorer")
+    assert not (tmp_path / "job").exists()
+
+
+def test_closing_ends_the_session(job: Job) -> None:
+    reader = Reader(job.layout.root, "explorer")
+    assert len(job.storage.names(job.layout.sessions)) == 1
+    reader.close()
+    reader.close()
+    assert job.storage.names(job.layout.sessions) == []
+
+
+@pytest.mark.parametrize("module", ["explorer_hooks.reader", "syncd.daemon.service", "syncd.cli"])
+def test_reader_daemon_and_cli_import_no_torch(module: str) -> None:
+    program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

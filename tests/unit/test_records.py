@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pydantic
+import pytest
+
+from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.records import (
+    PROTOCOL,
+    ExplorerReport,
+    Format,
+    Latest,
+    Receipt,
+    ReceiptFile,
+    SaveId,
+    VersionFile,
+    encode,
+    parse,
+)
+
+LATEST = Latest(sequence=17, step=4, folder="v000017")
+
+
+def test_a_record_is_one_line() -> None:
+    assert encode(LATEST).endswith(b"}\n")
+    assert encode(LATEST).count(b"\n") == 1
+
+
+def test_keys_of_a_later_minor_change_are_passed_over() -> None:
+    content = encode(LATEST).replace(b"{", b'{"added_later": [1], ', 1)
+    assert parse(Latest, content, "LATEST") == LATEST
+
+
+def test_a_newer_protocol_says_install_the_newer_syncd() -> None:
+    newer = LATEST.model_copy(update={"protocol": PROTOCOL + 1})
+    with pytest.raises(ProtocolMismatchError, match="install the newer syncd") as raised:
+        parse(Latest, encode(newer), "job/LATEST")
+    assert "job/LATEST" in str(raised.value)
+
+
+def test_a_newer_protocol_of_another_shape_is_not_taken_for_a_broken_record() -> None:
+    content = b'{"protocol": 2, "sequence": 9, "kind": "delta", "base": 8}'
+    with pytest.raises(ProtocolMismatchError):
+        parse(Latest, content, "LATEST")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[]", b"17", b'{"sequence": 1}', b"\xff\xfe", b"\x00" * 64,
+     b'{"sequence":0,"step":1,"folder":"v000001"}', b'{"sequence":1,"step":-1,"folder":"v000001"}',
+     b'{"sequence":1,"step":1,"folder":"../v000001"}', b'{"protocol":"x"}',
+     b'{"sequence":99999999999999999999,"step":1,"folder":"v000001"}'],
+)  # fmt: skip
+def test_anything_else_is_a_record_error_that_names_the_file(content: bytes) -> None:
+    with pytest.raises(RecordError, match=r"job/LATEST is not a Latest record") as raised:
+        parse(Latest, content, "job/LATEST")
+    assert not isinstance(raised.value, ProtocolMismatchError)
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_a_torn_record_is_a_record_error(cut: int) -> None:
+    content = encode(LATEST)
+    with pytest.raises(RecordError):
+        parse(Latest, content[: -1 - cut], "LATEST")
+
+
+@pytest.mark.parametrize("lease_time", ["0", "-1", "1e400", "NaN", "3601"])
+def test_a_lease_time_that_nobody_can_keep_is_refused(lease_time: str) -> None:
+    with pytest.raises(RecordError):
+        parse(Format, f'{{"lease_time": {lease_time}}}'.encode(), "format.json")
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "./a", "a\nb", "a/"])
+def test_a_file_of_a_version_stays_inside_its_folder(name: str) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        VersionFile(name=name, size=1)
+    with pytest.raises(pydantic.ValidationError):
+        ReceiptFile(name=name, size=1, digest="0" * 32, over="content")
+
+
+def test_nothing_is_written_of_what_is_not_known() -> None:
+    report = ExplorerReport(name="e", session="s", status="running", time=1.0)
+    assert b"refused" not in encode(report)
+    assert parse(ExplorerReport, encode(report), "e.json") == report
+
+
+def test_a_receipt_needs_a_save_id() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        Receipt(save_id="", step=1, rank=0, world_size=1, files=())
+
+
+def test_a_save_id_reads_back_as_it_was_written() -> None:
+    save_id = SaveId("ab12", 300, 7)
+    assert SaveId.parse(str(save_id)) == save_id
+
+
+@pytest.mark.parametrize("text", ["", "run", "run-1", "run-1-", "run-x-1", "-1-2", "run-1-2-3"])
+def test_another_text_is_no_save_id(text: str) -> None:
+    assert SaveId.parse(text) is None
+
+
+def test_only_a_later_save_of_the_same_run_is_newer() -> None:
+    save = SaveId("a", 5, 3)
+    assert SaveId("a", 2, 4).is_newer_than(save)
+    assert not SaveId("a", 9, 3).is_newer_than(save)
+    assert not SaveId("b", 9, 9).is_newer_than(save)

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from syncd.checkpoint.save import (
+    Save,
+    confirm_unchanged,
+    look_at_save,
+    open_save,
+)
+from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
+from syncd.protocol.layout import RECEIPTS, receipt_name, shard_name
+from syncd.storage.fsio import Storage
+from tests.jobs import Job, receipt_of, weights
+from tests.storages import RuledStorage, once
+
+WEIGHTS = receipt_of(weights(1.0))
+
+
+def look(job: Job, step: int = 4, storage: Storage | None = None) -> Save:
+    return look_at_save(storage or job.storage, job.layout.actor(step), step)
+
+
+def shard(job: Job, world_size: int, rank: int, content: bytes = b"x") -> Path:
+    path = job.layout.actor(4) / shard_name(world_size, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    job.put(path, content)
+    return path
+
+
+def test_nothing_there_says_so(job: Job) -> None:
+    save = look(job)
+    assert save.identity is None
+    assert "is not there, or empty" in save.reason
+    job.layout.actor(4).mkdir(parents=True)
+    (job.layout.actor(4) / "optim_world_size_1_rank_0.pt").touch()
+    assert "holds no weights yet" in look(job).reason
+
+
+def test_a_save_with_receipts_is_known_by_its_save_id(job: Job) -> None:
+    assert look(job).identity is None
+    save_id = job.save(4)
+    save = look(job)
+    assert (save.identity, save.is_full_state_dict) == (save_id, True)
+    assert set(save.vouched()) == {"model.safetensors", "huggingface/config.json"}
+
+
+def test_without_rank_0s_receipt_nothing_is_whole(job: Job) -> None:
+    job.receipt(4, "run-4-0", 1, 2, WEIGHTS)
+    assert "rank 0 has not written its receipt" in look(job).reason
+
+
+def test_a_missing_receipt_of_one_rank_is_named(job: Job) -> None:
+    job.receipt(4, "run-4-0", 0, 3, WEIGHTS)
+    job.receipt(4, "run-4-0", 2, 3)
+    assert "rank 1 of 3 has not written its receipt of save run-4-0 yet" in look(job).reason
+
+
+@pytest.mark.parametrize(
+    ("save_id", "rank", "world_size"),
+    [("run-4-1", 1, 2), ("run-4-0", 1, 4), ("run-4-0", 0, 2)],
+    ids=["of another save", "of another world size", "of another rank"],
+)
+def test_a_receipt_that_belongs_to_something_else_does_not_count(
+    job: Job, save_id: str, rank: int, world_size: int
+) -> None:
+    job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
+    job.receipt(4, save_id, rank, world_size)
+    path = job.layout.actor(4) / RECEIPTS / receipt_name(rank)
+    if rank == 0:
+        path.rename(path.with_name(receipt_name(1)))
+        job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
+    assert "rank 1 of 2" in look(job).reason
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"save_id": "run-4-0"'])
+def test_a_torn_receipt_is_not_yet_and_no_crash(job: Job, content: bytes) -> None:
+    job.save(4)
+    (job.layout.actor(4) / RECEIPTS / receipt_name(0)).write_bytes(content)
+    save = look(job)
+    assert save.identity is None
+    assert "rank_0.json is not a Receipt record" in save.reason
+
+
+def test_receipts_that_vouch_for_no_weights_are_no_save(job: Job) -> None:
+    job.receipt(4, "run-4-0", 0, 1)
+    assert "vouch for no weights" in look(job).reason
+
+
+def test_a_foreign_save_needs_every_rank_of_its_world_size(job: Job) -> None:
+    shard(job, 3, 0)
+    shard(job, 3, 2)
+    assert "no shard of rank 1 of 3 yet" in look(job).reason
+    shard(job, 3, 1)
+    save = look(job)
+    assert save.weights == tuple(shard_name(3, rank) for rank in range(3))
+    assert save.identity is not None
+    assert save.identity.startswith("foreign-")
+
+
+def test_a_huge_world_size_in_a_name_costs_nothing(job: Job) -> None:
+    shard(job, 9_999_999, 0)
+    assert "no shard of rank 1 of 9999999 yet" in look(job).reason
+
+
+def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: Job) -> None:
+    shard(job, 4, 0)
+    shard(job, 1, 0)
+    assert look(job).weights == (shard_name(1, 0),)
+
+
+@pytest.mark.parametrize("told", [{"world_size": 2}, {"world_size": 2, "FSDP_version": 2}])
+def test_of_two_whole_sets_fsdp_config_decides(job: Job, told: dict[str, int]) -> None:
+    for size, rank in ((1, 0), (2, 0), (2, 1)):
+        shard(job, size, rank)
+    assert "world sizes 1 and 2, and fsdp_config.json does not say which" in look(job).reason
+    (job.layout.actor(4) / "fsdp_config.json").write_text(json.dumps(told))
+    assert look(job).weights == (shard_name(2, 0), shard_name(2, 1))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"world_size": "2"}', '{"world_size": 3}'])
+def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(job: Job, content: str) -> None:
+    for size, rank in ((1, 0), (2, 0), (2, 1)):
+        shard(job, size, rank)
+    (job.layout.actor(4) / "fsdp_config.json").write_text(content)
+    assert "remove the older set" in look(job).reason
+
+
+def test_a_full_state_dict_is_a_save_of_its_own(job: Job) -> None:
+    job.save(4, receipts=False)
+    assert look(job).is_full_state_dict
+    shard(job, 1, 0)
+    assert not look(job).is_full_state_dict
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "huggingface/config.json"])
+def test_any_change_of_a_foreign_save_is_another_identity(job: Job, name: str) -> None:
+    job.save(4, receipts=False)
+    path = job.layout.actor(4) / name
+    before = look(job).identity
+    assert look(job).identity == before
+    job.put(path, path.read_bytes())
+    replaced = look(job).identity
+    path.write_bytes(path.read_bytes() + b" ")
+    grown = look(job).identity
+    os.utime(path, ns=(1, 1))
+    assert len({before, replaced, grown, look(job).identity}) == 4
+
+
+def test_a_file_name_that_is_no_text_is_no_crash(job: Job) -> None:
+    job.save(4, receipts=False)
+    before = look(job).identity
+    Path(os.fsdecode(bytes(job.layout.actor(4)) + b"/huggingface/\xff\xfe")).touch()
+    assert look(job).identity not in {None, before}
+
+
+def test_a_file_that_goes_while_it_is_looked_at_is_not_yet(job: Job) -> None:
+    job.save(4, receipts=False)
+    storage = RuledStorage(once("open_read", lambda path: path.unlink()))
+    assert "went while it was looked at" in look(job, storage=storage).reason
+
+
+def test_what_is_read_is_what_was_vouched_for(job: Job) -> None:
+    job.save(4)
+    with open_save(job.storage, job.layout.actor(4), look(job)) as opened:
+        assert opened.checked == "receipt"
+        assert opened.full is not None
+
+
+def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again(job: Job) -> None:
+    job.save(4)
+    save = look(job)
+    job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
+    with (
+        pytest.raises(SaveNotReadyError, match="vouches for: it is being replaced, or was damaged"),
+        open_save(job.storage, job.layout.actor(4), save),
+    ):
+        pass
+
+
+def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: Job) -> None:
+    job.save(4, receipts=False)
+    actor = job.layout.actor(4)
+    save = look(job)
+    (actor / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ShardFormatError), open_save(job.storage, actor, save):
+        pass
+    (actor / "model.safetensors").unlink()
+    with pytest.raises(SaveNotReadyError, match="is gone"), open_save(job.storage, actor, save):
+        pass
+
+
+def test_a_refused_save_leaves_no_descriptor_open(job: Job) -> None:
+    job.save(4)
+    save = look(job)
+    job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        pytest.raises(SaveNotReadyError),
+        open_save(job.storage, job.layout.actor(4), save),
+    ):
+        pass
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_newer_save_in_the_same_folder_is_a_change(job: Job) -> None:
+    job.save(4)
+    save = look(job)
+    confirm_unchanged(job.storage, job.layout.actor(4), save)
+    job.save(4, counter=1)
+    with pytest.raises(SaveNotReadyError, match="it holds save run-4-1 now"):
+        confirm_unchanged(job.storage, job.layout.actor(4), save)

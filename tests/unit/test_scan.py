@@ -1,0 +1,280 @@
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import Observation, PointerState
+from syncd.daemon.scan import Known, Scanner
+from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.layout import CHECKPOINT_POINTER
+from syncd.protocol.records import SaveOutcome, TrainerReport, encode
+from syncd.storage.leases import Judge
+from tests.jobs import LEASE_TIME, Job
+from tests.storages import Clock, RuledStorage, refuse
+
+NOTHING = Known(0, None, {})
+Scan = Callable[..., Observation]
+
+
+@pytest.fixture
+def storage() -> RuledStorage:
+    return RuledStorage()
+
+
+@pytest.fixture
+def scanner(job: Job, storage: RuledStorage, clock: Clock) -> Scanner:
+    judge = Judge(storage, LEASE_TIME, clock=clock)
+    return Scanner(storage, job.layout, DaemonConfig(), judge, clock=clock)
+
+
+def published(step: int, identity: str) -> Known:
+    return Known(1, identity, {step: SaveOutcome(identity=identity, outcome="published")})
+
+
+@pytest.mark.parametrize(
+    ("content", "state"),
+    [(None, PointerState.MISSING), (b"", PointerState.EMPTY), (b" \n", PointerState.EMPTY),
+     (b"\x00\x00", PointerState.TORN), (b"1e3", PointerState.TORN), (b"-1", PointerState.NEGATIVE),
+     (b"9" * 5000, PointerState.TORN)],
+)  # fmt: skip
+def test_a_pointer_that_names_no_step_says_why(
+    job: Job, scanner: Scanner, content: bytes | None, state: PointerState
+) -> None:
+    job.save(4, point=False)
+    if content is not None:
+        job.layout.state_pointer.write_bytes(content)
+    seen = scanner.scan(NOTHING)
+    assert seen.pointer.state is state
+    assert seen.pointer.step is None
+    assert seen.save is None
+
+
+def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(job: Job, scanner: Scanner) -> None:
+    job.layout.state_pointer.mkdir()
+    assert scanner.scan(NOTHING).pointer.state is PointerState.TORN
+    job.layout.state_pointer.rmdir()
+    job.layout.state_pointer.symlink_to("elsewhere")
+    assert scanner.scan(NOTHING).pointer.state is PointerState.TORN
+
+
+def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: Job, scanner: Scanner) -> None:
+    job.point(4)
+    seen = scanner.scan(NOTHING)
+    assert seen.pointer.step == 4
+    assert seen.save is not None
+    assert "is not there, or empty" in seen.save.reason
+
+
+def test_the_pointer_names_the_save_and_not_the_newest_folder(job: Job, scanner: Scanner) -> None:
+    for step in (9, 4):
+        job.save(step)
+    job.point(7, CHECKPOINT_POINTER)
+    seen = scanner.scan(NOTHING)
+    assert seen.save is not None
+    assert (seen.save.step, seen.checkpoint.step) == (4, 7)
+
+
+def test_a_save_lies_still_from_when_it_was_first_seen(
+    job: Job, scanner: Scanner, clock: Clock
+) -> None:
+    job.save(4, receipts=False)
+    assert scanner.scan(NOTHING).save_still_for == 0
+    clock.advance(3)
+    assert scanner.scan(NOTHING).save_still_for == 3
+    job.save(4, receipts=False)
+    assert scanner.scan(NOTHING).save_still_for == 0
+
+
+def test_a_settled_save_is_not_looked_at_again(
+    job: Job, scanner: Scanner, storage: RuledStorage
+) -> None:
+    known = published(4, job.save(4))
+    scanner.scan(known)
+    storage.calls.clear()
+    for _ in range(3):
+        seen = scanner.scan(known)
+        assert seen.save is not None
+    assert storage.count("open_read", job.layout.step(4)) == 0
+    assert storage.count("names", job.layout.step(4)) == 0
+
+
+def test_a_quarantined_save_is_settled_until_the_pointer_moves(
+    job: Job, scanner: Scanner, storage: RuledStorage
+) -> None:
+    outcome = SaveOutcome(identity=job.save(4), outcome="quarantined")
+    known = Known(0, None, {4: outcome})
+    assert scanner.scan(known).quarantined
+    storage.calls.clear()
+    assert scanner.scan(known).quarantined
+    assert storage.count("open_read", job.layout.actor(4)) == 0
+    job.save(4, counter=1)
+    assert not scanner.scan(known).quarantined
+
+
+def test_a_pointer_that_is_written_again_makes_a_settled_save_due(
+    job: Job, scanner: Scanner
+) -> None:
+    known = published(4, job.save(4))
+    scanner.scan(known)
+    again = job.save(4, counter=1)
+    seen = scanner.scan(known)
+    assert seen.save is not None
+    assert seen.save.identity == again
+
+
+def test_step_folders_are_looked_at_in_slices_of_64_newest_first(
+    job: Job, scanner: Scanner
+) -> None:
+    outcomes = {
+        step: SaveOutcome(identity=job.save(step), outcome="published") for step in range(100)
+    }
+    known = Known(1, "run-99-0", outcomes)
+    first = scanner.scan(known)
+    assert [seen.step for seen in first.steps] == list(range(99, 35, -1))
+    assert scanner.has_more
+    assert [seen.step for seen in scanner.scan(known).steps] == list(range(35, -1, -1))
+    assert not scanner.has_more
+    assert scanner.scan(known).steps == ()
+
+
+def test_all_step_folders_are_due_again_after_a_minute_a_move_or_a_wish(
+    job: Job, scanner: Scanner, clock: Clock
+) -> None:
+    known = published(4, job.save(4))
+    assert len(scanner.scan(known).steps) == 1
+    assert scanner.scan(known).steps == ()
+    clock.advance(60)
+    assert len(scanner.scan(known).steps) == 1
+    scanner.look_again()
+    assert len(scanner.scan(known).steps) == 1
+    job.point(5)
+    assert len(scanner.scan(known).steps) == 1
+
+
+def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
+    job: Job, scanner: Scanner
+) -> None:
+    for step in (1, 2, 3, 4, 6, 5):
+        job.save(step)
+    (job.layout.step(1) / ".saving").touch()
+    (job.layout.step(2) / ".full_checkpoint").touch()
+    (job.layout.actor(3) / ".receipts" / "rank_0.json").unlink()
+    assert [save.step for save in scanner.scan(NOTHING).unrecorded] == [4]
+
+
+def test_a_step_that_was_deleted_by_hand_has_vanished(job: Job, scanner: Scanner) -> None:
+    identity = job.save(4)
+    known = published(3, identity)
+    assert scanner.scan(known).vanished == (3,)
+
+
+def test_what_else_a_step_holds_is_seen(job: Job, scanner: Scanner) -> None:
+    identity = job.save(4)
+    known = published(4, identity)
+    [plain] = scanner.scan(known).steps
+    assert (plain.found, plain.has_receipts) == (identity, True)
+    assert not any((plain.full, plain.retired, plain.saving, plain.resumable, plain.critic))
+    (job.layout.step(4) / "critic").mkdir()
+    (job.layout.step(4) / ".retired").touch()
+    (job.layout.actor(4) / "optim_world_size_1_rank_0.pt").touch()
+    scanner.look_again()
+    [step] = scanner.scan(known).steps
+    assert step.critic
+    assert step.retired
+    assert step.resumable
+    assert step.found is None
+
+
+def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
+    job: Job, scanner: Scanner, clock: Clock
+) -> None:
+    job.layout.lease_folder(2).mkdir()
+    for session in ("live", "dead"):
+        job.layout.session(session).touch()
+        job.lease(2, session)
+    (job.layout.lease_folder(2) / "note from an admin").touch()
+    scanner.scan(NOTHING)
+    job.layout.session("dead").unlink()
+    scanner.scan(NOTHING)
+    clock.advance(7)
+    found = {lease.marker: lease.dead_for for lease in scanner.scan(NOTHING).leases}
+    assert found == {"explorer.live": None, "explorer.dead": 7.0, "note from an admin": None}
+
+
+def test_a_session_that_comes_back_begins_its_grace_anew(
+    job: Job, scanner: Scanner, clock: Clock
+) -> None:
+    job.layout.lease_folder(2).mkdir()
+    job.lease(2, "session")
+    scanner.scan(NOTHING)
+    clock.advance(100)
+    job.layout.session("session").touch()
+    assert [lease.dead_for for lease in scanner.scan(NOTHING).leases] == [None]
+    job.layout.session("session").unlink()
+    assert [lease.dead_for for lease in scanner.scan(NOTHING).leases] == [0.0]
+
+
+@pytest.mark.parametrize(("content", "announced"), [(None, None), (b"{", 0), (b"", 0)])
+def test_a_trainer_report_that_cannot_be_read_keeps_every_step(
+    job: Job, scanner: Scanner, content: bytes | None, announced: int | None
+) -> None:
+    known = published(4, job.save(4))
+    if content is not None:
+        job.layout.trainer_report.write_bytes(content)
+    assert scanner.scan(known).announced_step == announced
+
+
+def test_the_step_that_the_trainer_announced_is_seen(job: Job, scanner: Scanner) -> None:
+    known = published(4, job.save(4))
+    report = TrainerReport(run_id="r", world_size=1, status="running", step=2, time=0.0)
+    job.layout.trainer_report.write_bytes(encode(report))
+    assert scanner.scan(known).announced_step == 2
+
+
+@pytest.mark.parametrize("gone", ["root", "state", "format"])
+def test_a_job_that_went_away_pauses_and_concludes_nothing(
+    job: Job, scanner: Scanner, gone: str, tmp_path: Path
+) -> None:
+    known = published(4, job.save(4))
+    scanner.scan(known)
+    os.rename(getattr(job.layout, gone), tmp_path / "away")
+    with pytest.raises(JobUnavailableError, match="is its storage mounted"):
+        scanner.scan(known)
+
+
+def test_storage_that_does_not_answer_is_an_error_and_no_missing_step(
+    job: Job, scanner: Scanner, storage: RuledStorage
+) -> None:
+    known = published(4, job.save(4))
+    storage.rules.append(refuse("names", errno.EIO, where="global_step_4"))
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        scanner.scan(known)
+
+
+def test_other_names_in_the_job_are_let_be(job: Job, scanner: Scanner) -> None:
+    job.save(4)
+    for name in ("logs", "global_step_03", "global_step_x", "data.tmp"):
+        (job.layout.root / name).mkdir()
+    (job.layout.published / "v1").mkdir()
+    (job.layout.published / "notes").mkdir()
+    seen = scanner.scan(NOTHING)
+    assert (seen.versions, seen.vanished, seen.unrecorded) == ((), (), ())
+
+
+def test_a_scanner_needs_no_more_calls_for_an_old_job_than_for_a_new_one(
+    job: Job, scanner: Scanner, storage: RuledStorage
+) -> None:
+    outcomes = {
+        step: SaveOutcome(identity=job.save(step), outcome="published") for step in range(80)
+    }
+    known = Known(1, "run-79-0", outcomes)
+    while scanner.scan(known) and scanner.has_more:
+        pass
+    storage.calls.clear()
+    scanner.scan(known)
+    assert len(storage.calls) < 10

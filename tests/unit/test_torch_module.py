@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.reader import LeasedVersion, Reader
+from syncd.protocol.errors import EngineMismatchError, SyncdError
+from tests.jobs import Job
+from trainer_hooks import TrainerHook
+
+
+class Net(nn.Module):
+    """Two layers, tied weights, a buffer that is a number, one that is empty."""
+
+    def __init__(self, *, width: int = 4, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, width, dtype=dtype)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 6, bias=False, dtype=dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(12345678901))
+        self.register_buffer("none", torch.empty(0, 3))
+
+
+def filled(seed: int) -> Net:
+    torch.manual_seed(seed)
+    net = Net()
+    with torch.no_grad():
+        for value in net.state_dict().values():
+            if value.is_floating_point():
+                value.copy_(torch.randn(value.shape))
+    return net
+
+
+def copies(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(
+        torch.equal(value, right[name]) for name, value in left.items()
+    )
+
+
+@pytest.fixture
+def truth() -> Net:
+    return filled(1)
+
+
+@pytest.fixture
+def version(job: Job, truth: Net) -> Iterator[LeasedVersion]:
+    with TrainerHook(job.layout.root, truth) as hook:
+        hook.after_step(1)
+    with job.daemon() as loop:
+        loop.run_once()
+    with Reader(job.layout.root, "explorer") as reader:
+        yield reader.next_version(0, 0)
+
+
+def test_a_module_gets_the_trainers_weights_bit_by_bit(version: LeasedVersion, truth: Net) -> None:
+    net = filled(2)
+    engine = TorchModule(net)
+    engine.check(version)
+    engine.load(version)
+    assert same(copies(net), copies(truth))
+    assert net.head.weight is net.embed.weight
+
+
+def test_data_pointers_and_parameters_stay(version: LeasedVersion) -> None:
+    net = filled(2)
+    before = {name: (id(p), p.data_ptr()) for name, p in net.named_parameters()}
+    TorchModule(net).load(version)
+    assert {name: (id(p), p.data_ptr()) for name, p in net.named_parameters()} == before
+    assert all(p.requires_grad for p in net.parameters())
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        super().__init__(width=5)
+
+
+class OtherDtype(Net):
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float16)
+
+
+class MoreNames(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(2, 2)
+
+
+class FewerNames(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(Wider, r"embed.weight is \[6, 4\], the module has \[6, 5\]"),
+     (OtherDtype, "embed.weight is BF16, the module has torch.float16"),
+     (MoreNames, "more.bias is not in the version"),
+     (FewerNames, "norm.bias is not in the module")],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_by_name_and_changes_nothing(
+    version: LeasedVersion, kind: type[Net], said: str
+) -> None:
+    net = kind()
+    before = copies(net)
+    with pytest.raises(EngineMismatchError, match=said):
+        TorchModule(net).check(version)
+    assert same(copies(net), before)
+
+
+def test_many_differences_are_counted_and_not_all_listed(version: LeasedVersion) -> None:
+    with pytest.raises(EngineMismatchError, match="and 9 more") as raised:
+        TorchModule(nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))).check(version)
+    assert str(raised.value).count(";") == 5
+
+
+def test_a_module_without_memory_is_refused(version: LeasedVersion) -> None:
+    with torch.device("meta"):
+        net = Net()
+    with pytest.raises(EngineMismatchError, match="meta device"):
+        TorchModule(net).check(version)
+
+
+@pytest.mark.parametrize("size", [-1, -30, 9])
+def test_an_error_in_the_middle_of_loading_leaves_the_module_as_it_was(
+    version: LeasedVersion, size: int
+) -> None:
+    net = filled(2)
+    before = copies(net)
+    path = version.folder / "model.safetensors"
+    os.truncate(path, size if size > 0 else path.stat().st_size + size)
+    with pytest.raises(SyncdError, match=r"model\.safetensors"):
+        TorchModule(net).load(version)
+    assert same(copies(net), before)
+
+
+def test_a_file_that_shrinks_after_its_header_was_read_leaves_the_module_as_it_was(
+    version: LeasedVersion,
+) -> None:
+    net = filled(2)
+    before = copies(net)
+    path = Path(version.folder / "model.safetensors")
+
+    class Shrinking:
+        """The version, with storage that loses the file's end between open and read."""
+
+        def open_weights(self) -> Iterator[object]:
+            for file in version.open_weights():
+                os.truncate(path, file.entries[-1].end - 1)
+                yield file
+
+    with pytest.raises(SyncdError, match="shorter than its header says"):
+        TorchModule(net).load(Shrinking())  # type: ignore[arg-type] # as much as load needs
+    assert same(copies(net), before)

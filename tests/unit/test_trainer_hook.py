@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.protocol.errors import JobUnavailableError, SaveFailedError
+from syncd.protocol.records import TrainerReport, parse
+from tests.jobs import Job
+from tests.storages import RuledStorage, once, refuse
+from trainer_hooks import SyncSettings, TrainerHook
+
+
+class Files:
+    """A config or tokenizer, for our purposes."""
+
+    def __init__(self, **content: str) -> None:
+        self._content = content
+
+    def save_pretrained(self, save_directory: str) -> None:
+        for name, text in self._content.items():
+            path = Path(save_directory) / name.replace("__", "/")
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+@pytest.fixture
+def storage() -> RuledStorage:
+    return RuledStorage()
+
+
+def changes(job: Job, storage: RuledStorage) -> list[str]:
+    """What a save did to the names in the job, in order; temporary names aside."""
+    found = []
+    for method, given in storage.calls:
+        if method in {"rename", "unlink", "create"}:
+            path = given[-1].relative_to(job.layout.root)
+            if ".tmp-" not in path.name:
+                found.append(f"{method} {path}")
+    return found
+
+
+def test_a_save_changes_storage_in_the_order_of_the_protocol(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        storage.calls.clear()
+        hook.after_step(4)
+        hook.close()
+    actor = "global_step_4/actor"
+    assert changes(job, storage) == [
+        "rename .syncd/trainer.json",
+        "create global_step_4/.saving",
+        "unlink global_step_4/.full_checkpoint",
+        f"unlink {actor}/.receipts/rank_0.json",
+        f"unlink {actor}/.receipts/full_rank_0.json",
+        f"rename {actor}/model_world_size_1_rank_0.pt",
+        f"rename {actor}/fsdp_config.json",
+        f"rename {actor}/.receipts/rank_0.json",
+        "rename latest_state_dict_iteration.txt",
+        "unlink global_step_4/.saving",
+        "rename .syncd/trainer.json",
+    ]
+
+
+def test_a_full_save_is_marked_only_after_all_of_it_is_there(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    settings = SyncSettings(save_interval=2)
+    with TrainerHook(
+        job.layout.root, model, optimizer=optimizer, settings=settings, storage=storage
+    ) as hook:
+        storage.calls.clear()
+        hook.after_step(2)
+        hook.close()
+    found = changes(job, storage)
+    wanted = [
+        "rename global_step_2/actor/.receipts/rank_0.json",
+        "rename global_step_2/actor/optim_world_size_1_rank_0.pt",
+        "rename global_step_2/actor/extra_state_world_size_1_rank_0.pt",
+        "rename global_step_2/actor/.receipts/full_rank_0.json",
+        "rename latest_state_dict_iteration.txt",
+        "create global_step_2/.full_checkpoint",
+        "rename latest_checkpointed_iteration.txt",
+        "unlink global_step_2/.saving",
+    ]
+    assert [change for change in found if change in wanted] == wanted
+    actor = job.layout.actor(2)
+    loaded = torch.load(actor / "optim_world_size_1_rank_0.pt", weights_only=True)
+    assert loaded.keys() == optimizer.state_dict().keys()
+
+
+def test_every_file_is_durable_before_it_gets_its_name(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        storage.calls.clear()
+        hook.after_step(4)
+        hook.close()
+    methods = [m for m, _ in storage.calls if m in {"fsync", "close", "rename"}]
+    at = [n for n, method in enumerate(methods) if method == "rename"]
+    assert at
+    assert all(methods[n - 2 : n] == ["fsync", "close"] for n in at)
+
+
+@pytest.mark.parametrize(
+    "where", ["model_world_size", "fsdp_config", "rank_0.json", "latest_state_dict", ".saving"]
+)
+@pytest.mark.parametrize("method", ["create", "rename"])
+def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
+    job: Job, model: nn.Module, storage: RuledStorage, method: str, where: str
+) -> None:
+    if (method, where) == ("rename", ".saving"):
+        method = "mkdir"
+        where = "global_step_4"
+    hook = TrainerHook(job.layout.root, model, storage=storage)
+    storage.rules.append(refuse(method, errno.ENOSPC, where=where))
+    hook.after_step(4)
+    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*version before it stays"):
+        hook.after_step(5)
+    storage.rules.clear()
+    assert not job.layout.state_pointer.exists()
+    hook.after_step(6)
+    hook.close()
+    assert job.layout.state_pointer.read_text() == "6\n"
+
+
+def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
+    job: Job, model: nn.Module
+) -> None:
+    class Broken:
+        def save_pretrained(self, save_directory: str) -> None:
+            raise ValueError(f"no tokenizer for {save_directory[:5]}")
+
+    hook = TrainerHook(job.layout.root, model, tokenizer=Broken())
+    hook.after_step(4)
+    with pytest.raises(SaveFailedError, match=r"step 4.*no tokenizer for"):
+        hook.close()
+    hook.close()
+
+
+def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    settings = SyncSettings(sync_interval=2)
+    hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
+    storage.rules.append(refuse("rename", errno.EIO, where="model_world_size"))
+    hook.after_step(2)
+    assert hook._pending is not None
+    hook._pending[1].exception()
+    with pytest.raises(SaveFailedError, match="step 2"):
+        hook.after_step(3)
+    storage.rules.clear()
+    hook.close()
+
+
+def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
+    job: Job, model: nn.Module
+) -> None:
+    settings = SyncSettings(sync_interval=2)
+    with TrainerHook(job.layout.root, model, settings=settings) as hook:
+        told: list[dict[str, float]] = []
+        for step in range(1, 5):
+            told.append(hook.after_step(step))
+            if hook._pending is not None:
+                hook._pending[1].result()
+    assert told[0] == told[2] == {}
+    assert set(told[1]) == {"time/sync_weight"}
+    assert set(told[3]) == {"time/sync_weight", "time/trainer_sync_interval", "sync/bytes"}
+    size = (job.layout.actor(2) / "model_world_size_1_rank_0.pt").stat().st_size
+    assert told[3]["sync/bytes"] == size
+
+
+def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def train_on(*_: Path) -> None:
+        with torch.no_grad():
+            for value in model.parameters():
+                value.zero_()
+
+    storage.rules.append(once("create", train_on, where="model_world_size"))
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        hook.after_step(4)
+    saved = torch.load(job.layout.actor(4) / "model_world_size_1_rank_0.pt", weights_only=True)
+    assert all(torch.equal(saved[name], value) for name, value in before.items())
+
+
+def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
+    job: Job, model: nn.Module
+) -> None:
+    model.config = Files(**{"config.json": "{}"})  # type: ignore[assignment]
+    model.generation_config = Files(**{"generation_config.json": "{}"})  # type: ignore[assignment]
+    tokenizer = Files(**{"tokenizer.json": "[1]", "extra__merges.txt": "a b"})
+    with TrainerHook(job.layout.root, model, tokenizer=tokenizer) as hook:
+        hook.after_step(4)
+    names = {"config.json", "generation_config.json", "tokenizer.json", "extra/merges.txt"}
+    save = look_at_save(job.storage, job.layout.actor(4), 4)
+    assert {f"huggingface/{name}" for name in names} < set(save.vouched())
+    with job.daemon() as loop:
+        loop.run_once()
+    folder = job.layout.version(1)
+    manifest = read_manifest(job.storage, folder)
+    verify_version(job.storage, folder, manifest)
+    assert {file.name for file in manifest.files} == names | {"model.safetensors"}
+    assert (folder / "extra" / "merges.txt").read_text() == "a b"
+    assert manifest.checked == "receipt"
+
+
+def test_crc32s_are_written_though_the_trainer_switched_them_off(
+    job: Job, model: nn.Module
+) -> None:
+    torch.serialization.set_crc32_options(compute_crc32=False)
+    try:
+        with TrainerHook(job.layout.root, model) as hook:
+            hook.after_step(4)
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(compute_crc32=True)
+    with job.daemon() as loop:
+        loop.run_once()
+    assert job.latest.step == 4
+
+
+def test_saving_a_step_again_makes_another_save(job: Job, model: nn.Module) -> None:
+    found = []
+    for _ in range(2):
+        with TrainerHook(job.layout.root, model) as hook:
+            hook.after_step(4)
+        found.append(look_at_save(job.storage, job.layout.actor(4), 4).identity)
+    assert len(set(found)) == 2
+
+
+def test_a_save_whose_folder_the_pruner_took_is_written_again(
+    job: Job, model: nn.Module, storage: RuledStorage, tmp_path: Path
+) -> None:
+    def prune(*_: Path) -> None:
+        job.layout.step(4).rename(tmp_path / "trash")
+
+    storage.rules.append(once("rename", prune, where="model_world_size"))
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        hook.after_step(4)
+    assert look_at_save(job.storage, job.layout.actor(4), 4).identity is not None
+    assert job.layout.state_pointer.read_text() == "4\n"
+
+
+def test_a_step_is_announced_before_its_first_byte_is_written(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    announced: list[Any] = []
+
+    def look(*_: Path) -> None:
+        report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+        announced.append((report.step, report.status))
+
+    storage.rules.append(once("mkdir", look, where="global_step_4"))
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        hook.after_step(4)
+    assert announced == [(4, "running")]
+    report = parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+    assert (report.step, report.status, report.world_size) == (4, "stopped", 1)
+
+
+def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
+    job: Job, model: nn.Module
+) -> None:
+    actor = job.layout.actor(4)
+    actor.mkdir(parents=True)
+    mine = actor / ".tmp-model_world_size_1_rank_0.pt-abc"
+    others = actor / ".tmp-model_world_size_2_rank_1.pt-abc"
+    for path in (mine, others):
+        path.touch()
+    with TrainerHook(job.layout.root, model) as hook:
+        hook.after_step(4)
+    assert job.leftovers() == [others]
+
+
+def test_a_job_that_is_not_there_is_refused_at_construction(
+    tmp_path: Path, model: nn.Module
+) -> None:
+    with pytest.raises(JobUnavailableError, match="create it, or mount its storage"):
+        TrainerHook(tmp_path / "job", model)
+    assert os.listdir(tmp_path) == []
+
+
+def test_fsdp_config_says_the_world_size(job: Job, model: nn.Module) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        hook.after_step(4)
+    told = json.loads((job.layout.actor(4) / "fsdp_config.json").read_text())
+    assert told == {"world_size": 1}
