@@ -25,7 +25,7 @@ from syncd.storage.fsio import NOT_EMPTY, Storage, is_gone
 
 log = logging.getLogger(__name__)
 
-_LEFT: Final = "condemned by a daemon that ended before it was deleted"
+_LEFT: Final = "condemned, and not deleted yet when this daemon took over"
 
 
 class Pruner:
@@ -120,7 +120,7 @@ class Pruner:
         What it had condemned is deleted, and goes on record (again, if it came to that).
         """
         for trash in self._epoch.undecided():
-            name = trash.name.rpartition("-")[0]
+            name = trash.name.partition("-")[0]
             log.info("%s was set aside by a daemon that ended: it is put back", name)
             self._put_back(trash, self._layout.root / name)
         for doomed in self._epoch.condemned():

@@ -203,12 +203,13 @@ class Epoch:
 
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it: all that is not finished there ends here."""
-        trash = room / self._trash.name
+        kept = {room / home.name: home for home in (self._trash, self._doomed)}
         while True:
-            for name in self._storage.names(trash):
-                self._take(trash / name, self._trash)
+            for folder, home in kept.items():
+                for name in self._storage.names(folder):
+                    self._take(folder / name, home)
             for name in self._storage.names(room):
-                if name != trash.name or not self._storage.names(trash):
+                if room / name not in kept or not self._storage.names(room / name):
                     self._take(room / name, self._doomed)
             try:
                 self._storage.rmdir(room)

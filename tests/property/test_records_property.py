@@ -99,7 +99,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         host=TEXT,
         pid=NUMBERS,
         epoch=NUMBERS,
-        state=st.sampled_from(["watching", "merging", "paused", "stopped"]),
+        state=st.sampled_from(["watching", "merging", "stopped"]),
         detail=TEXT,
         sequence=st.none() | SEQUENCES,
         step=st.none() | NUMBERS,
@@ -112,7 +112,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.AuditLine: st.builds(
         records.AuditLine,
         time=TIMES,
-        what=st.sampled_from(["version", "step", "lease", "trash"]),
+        what=st.sampled_from(["version", "step", "lease"]),
         name=TEXT,
         why=TEXT,
         session=TEXT,

@@ -39,10 +39,19 @@ def test_a_take_over_empties_and_removes_every_lower_room(job: Job) -> None:
     epoch = job.take_over()
     assert epoch.number == 13
     assert rooms(job) == ["13"]
-    assert sum("v000009" in name for name in epoch.discarded()) == 3
-    assert len(epoch.discarded()) == 6
+    assert sum((path / "v000009").exists() for path in epoch.condemned()) == 3
     epoch.sweep()
-    assert epoch.discarded() == []
+    assert epoch.condemned() == []
+
+
+def test_what_lower_rooms_had_set_aside_is_handed_on_and_never_deleted(job: Job) -> None:
+    for step in (3, 4):
+        job.layout.step(step).mkdir()
+        job.take_over().set_aside(job.layout.step(step))
+    epoch = job.take_over()
+    epoch.sweep()
+    names = [path.name.rsplit("-") for path in epoch.undecided()]
+    assert sorted(name[0] for name in names) == ["global_step_3", "global_step_4"]
 
 
 def test_a_number_is_never_used_again_after_a_daemon_left(job: Job) -> None:
@@ -74,13 +83,15 @@ def test_a_superseded_daemon_replaces_no_file(job: Job) -> None:
     assert job.layout.latest.read_bytes() == b"new"
 
 
-def test_a_superseded_daemon_discards_nothing(job: Job) -> None:
+def test_a_superseded_daemon_takes_nothing_away(job: Job) -> None:
     old = job.take_over()
     step = job.layout.step(3)
     step.mkdir()
     job.take_over()
     with pytest.raises(SupersededError):
-        old.discard(step)
+        old.set_aside(step)
+    with pytest.raises(SupersededError):
+        old.condemn(step)
     assert step.exists()
 
 
@@ -109,7 +120,7 @@ def test_what_a_superseded_daemon_makes_while_its_room_is_emptied_is_emptied_too
     storage = RuledStorage(once("rmdir", lambda _: late.touch(), where="epoch/1"))
     epoch = Epoch.take_over(storage, job.layout)
     assert rooms(job) == ["2"]
-    assert any("LATEST-late" in name for name in epoch.discarded())
+    assert any("LATEST-late" in path.name for path in epoch.condemned())
 
 
 def test_a_committed_version_is_whole_and_has_left_the_room(job: Job) -> None:
@@ -134,7 +145,7 @@ def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: Job
     with pytest.raises(FileNotFoundError):
         epoch.publish_version(1)
     with pytest.raises(FileNotFoundError):
-        epoch.discard(job.layout.step(1))
+        epoch.set_aside(job.layout.step(1))
 
 
 def test_a_version_begins_empty_whatever_was_left_of_it(job: Job) -> None:
@@ -151,7 +162,7 @@ def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job) -> N
     epoch.publish_file(job.layout.latest, b"new")
     assert job.layout.latest.read_bytes() == b"new"
     job.layout.step(3).mkdir()
-    assert epoch.discard(job.layout.step(3)).exists()
+    assert epoch.condemn(epoch.set_aside(job.layout.step(3))).exists()
     assert not job.layout.step(3).exists()
 
 
@@ -159,7 +170,7 @@ def test_a_take_over_goes_through_though_answers_are_lost(job: Job) -> None:
     built(job.take_over(), 1)
     epoch = Epoch.take_over(AnswerLost(), job.layout)
     assert rooms(job) == ["2"]
-    assert [name.rpartition("/")[2] for name in epoch.discarded()] == ["v000001"]
+    assert [(path / "v000001").exists() for path in epoch.condemned()].count(True) == 1
 
 
 def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job) -> None:
@@ -253,12 +264,12 @@ def test_other_names_beside_the_rooms_are_let_be(job: Job) -> None:
     assert (job.layout.epochs / ".snapshot").exists()
 
 
-def test_a_discarded_name_can_be_discarded_again(job: Job) -> None:
+def test_a_name_can_be_set_aside_again(job: Job) -> None:
     epoch = job.take_over()
     for _ in range(2):
         job.layout.step(3).mkdir()
-        epoch.discard(job.layout.step(3))
-    assert len(epoch.discarded()) == 2
+        epoch.set_aside(job.layout.step(3))
+    assert len(epoch.undecided()) == 2
 
 
 def test_leasing_is_opened_by_a_rename_that_a_superseded_daemon_cannot_do(job: Job) -> None:

@@ -139,7 +139,29 @@ def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
         hook.pull(0)
     assert hook.version == Version(1, 1)
     assert report(job).sequence == 1
+    if fault == "misfits":
+        assert str(report(job).refused).startswith("version 2: ")
+    else:  # what storage refused may well work the next time
+        assert report(job).refused is None
+        engine.breaks.clear()
+        assert hook.pull(0) == Version(2, 2)
+
+
+def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
+    job: Job, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    publish(job, 2)
+    (job.layout.version(2) / "manifest.json").write_bytes(b"{")
+    with pytest.raises(VerificationError):
+        hook.pull(0)
     assert str(report(job).refused).startswith("version 2: ")
+    assert leased(job) == [1]
+    with pytest.raises(WaitTimeoutError):
+        hook.pull(0)
+    publish(job, 3)
+    assert hook.pull(0) == Version(3, 3)
 
 
 def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(

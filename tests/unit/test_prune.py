@@ -265,7 +265,7 @@ def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
     ruled: Job, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
-    storage.rules.append(refuse("unlink", errno.EIO, where="trash"))
+    storage.rules.append(refuse("unlink", errno.EIO, where="doomed"))
     with (
         pytest.raises(OSError, match=os.strerror(errno.EIO)),
         ruled.daemon(DaemonConfig(keep=1, prune_steps=False)) as loop,
@@ -273,8 +273,18 @@ def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
         loop.run_once()
     storage.rules.clear()
     round_of(ruled, prune_steps=False)
-    assert [what for what, _ in ruled.audit] == ["version", "trash"]
+    assert [what for what, _ in ruled.audit] == ["version", "version"]
     assert not list(ruled.layout.epochs.rglob("v000001*"))
+
+
+def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(job: Job) -> None:
+    published(job, 2)
+    before = sorted(path.name for path in job.layout.step(1).rglob("*"))
+    epoch = job.take_over()
+    epoch.set_aside(job.layout.step(1))
+    assert not job.layout.step(1).exists()
+    round_of(job, prune_steps=False)
+    assert sorted(path.name for path in job.layout.step(1).rglob("*")) == before
 
 
 def test_answers_that_are_lost_delete_nothing_more_and_nothing_less(tmp_path: Path) -> None:
