@@ -63,7 +63,7 @@ def report(job: Path) -> DaemonReport | None:
 
 
 def epoch_content(job: Path) -> dict[str, list[str]]:
-    """Everything in the epochs' rooms: room → names inside, the two standing folders aside.
+    """Everything in the epochs' rooms: room → names inside, the standing folders aside.
 
     ``os.walk`` passes over what a daemon removes meanwhile.
     """
@@ -73,7 +73,7 @@ def epoch_content(job: Path) -> dict[str, list[str]]:
             name
             for folder, folders, files in os.walk(rooms / room)
             for name in (*folders, *files)
-            if name not in {"building", "trash"}
+            if name not in {"building", "trash", "doomed"}
         ]
         for room in os.listdir(rooms)
     }
