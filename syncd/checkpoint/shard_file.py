@@ -8,7 +8,6 @@ import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from syncd.checkpoint import placement
@@ -104,12 +103,7 @@ class ShardFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def tensors(self) -> Mapping[str, Local | Unmergeable]:

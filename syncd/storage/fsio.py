@@ -17,7 +17,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from syncd.protocol.layout import TEMPORARY
@@ -345,12 +344,7 @@ class Draft:
         self._committed = True
         self._storage.sync_folder(self._path.parent)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._fd >= 0:
             os.close(self._fd)
         if not self._committed:
