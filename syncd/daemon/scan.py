@@ -83,6 +83,7 @@ class Scanner:
         self._steps_key: object = None
         self._steps_at = 0.0
         self._steps_due: deque[int] = deque()
+        self._steps_again = False
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
 
@@ -129,7 +130,7 @@ class Scanner:
     @property
     def has_more(self) -> bool:
         """Whether step folders are left for the next scan."""
-        return bool(self._steps_due)
+        return bool(self._steps_due) or self._steps_again
 
     def look_again(self) -> None:
         """Let all step folders be due."""
@@ -206,18 +207,8 @@ class Scanner:
     def _look_at_steps(
         self, pointer: Pointer, key: object, known: Known
     ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
-        """Look into a bounded number of step folders, newest first.
-
-        All are due again when a pointer moved, when a version was published, and now and then.
-        """
-        now = self._clock()
-        is_time = now - self._steps_at >= _STEPS_AGAIN
-        if key != self._steps_key or is_time:
-            self._steps_key, self._steps_at = key, now
-            found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
-            steps = {step for step in found if step is not None}
-            self._note_passed(pointer, steps, is_time=is_time)
-            self._steps_due = deque(sorted(steps | known.outcomes.keys(), reverse=True))
+        """Look into a bounded number of the step folders that are due."""
+        self._refill(pointer, key, known)
         seen: list[StepSeen] = []
         unrecorded: list[Save] = []
         vanished: list[int] = []
@@ -235,6 +226,30 @@ class Scanner:
                 if save is not None:
                     unrecorded.append(save)
         return tuple(seen), tuple(unrecorded), tuple(vanished)
+
+    def _refill(self, pointer: Pointer, key: object, known: Known) -> None:
+        """Let step folders be due: when a pointer moved, after a version, and now and then.
+
+        The newest come first, and a round that has begun goes on behind them, so that the oldest of
+        very many get their turn however often something moves.
+        """
+        now = self._clock()
+        moved = key != self._steps_key
+        is_time = not self._steps_due and now - self._steps_at >= _STEPS_AGAIN
+        if not (moved or is_time or (self._steps_again and not self._steps_due)):
+            return
+        found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
+        steps = {step for step in found if step is not None}
+        self._note_passed(pointer, steps, is_time=is_time)
+        ordered = sorted(steps | known.outcomes.keys(), reverse=True)
+        if self._steps_due:
+            newest = ordered[: _STEPS_PER_SCAN // 2]
+            self._steps_due = deque(dict.fromkeys([*newest, *self._steps_due]))
+        else:
+            self._steps_due = deque(ordered)
+        # Some of a round that goes on were looked at before whatever moved: one more round.
+        self._steps_again = len(self._steps_due) != len(ordered)
+        self._steps_key, self._steps_at = key, now
 
     def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
         """Note which folders were there when the pointer was seen to move.

@@ -278,3 +278,17 @@ def test_a_scanner_needs_no_more_calls_for_an_old_job_than_for_a_new_one(
     storage.calls.clear()
     scanner.scan(known)
     assert len(storage.calls) < 10
+
+
+def test_every_step_folder_gets_its_turn_however_often_the_pointer_moves(
+    job: Job, scanner: Scanner, storage: RuledStorage, clock: Clock
+) -> None:
+    count = 300
+    for step in range(1, count + 1):
+        job.layout.step(step).mkdir()
+    for tick in range(count // 16):
+        job.layout.state_pointer.write_text(str(count + 1 + tick))
+        scanner.scan(NOTHING)
+        clock.advance(1.0)
+    steps = range(1, count + 1)
+    assert all(storage.count("names", job.layout.actor(step)) > 0 for step in steps)
