@@ -11,12 +11,7 @@ from typing import Self
 
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.reader import LeasedVersion, Reader
-from syncd.protocol.errors import (
-    EngineMismatchError,
-    SyncdError,
-    VerificationError,
-    WaitTimeoutError,
-)
+from syncd.protocol.errors import CancelledError, VerificationError, WaitTimeoutError
 from syncd.protocol.policy import RunningStatus
 from syncd.storage.fsio import Storage
 
@@ -93,12 +88,13 @@ class ExplorerHook:
 
         Raises:
             WaitTimeoutError: nothing newer came in time; the engine is as it was.
-            VerificationError, EngineMismatchError: the newest version was refused; the engine is as
-                it was. The next pull waits for one above it.
+            VerificationError, EngineMismatchError, or what the engine raises: the version was
+                refused; the engine is as it was. The next pull waits for one above it.
             OSError: storage failed; the engine is as it was, and the next pull tries again.
             CancelledError: the hook was closed by another thread.
         """
         with self._pulling:
+            self._reader.check_open()
             have = self._held.sequence if self._held else 0
             self._report(RunningStatus.REQUIRE_SYNC)
             try:
@@ -112,13 +108,13 @@ class ExplorerHook:
                 raise
             begun = time.monotonic()
             try:
-                version.verify()
+                version.verify(cancel=self._reader.check_open)
                 self._engine.check(version)
-                self._engine.load(version)
+                self._load(version)
             except BaseException as error:
                 self._let_go(version)
-                # What storage, or the user, stopped may well work the next time.
-                if isinstance(error, VerificationError | EngineMismatchError):
+                # What storage refused, or who pulls has stopped, may well work the next time.
+                if isinstance(error, Exception) and not isinstance(error, OSError | CancelledError):
                     self._refuse(version.sequence, error)
                 raise
             self.last_load_seconds = time.monotonic() - begun
@@ -155,7 +151,17 @@ class ExplorerHook:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _refuse(self, sequence: int, error: SyncdError) -> None:
+    def _load(self, version: LeasedVersion) -> None:
+        """Load; an engine that fails half-way is given back what it had, which is still leased."""
+        try:
+            self._engine.load(version)
+        except Exception:
+            if self._held is not None:
+                log.warning("loading again what was served: version %d", self._held.sequence)
+                self._engine.load(self._held)
+            raise
+
+    def _refuse(self, sequence: int, error: Exception) -> None:
         log.error("version %d is refused: %s", sequence, error)
         self._refused_sequence = max(self._refused_sequence, sequence)
         self._refused = f"version {sequence}: {error}"

@@ -149,8 +149,7 @@ class Reader:
         """
         deadline = None if timeout is None else self._clock() + timeout
         while True:
-            if self._closed:
-                raise CancelledError(f"{self.name} was closed while it waited")
+            self.check_open()
             latest = self.latest()
             if latest is not None and latest.sequence > newer_than:
                 return latest
@@ -240,6 +239,15 @@ class Reader:
             }
         )
         self._storage.replace(self._layout.explorer(self.name), encode(record))
+
+    def check_open(self) -> None:
+        """Do nothing while the reader is open; to be called from long work.
+
+        Raises:
+            CancelledError: it was closed, or its waits were cancelled.
+        """
+        if self._closed:
+            raise CancelledError(f"{self.name} was closed")
 
     def cancel(self) -> None:
         """End the wait of another thread, now and from now on."""

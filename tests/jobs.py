@@ -136,7 +136,7 @@ class Job:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
         with Session(self.layout, LEASE_TIME) as session:
-            judge = Judge(self.storage, LEASE_TIME, host=session.host, clock=clock)
+            judge = Judge(self.storage, LEASE_TIME, clock=clock)
             lock = DaemonLock(self.storage, self.layout, LEASE_TIME, judge)
             assert lock.try_acquire()
             epoch = self.take_over()

@@ -46,7 +46,8 @@ class TrainerHook:
     ``after_step`` copies this rank's tensors to host memory; a thread writes them. Promised: what
     explorers get is the model as it was when ``after_step(step)`` was called, on all ranks; and an
     error in the thread is raised by the next call, with its step. Not promised: that a save is
-    announced when ``after_step`` returns; ``close`` waits for that.
+    announced when ``after_step`` returns; ``close`` waits for that. As a context manager it does
+    not wait for other ranks when training raised.
 
     Construct it and call ``after_step`` on every rank alike: the run id is agreed by a collective.
 
@@ -149,8 +150,16 @@ class TrainerHook:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Training failed: the other ranks may never write their part of what is under way.
+        self._writer.stop_waiting()
+        try:
+            self.close()
+        except SaveFailedError as error:
+            log.warning("%s", error)
 
     def _begin_save(self, step: int, *, is_full: bool) -> None:
         save_id = SaveId(self._run_id, step, self._counter)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 import xxhash
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from syncd.checkpoint.shard_file import central_directory_digest
+from syncd.checkpoint.torch_zip import central_directory_digest
 from syncd.protocol.errors import RecordError, SaveFailedError
 from syncd.protocol.layout import (
     FSDP_CONFIG,
@@ -31,6 +32,7 @@ from syncd.protocol.layout import (
     TEMPORARY,
     JobLayout,
     extra_state_name,
+    failure_name,
     full_receipt_name,
     optimizer_name,
     receipt_name,
@@ -93,6 +95,7 @@ class RankWriter:
         self._rank = rank
         self._world_size = world_size
         self._timeout = save_timeout
+        self._stopped = threading.Event()
 
     def save(self, save_id: SaveId, contents: Contents) -> int:
         """Write this rank's files; on rank 0 also wait for the others and move the pointers.
@@ -108,11 +111,24 @@ class RankWriter:
             if self._rank == 0:
                 self._announce(save_id, contents.is_full)
         except OSError as error:
+            self._say_failed(save_id)
             raise SaveFailedError(
                 f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
                 "it was not announced, and the version before it stays"
             ) from error
         return written
+
+    def stop_waiting(self) -> None:
+        """Let rank 0 give up the saves that other ranks have not finished."""
+        self._stopped.set()
+
+    def _say_failed(self, save_id: SaveId) -> None:
+        """Tell rank 0 not to wait for this rank; where that cannot be said, it waits in vain."""
+        try:
+            receipts = self._layout.actor(save_id.step) / RECEIPTS
+            self._storage.replace(receipts / failure_name(self._rank), f"{save_id}\n".encode())
+        except OSError as error:
+            log.warning("rank %d cannot tell the others that it failed: %s", self._rank, error)
 
     def _write_again(self, save_id: SaveId, contents: Contents) -> int:
         """A folder that the pruner took away under us comes back, but not what had just begun."""
@@ -129,15 +145,15 @@ class RankWriter:
         step, rank, world_size = save_id.step, self._rank, self._world_size
         actor = self._layout.actor(step)
         receipts = actor / RECEIPTS
-        self._storage.make_folder(receipts)
+        self._storage.make_folder(receipts, below=self._layout.root)
         self._mark(self._layout.step(step) / SAVING)
         # What is about to be replaced is not whole any more: nobody may resume from it.
         if self._storage.unlink_if_there(self._layout.step(step) / FULL):
             self._storage.sync_folder(self._layout.step(step))
-        for name in (receipt_name(rank), full_receipt_name(rank)):
+        for name in (receipt_name(rank), full_receipt_name(rank), failure_name(rank)):
             self._storage.unlink_if_there(receipts / name)
         self._storage.sync_folder(receipts)
-        self._remove_leftovers(actor, shard_name(world_size, rank))
+        self._remove_leftovers(actor)
         files = [self._write_tensors(actor / shard_name(world_size, rank), contents.model)]
         if rank == 0:
             config: dict[str, int] = {"world_size": world_size}
@@ -163,10 +179,14 @@ class RankWriter:
             return
         self._storage.sync_folder(path.parent)
 
-    def _remove_leftovers(self, actor: Path, name: str) -> None:
+    def _remove_leftovers(self, actor: Path) -> None:
         """What this rank left half written when it was killed in an earlier save of this step."""
+        ours = tuple(
+            f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
+            for name_of in (shard_name, optimizer_name, extra_state_name)
+        )
         for found in self._storage.names(actor):
-            if found.startswith(f"{TEMPORARY}{name}-"):
+            if found.startswith(ours):
                 self._storage.unlink_if_there(actor / found)
 
     def _write_tensors(self, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
@@ -195,7 +215,7 @@ class RankWriter:
             for source in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
                 content = source.read_bytes()
                 name = source.relative_to(scratch).as_posix()
-                self._storage.make_folder((folder / name).parent)
+                self._storage.make_folder((folder / name).parent, below=self._layout.root)
                 self._storage.replace(folder / name, content)
                 files.append(
                     ReceiptFile(
@@ -246,13 +266,17 @@ class RankWriter:
                 if found is not None and found.is_newer_than(save_id):
                     log.info("save %s was overtaken by %s", save_id, found)
                     return False
+                missing = f"rank {rank} of {self._world_size} has not written its part of the save"
+                if self._failed(receipts / failure_name(rank)) == save_id:
+                    raise SaveFailedError(f"{missing} of step {save_id.step}: it failed there")
                 if time.monotonic() >= deadline:
                     raise SaveFailedError(
-                        f"rank {rank} of {self._world_size} has not written its part of the save "
-                        f"of step {save_id.step} within {self._timeout:g} s; it was not announced"
+                        f"{missing} of step {save_id.step} within {self._timeout:g} s; it was not "
+                        "announced"
                     )
                 # Another host writes it, over storage that sends no events.
-                time.sleep(_POLL)
+                if self._stopped.wait(_POLL):
+                    raise SaveFailedError(f"{missing} of step {save_id.step}, and training ended")
         return True
 
     def _receipt(self, path: Path) -> SaveId | None:
@@ -261,6 +285,14 @@ class RankWriter:
         except RecordError as error:
             log.warning("%s", error)
             return None
+        except OSError as error:
+            if is_gone(error):
+                return None
+            raise
+
+    def _failed(self, path: Path) -> SaveId | None:
+        try:
+            return SaveId.parse(self._storage.read(path).decode(errors="replace").strip())
         except OSError as error:
             if is_gone(error):
                 return None

@@ -10,26 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.safetensors_file import DTYPES
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.records import TensorEntry
 
+#: safetensors' name of a dtype → torch's dtype, where this torch has it.
 _DTYPES: Final = {
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
+    name: getattr(torch, torch_name)
+    for torch_name, (name, _) in DTYPES.items()
+    if hasattr(torch, torch_name)
 }
 _MOST_NAMED: Final = 5
 
@@ -87,15 +76,21 @@ class TorchModule:
 
 
 def _difference(entry: TensorEntry, target: Tensor) -> str:
-    if isinstance(target, DTensor):
-        return f"{entry.name} is a DTensor, which this engine cannot load into"
-    if target.is_meta:
-        return f"{entry.name} is on the meta device: the module has no weights to replace"
-    if entry.shape != tuple(target.shape):
-        return f"{entry.name} is {list(entry.shape)}, the module has {list(target.shape)}"
-    if _DTYPES.get(entry.dtype) != target.dtype:
-        return f"{entry.name} is {entry.dtype}, the module has {target.dtype}"
-    return ""
+    """Why a tensor of the version cannot be copied into one of the module, or nothing."""
+    expanded = zip(target.shape, target.stride(), strict=True)
+    reasons = {
+        "is a DTensor, which this engine cannot load into": isinstance(target, DTensor),
+        "is on the meta device: the module has no weights to replace": target.is_meta,
+        "is an inference tensor, which cannot be changed in place": target.is_inference(),
+        "is an expanded tensor, whose elements share memory": any(
+            size > 1 and step == 0 for size, step in expanded
+        ),
+        f"is {list(entry.shape)}, the module has {list(target.shape)}": entry.shape
+        != tuple(target.shape),
+        f"is {entry.dtype}, the module has {target.dtype}": _DTYPES.get(entry.dtype)
+        != target.dtype,
+    }
+    return next((f"{entry.name} {reason}" for reason, holds in reasons.items() if holds), "")
 
 
 def _staged(version: LeasedVersion) -> dict[str, Tensor]:

@@ -62,7 +62,7 @@ def build_model_folder(
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             # The small files first: where one is not what was vouched for, no weights are copied.
-            models = copy_model_files(storage, actor / HUGGINGFACE, folder, digests=True)
+            models = copy_model_files(storage, actor / HUGGINGFACE, folder, cancel=cancel)
             _check_model_files(storage, actor, save, models)
             copied = clock()
             merged = _weights(
@@ -109,10 +109,11 @@ def _weights(
 ) -> Merged:
     """The safetensors files: merged, or the trainer's own full state dict."""
     if opened.full is None:
-        plan = plan_merge(
-            [ShardIndex(shard.path.name, shard.tensors()) for shard in opened.shards],
-            max_file_size=size,
-        )
+        indexes = []
+        for shard in opened.shards:
+            cancel()
+            indexes.append(ShardIndex(shard.path.name, shard.tensors()))
+        plan = plan_merge(indexes, max_file_size=size)
         return run_plan(
             storage,
             plan,

@@ -24,6 +24,8 @@ from syncd.storage.fsio import Storage
 _BUFFER: Final = 1024 * 1024
 #: The kernel copies at most so much before ``cancel`` is asked again.
 _CHUNK: Final = 64 * 1024 * 1024
+#: So many bytes are made durable at a time.
+_SYNC_EVERY: Final = 256 * 1024 * 1024
 #: Shorter runs are gathered: a copy in the kernel may be a round trip to a server each.
 _WORTH_A_CALL: Final = 512 * 1024
 
@@ -34,7 +36,7 @@ class Merged:
 
     files: tuple[VersionFile, ...]
     tensors: tuple[TensorEntry, ...]
-    copied_bytes: int
+    data_size: int
 
 
 def _unheard(done: int, total: int) -> None:
@@ -209,6 +211,7 @@ class _Copy:
         self._done, self._total = 0, total
         self._view = memoryview(bytearray(_BUFFER))
         self._filled = 0  # bytes of the buffer that are not written yet
+        self._unsynced = 0
         self._fd, self._at = -1, 0  # the output, and where the buffer goes in it
 
     def file(self, file: PlannedFile, fd: int) -> list[bytes]:
@@ -285,4 +288,10 @@ class _Copy:
     def _advance(self, count: int) -> None:
         self._at += count
         self._done += count
+        self._unsynced += count
+        if self._unsynced >= _SYNC_EVERY:
+            # One fsync of gigabytes at the end could not be interrupted.
+            self._cancel()
+            self._storage.fsync(self._fd)
+            self._unsynced = 0
         self._progress(self._done, self._total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -27,7 +27,7 @@ _SKIPPED: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", f"
 
 
 def copy_model_files(
-    storage: Storage, source_hf: Path, folder: Path, *, digests: bool
+    storage: Storage, source_hf: Path, folder: Path, *, cancel: Callable[[], None]
 ) -> tuple[VersionFile, ...]:
     """Copy everything but weights from ``actor/huggingface/`` into a version's folder, durably.
 
@@ -37,7 +37,7 @@ def copy_model_files(
         storage: the storage to write to.
         source_hf: the trainer's folder.
         folder: the version's folder, which is there already.
-        digests: whether to compute the files' digests, xxh3-128 of their bytes.
+        cancel: called often; it raises to stop.
 
     Returns:
         The files, by paths relative to ``folder``, sorted.
@@ -52,14 +52,12 @@ def copy_model_files(
     for path in sorted(_regular_files(storage, source_hf, PurePosixPath())):
         target = folder / path
         if target.parent not in folders:
-            storage.make_folder(target.parent)
+            storage.make_folder(target.parent, below=folder)
             folders.add(target.parent)
-        size, digest = _copy(storage, source_hf / path, target, min(FILE_LIMIT, left))
+        size, digest = _copy(storage, source_hf / path, target, min(FILE_LIMIT, left), cancel)
         left -= size
         try:
-            copied.append(
-                VersionFile(name=str(path), size=size, digest=digest if digests else None)
-            )
+            copied.append(VersionFile(name=str(path), size=size, digest=digest))
         except pydantic.ValidationError as error:
             raise CheckpointError(
                 f"{source_hf}: {str(path)!r} cannot be the name of a published file: rename it"
@@ -79,7 +77,7 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
         return ()
     weights = {tensor.name: tensor.file for tensor in merged.tensors}
     index = {
-        "metadata": {"total_size": merged.copied_bytes},
+        "metadata": {"total_size": merged.data_size},
         "weight_map": dict(sorted(weights.items())),
     }
     content = json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"
@@ -106,7 +104,9 @@ def _regular_files(storage: Storage, root: Path, below: PurePosixPath) -> Iterat
             yield path
 
 
-def _copy(storage: Storage, source: Path, target: Path, limit: int) -> tuple[int, str]:
+def _copy(
+    storage: Storage, source: Path, target: Path, limit: int, cancel: Callable[[], None]
+) -> tuple[int, str]:
     """Copy a file of at most ``limit`` bytes; returns its size and its digest."""
     hasher = xxhash.xxh3_128()
     size = 0
@@ -115,6 +115,7 @@ def _copy(storage: Storage, source: Path, target: Path, limit: int) -> tuple[int
         writing = storage.create(target)
         with storage.closing(writing):
             while data := os.read(reading, _BUFFER):
+                cancel()
                 size += len(data)
                 if size > limit:
                     raise CheckpointError(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from syncd.checkpoint.placement import Local, Shape, Unmergeable, place
 from syncd.checkpoint.safetensors_file import ITEMSIZE, Entry, header_bytes
 from syncd.protocol.errors import CoverageError, PlacementError
-
-DEFAULT_FILE_SIZE: Final = 5_000_000_000
 
 
 class ShardIndex(NamedTuple):
@@ -96,7 +94,7 @@ class _Piece(NamedTuple):
 def plan_merge(
     shards: Sequence[tuple[str, Mapping[str, Local | Unmergeable]]],
     *,
-    max_file_size: int = DEFAULT_FILE_SIZE,
+    max_file_size: int,
 ) -> MergePlan:
     """Plan how to make one model of all ranks' shards.
 

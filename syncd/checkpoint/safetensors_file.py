@@ -168,6 +168,8 @@ def _parse(header: bytes, size: int, path: Path) -> tuple[Entry, ...]:
 
 
 def _entry(name: str, field: object, base: int, path: Path) -> Entry:
+    if not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        raise _broken(path, f"the name {name!a} is not text")
     match field:
         case {"dtype": str() as dtype, "shape": list() as shape, "data_offsets": [begin, end]}:
             if (

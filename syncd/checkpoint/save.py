@@ -82,11 +82,11 @@ class OpenSave:
 
 
 def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
-    """Look whether the save in an ``actor/`` folder is whole. Never raises for what is in it."""
-    names = storage.names(actor)
-    if not names:
-        return Save(step, None, f"{actor} is not there, or empty")
+    """Look whether the save in an ``actor/`` folder is whole. What is in it never raises."""
     try:
+        names = storage.names(actor)
+        if not names:
+            return Save(step, None, f"{actor} is not there, or empty")
         if RECEIPTS in names:
             return _vouched_save(storage, actor, step)
         return _foreign_save(storage, actor, step, names)
@@ -95,7 +95,9 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
     except OSError as error:
         if is_gone(error):
             return Save(step, None, f"{error.filename or actor} went while it was looked at")
-        raise
+        # One folder that cannot be read (a link, a name too long, no permission) must not keep the
+        # daemon from the others.
+        return Save(step, None, f"{actor} cannot be looked at now: {error}")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 import click
@@ -53,6 +55,8 @@ def command(steps: int, *, keep: bool, no_tty: bool) -> None:
 
     Exits with 0 if both explorers hold exactly the trainer's last weights.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _leave)
     console = Console(force_terminal=False) if no_tty else Console()
     room = Path(tempfile.mkdtemp(prefix="syncd-demo-"))
     begun = time.monotonic()
@@ -67,6 +71,11 @@ def command(steps: int, *, keep: bool, no_tty: bool) -> None:
             console.print(f"kept: {room}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(room, ignore_errors=True)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    """Leave through the finally blocks, which end the processes and remove the folder."""
+    raise SystemExit(128 + number)
 
 
 @dataclass

@@ -39,7 +39,7 @@ def command(
     if storage.names(out):
         raise InvalidSettingsError(f"{out_dir} is not empty: give a new folder")
     room = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(6)}")
-    storage.make_folder(room)
+    storage.make_folder(room, below=Path(out.anchor))
     try:
         manifest = build_model_folder(
             storage,

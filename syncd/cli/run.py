@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import click
 from syncd.cli import options
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.service import Service, stopped_by_signals
+
+log = logging.getLogger(__name__)
 
 
 @click.command("run", epilog="Example: syncd run /shared/jobs/qwen-grpo --keep 3")
@@ -30,6 +34,10 @@ def command(job: Path, digest: str, **given: Any) -> None:
 
     A second daemon on the same job stands by, and takes over when the first one dies.
     """
+    # A save of a thousand ranks is a thousand open files.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    log.debug("up to %d open files instead of %d", hard, soft)
     service = Service(job, DaemonConfig(digests=digest == "on", **given))
     with stopped_by_signals(service):
         service.run()

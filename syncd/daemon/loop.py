@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
@@ -31,6 +32,7 @@ from syncd.protocol.errors import (
     JobUnavailableError,
     SaveNotReadyError,
     SupersededError,
+    SyncdError,
 )
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import DaemonCounters, DaemonReport, encode
@@ -99,6 +101,8 @@ class Loop:
         self._said = ""
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
+        self._cancel = cancel
+        self._trying: str | None = None
         self._publish_again_at = 0.0
         self._failures = 0
 
@@ -122,7 +126,12 @@ class Loop:
         self.pruned.clear()
         decision = decide(self._scanner.scan(self._known()), self._config)
         waiting_for = decision.waiting_for
+        begun = self._clock()
         for action in decision.actions:
+            self._cancel()
+            if isinstance(action, Pruning) and self._clock() - begun > self._config.tick:
+                self._scanner.look_again()  # new weights do not wait for old ones to go
+                break
             waiting_for = self._act(action) or waiting_for
         if waiting_for != self._said:
             self._said = waiting_for
@@ -138,7 +147,7 @@ class Loop:
 
     def end(self) -> None:
         """Leave nothing half made; the lock is the caller's to release."""
-        self._epoch.leave()
+        self._epoch.sweep()
         self._report("stopped")
 
     def _act(self, action: Action) -> str:
@@ -179,27 +188,31 @@ class Loop:
 
     def _publish(self, action: Publish) -> str:
         """Publish, or quarantine, or say why it has to wait."""
+        save = action.save
+        if save.identity != self._trying:
+            self._trying, self._failures, self._publish_again_at = save.identity, 0, 0.0
         if self._clock() < self._publish_again_at:
             return self._said
-        save = action.save
         self._report("merging", f"step {save.step}")
         begun = self._clock()
         try:
             manifest = self._publisher.publish(save)
         except SaveNotReadyError as error:
-            return str(error)
+            return self._try_later(str(error))
         except CheckpointError as error:
-            path = self._publisher.quarantine(save, error)
-            self._count(quarantined=1)
-            log.error("step %d cannot be published: %s (kept in %s)", save.step, error, path)
+            log.error("step %d cannot be published: %s", save.step, error)
+            self._quarantine(save, error)
             return ""
         except OSError as error:
             if not self._storage.exists(self._layout.format):
                 raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
-            self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
-            wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
-            self._publish_again_at = self._clock() + wait
-            return f"step {save.step} could not be merged, trying again in {wait:g} s: {error}"
+            return self._try_later(f"step {save.step} could not be merged: {error}")
+        except SyncdError:
+            raise
+        except Exception as error:  # a fault of ours: the next save is served
+            log.exception("step %d cannot be published, by a fault of syncd", save.step)
+            self._quarantine(save, error)
+            return ""
         self._failures = 0
         merged = sum(file.size for file in manifest.files)
         self._count(published=1, merged_bytes=merged)
@@ -211,6 +224,18 @@ class Loop:
             self._clock() - begun,
         )
         return ""
+
+    def _try_later(self, why: str) -> str:
+        """Let the next attempt at the same save wait, longer each time."""
+        wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
+        self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
+        self._publish_again_at = self._clock() + wait
+        return f"{why}; trying again in {wait:g} s"
+
+    def _quarantine(self, save: Save, error: Exception) -> None:
+        path = self._publisher.quarantine(save, error)
+        self._count(quarantined=1)
+        log.info("why is kept in %s", path)
 
     def _count(self, **more: int) -> None:
         self._counters = self._counters.model_copy(
@@ -239,4 +264,8 @@ class Loop:
             return
         self._reported, self._reported_at = report, now
         stamped = report.model_copy(update={"time": self._wall()})
-        self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
+        try:
+            self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
+        except OSError as error:
+            # A full disk, say: what can be done goes on without a report of it.
+            log.warning("the state cannot be reported: %s", error)

@@ -68,7 +68,7 @@ def prune_now(
     storage = storage or Storage()
     lease_time = _lease_time(storage, layout)
     with Session(layout, lease_time) as session:
-        judge = Judge(storage, lease_time, host=session.host)
+        judge = Judge(storage, lease_time)
         lock = DaemonLock(storage, layout, lease_time, judge)
         # A lock that a dead daemon of another host left is known by its silence alone.
         for _ in range(6):
@@ -87,7 +87,7 @@ def prune_now(
                 config,
                 session,
                 lock,
-                Judge(storage, lease_time, host=session.host),
+                Judge(storage, lease_time),
                 Epoch.take_over(storage, layout),
                 cancel=lambda: None,
                 publishes=False,

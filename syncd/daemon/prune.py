@@ -21,7 +21,7 @@ from syncd.protocol.layout import (
 )
 from syncd.protocol.records import AuditLine, SaveOutcome, encode
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import NOT_EMPTY, Storage, is_gone
+from syncd.storage.fsio import NO_ROOM, NOT_EMPTY, Storage, is_gone
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class Pruner:
             return
         for found, folders, files in os.walk(trash):
             home = folder / Path(found).relative_to(trash)
-            self._storage.make_folder(home)
+            self._storage.make_folder(home, below=self._layout.root)
             links = [name for name in folders if os.path.islink(os.path.join(found, name))]
             for name in {*files, *links} - {SAVING}:  # a trainer at work there has its own
                 try:
@@ -164,6 +164,12 @@ class Pruner:
     def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
         log.info("pruned %s %s: %s", what, name, why)
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
-        fd = self._storage.open_append(self._layout.audit)
-        with self._storage.closing(fd):
-            self._storage.write_all(fd, encode(line))
+        try:
+            fd = self._storage.open_append(self._layout.audit)
+            with self._storage.closing(fd):
+                self._storage.write_all(fd, encode(line))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # A full disk must not keep what would free it.
+            log.error("no room for the audit line of %s %s: %s", what, name, error)

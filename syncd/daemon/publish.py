@@ -16,7 +16,6 @@ from syncd.protocol.errors import (
     ProtocolMismatchError,
     RecordError,
     SaveNotReadyError,
-    SyncdError,
 )
 from syncd.protocol.layout import (
     JobLayout,
@@ -137,9 +136,9 @@ class Publisher:
             raise SaveNotReadyError(save.reason)
         sequence = self._floor + 1
         notice = PublishNotice(sequence=sequence, step=save.step, session=self._session)
-        self._epoch.publish_file(self._layout.publish_lock, encode(notice))
         folder = self._epoch.start_version(sequence)
         try:
+            self._epoch.publish_file(self._layout.publish_lock, encode(notice))
             manifest = build_model_folder(
                 self._storage,
                 self._layout.actor(save.step),
@@ -179,7 +178,7 @@ class Publisher:
         if self.outcomes.pop(step, None) is not None:
             self._write_saves()
 
-    def quarantine(self, save: Save, error: SyncdError) -> Path:
+    def quarantine(self, save: Save, error: Exception) -> Path:
         """Put on record why a save cannot be published; it is not tried again.
 
         Returns:
@@ -260,8 +259,12 @@ class Publisher:
         named = [0, *self._published()]
         if self.latest is not None:
             named.append(self.latest.sequence)
+        # With LATEST at hand, an empty one above it is of a version that was never published: its
+        # number is still free.
         named.extend(
-            parse_version_folder(name) or 0 for name in self._storage.names(self._layout.leases)
+            parse_version_folder(name) or 0
+            for name in self._storage.names(self._layout.leases)
+            if self.latest is None or self._storage.names(self._layout.leases / name)
         )
         named.extend(
             self._told_sequence(self._layout.explorers / name, ExplorerReport)

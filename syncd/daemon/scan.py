@@ -103,7 +103,15 @@ class Scanner:
         self._look_at_pointed(pointer, pointer_key, known)
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
+        versions = self._versions(self._layout.published)
         lease_folders = self._versions(self._layout.leases)
+        # A listing may be late, or fail; that a version was retired is asked of its own name.
+        lease_folders += tuple(
+            sequence
+            for sequence in versions
+            if sequence not in lease_folders
+            and self._storage.exists(self._layout.lease_folder(sequence))
+        )
         steps, unrecorded, vanished = self._look_at_steps(
             pointer, (pointer_key, checkpoint_key, known.published_save), known
         )
@@ -118,7 +126,7 @@ class Scanner:
             and outcome.identity == save.identity,
             published_save=known.published_save,
             latest=known.latest,
-            versions=self._versions(self._layout.published),
+            versions=versions,
             lease_folders=lease_folders,
             leases=tuple(self._leases(lease_folders)),
             steps=steps,

@@ -68,7 +68,7 @@ class Service:
                 except SupersededError as error:
                     self._say(f"standing by: {error}")
                 except CancelledError:
-                    log.info("stopped in the middle of a merge; nothing was published of it")
+                    log.info("stopped in the middle of something; nothing is half done")
                 except JobUnavailableError as error:
                     self._say(f"paused: {error}")
                 except OSError as error:
@@ -89,7 +89,7 @@ class Service:
                 f"{self._layout.format} is not there: is its storage mounted?"
             )
         with Session(self._layout, self._lease_time) as session:
-            judge = Judge(self._storage, self._lease_time, host=session.host)
+            judge = Judge(self._storage, self._lease_time)
             lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)
             if not self._elected(lock):
                 return
@@ -101,7 +101,6 @@ class Service:
     def _elected(self, lock: DaemonLock) -> bool:
         while not self._stopping:
             if lock.try_acquire():
-                self._said = ""
                 return True
             self._say("standing by: another daemon is working on this job")
             self._watcher.wait(self._tick)
@@ -116,18 +115,29 @@ class Service:
             self._config,
             session,
             lock,
-            Judge(self._storage, self._lease_time, host=session.host),
+            Judge(self._storage, self._lease_time),
             epoch,
             cancel=self._check_stopping,
         )
         loop.begin()
         try:
             while not self._stopping:
-                loop.run_once()
+                self._round(loop)
                 self._watcher.wait(self._tick)
         finally:
             if epoch.is_live():
                 loop.end()
+
+    def _round(self, loop: Loop) -> None:
+        """One round; what storage refuses for now does not end the epoch."""
+        try:
+            loop.run_once()
+        except OSError as error:
+            if not self._storage.exists(self._layout.format):
+                raise
+            self._say(f"paused: {error}")
+        else:
+            self._said = ""
 
     def _check_stopping(self) -> None:
         if self._stopping:

@@ -88,6 +88,11 @@ def full_receipt_name(rank: int) -> str:
     return f"full_rank_{rank}.json"
 
 
+def failure_name(rank: int) -> str:
+    """The name under which a rank says which save_id it could not write."""
+    return f"failed_rank_{rank}.txt"
+
+
 def is_resumable_state(name: str) -> bool:
     """Whether a file of an ``actor/`` folder makes the step one that can be resumed from."""
     return _RESUMABLE.fullmatch(name) is not None

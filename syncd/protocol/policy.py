@@ -53,7 +53,7 @@ class SyncSettings:
     style: SyncStyle = SyncStyle.FIXED
     sync_interval: int = 1
     save_interval: int = 0
-    save_timeout: float = 3600.0
+    save_timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if self.sync_interval < 1:

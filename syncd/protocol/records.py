@@ -35,6 +35,14 @@ def _stays_inside(path: str) -> str:
 RelativePath = Annotated[str, Field(max_length=1000), AfterValidator(_stays_inside)]
 
 
+def _speakable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+#: Text for people: half a surrogate pair, from a file name that is not UTF-8, is written out.
+Text = Annotated[str, AfterValidator(_speakable)]
+
+
 class Record(BaseModel):
     """Base of all records: immutable, tagged with the protocol version, tolerant of new keys."""
 
@@ -240,7 +248,7 @@ class Quarantine(Record):
     step: Step
     identity: str
     error: str
-    reason: str
+    reason: Text
     time: float
 
 
@@ -259,7 +267,7 @@ class ExplorerReport(Record):
     sequence: Sequence | None = None
     step: Step | None = None
     nothing_new: Size = 0
-    refused: str | None = None
+    refused: Text | None = None
     time: float
 
 
@@ -298,7 +306,7 @@ class DaemonReport(Record):
     pid: int
     epoch: int
     state: Literal["watching", "merging", "stopped"]
-    detail: str = ""
+    detail: Text = ""
     sequence: Sequence | None = None
     step: Step | None = None
     counters: DaemonCounters = DaemonCounters()
@@ -318,6 +326,6 @@ class AuditLine(Record):
 
     time: float
     what: Literal["version", "step", "lease"]
-    name: str
-    why: str
+    name: Text
+    why: Text
     session: str

@@ -182,10 +182,6 @@ class Epoch:
             for name in self._storage.names(folder):
                 self._storage.remove_tree(folder / name)
 
-    def leave(self) -> None:
-        """Leave nothing half made. The empty room stays, so that its number is never used again."""
-        self.sweep()
-
     def is_live(self) -> bool:
         """Whether this room is still there; for messages, never to decide whether to commit."""
         return self._storage.exists(self._doomed)

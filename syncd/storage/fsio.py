@@ -25,6 +25,8 @@ from syncd.protocol.layout import TEMPORARY
 GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 #: A folder that is not empty: Linux says either.
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
+#: The disk, or this user's part of it, is full.
+NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 #: This way of copying is not to be had between these two files; another may be.
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
@@ -151,10 +153,14 @@ class Storage:
         """
         for copy in (self.copy_file_range, self.sendfile):
             try:
-                return copy(source, target, count, at, to)
+                copied = copy(source, target, count, at, to)
             except OSError as error:
                 if error.errno not in _REFUSED:
                     raise
+                continue
+            if copied:
+                return copied
+            # Some filesystems say 0 where they mean that they cannot: read(2) knows the end.
         data = os.pread(source, min(count, _BUFFER), at)
         self.pwrite_all(target, data, to)
         return len(data)
@@ -182,14 +188,25 @@ class Storage:
             draft.write(data)
             draft.commit()
 
-    def make_folder(self, path: Path) -> None:
-        """Make a folder and those above it that are missing, durably."""
+    def make_folder(self, path: Path, *, below: Path) -> None:
+        """Make a folder and those above it that are missing, durably.
+
+        Args:
+            path: the folder.
+            below: a folder above it that is never made: when that is gone (a job that was
+                unmounted, a room that was taken over) nothing may be built in its place.
+
+        Raises:
+            FileNotFoundError: ``below`` is not there.
+        """
         try:
             self.mkdir(path)
         except FileExistsError:
             return
         except FileNotFoundError:
-            self.make_folder(path.parent)
+            if path.parent == below or below not in path.parents:
+                raise
+            self.make_folder(path.parent, below=below)
             try:
                 self.mkdir(path)
             except FileExistsError:

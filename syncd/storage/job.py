@@ -43,7 +43,7 @@ def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = 
             layout.quarantine,
             layout.drafts,
         ):
-            storage.make_folder(folder)
+            storage.make_folder(folder, below=layout.root)
         return _agree(storage, layout, lease_time)
     except PermissionError as error:
         raise JobUnavailableError(

@@ -60,9 +60,6 @@ class Session:
         self._changing = threading.Lock()
         self._lock = _lease_file(layout.session(self.id), lease_time, self._renew_soon)
         self._lock.acquire(timeout=0)
-        owner = self._lock.owner
-        #: How filelock spells this host and its process namespace.
-        self.host = owner.hostname if owner else ""
 
     def close(self) -> None:
         """Take the heartbeat away; what this session held may be broken from now on."""
@@ -116,13 +113,11 @@ class Judge:
     """Tells dead heartbeats from live ones, by this process's own monotonic clock alone.
 
     A heartbeat is dead when its file did not change for a lease time, counted only between looks at
-    most a third of a lease apart (so that a judge who was paused himself does not count the pause);
-    or when it names a process of this very host that is not there any more.
+    most a third of a lease apart, so that a judge who was paused himself does not count the pause.
 
     Args:
         storage: the shared storage.
         lease_time: seconds.
-        host: how :class:`Session` says filelock spells this host; None: never look at processes.
         clock: seconds, monotonic.
     """
 
@@ -131,12 +126,10 @@ class Judge:
         storage: Storage,
         lease_time: float,
         *,
-        host: str | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         self._storage = storage
         self._lease_time = lease_time
-        self._host = host
         self._clock = clock
         self._watched: dict[Path, _Watch] = {}
 
@@ -157,14 +150,11 @@ class Judge:
         watch = self._watched.get(path)
         if watch is None or watch.key != key:
             self._watched[path] = _Watch(key, 0.0, now)
-            # Its first look, or a heartbeat since the last one.
-            return Liveness.DEAD if self._process_is_gone(path) else Liveness.ALIVE
+            return Liveness.ALIVE  # its first look, or a heartbeat since the last one
         if now - watch.looked <= self._lease_time / LOOKS_PER_LEASE:
             watch.still += now - watch.looked
         watch.looked = now
-        if watch.still >= self._lease_time or self._process_is_gone(path):
-            return Liveness.DEAD
-        return Liveness.ALIVE
+        return Liveness.DEAD if watch.still >= self._lease_time else Liveness.ALIVE
 
     def break_dead(self, path: Path) -> bool:
         """Take away the file that the last look found dead, unless it lives again.
@@ -201,21 +191,6 @@ class Judge:
         for path in self._watched.keys() - paths:
             del self._watched[path]
 
-    def _process_is_gone(self, path: Path) -> bool:
-        """Whether the file names a process of this host that is not there."""
-        if self._host is None:
-            return False
-        owner = _lease_file(path, self._lease_time).owner
-        if owner is None or owner.hostname != self._host:
-            return False
-        try:
-            os.kill(owner.pid, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            return False
-        return False
-
 
 class DaemonLock:
     """Who should be working. It only elects; what keeps the loser out is :mod:`.epoch`.
@@ -237,15 +212,13 @@ class DaemonLock:
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free, or if its holder is dead. Never waits."""
-        seen = self._judge.look(self._path)
-        if seen is Liveness.ALIVE:
-            return False
-        if seen is Liveness.DEAD and not self._judge.break_dead(self._path):
-            return False
+        if self._judge.look(self._path) is Liveness.DEAD:
+            self._judge.break_dead(self._path)
         try:
+            # filelock itself breaks a lock whose process it can prove to be gone from this host.
             self._lock.acquire(timeout=0)
         except Timeout:
-            return False  # another standby was faster
+            return False
         return True
 
     @property

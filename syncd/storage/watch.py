@@ -53,6 +53,9 @@ class Watcher:
         # Closed with the last reference, not by close(): a wake that comes late must not write to
         # whatever file has the number by then.
         weakref.finalize(self, os.close, self._event)
+        # Not select(): a process with many files open has descriptors above its limit of 1023.
+        self._poll = select.poll()
+        self._poll.register(self._event, select.POLLIN)
         self._observer = Observer()
         self._closed = False
         try:
@@ -77,7 +80,7 @@ class Watcher:
         Returns:
             Whether there was one; False at the deadline.
         """
-        ready, _, _ = select.select([self._event], [], [], max(0.0, timeout))
+        ready = self._poll.poll(max(0.0, 1000 * timeout))
         if ready:
             try:
                 os.eventfd_read(self._event)

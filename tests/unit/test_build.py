@@ -9,15 +9,16 @@ from tests.jobs import Job
 from tests.storages import Clock, RuledStorage, once
 
 
-def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(job: Job) -> None:
+def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(job: Job, clock: Clock) -> None:
     job.save(4)
     config = job.layout.actor(4) / "huggingface" / "config.json"
     content = config.read_bytes()
     config.unlink()
-    with job.daemon() as loop:
+    with job.daemon(clock=clock) as loop:
         loop.run_once()
         assert job.versions == []
         config.write_bytes(content)
+        clock.advance(1)
         loop.run_once()
     assert (job.layout.version(1) / "config.json").read_bytes() == content
 

@@ -60,7 +60,7 @@ def test_a_number_is_never_used_again_after_a_daemon_left(job: Job) -> None:
         epoch = job.take_over()
         numbers.append(epoch.number)
         built(epoch, 1)
-        epoch.leave()
+        epoch.sweep()
         assert os.listdir(epoch.building) == []
     assert numbers == [1, 2, 3]
 

@@ -204,3 +204,25 @@ def test_closing_ends_a_pull_in_another_thread_and_lets_the_version_go(
     assert leased(job) == []
     assert report(job).status == "stopped"
     assert list(Path(job.layout.sessions).iterdir()) == []
+
+
+def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
+    job: Job, hook: ExplorerHook, engine: Engine
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    publish(job, 2)
+    engine.breaks.add(2)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        hook.pull(0)
+    assert engine.loaded == [1, 1]
+    assert hook.version == Version(1, 1)
+
+
+def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: Job, engine: Engine) -> None:
+    hook = ExplorerHook(job.layout.root, "explorer", engine)
+    publish(job, 1)
+    hook.close()
+    with pytest.raises(CancelledError):
+        hook.pull(0)
+    assert report(job).status == "stopped"

@@ -91,9 +91,9 @@ def test_a_new_file_replaces_nothing(tmp_path: Path) -> None:
 
 
 def test_missing_folders_are_made_and_those_there_are_kept(tmp_path: Path) -> None:
-    STORAGE.make_folder(tmp_path / "a" / "b" / "c")
+    STORAGE.make_folder(tmp_path / "a" / "b" / "c", below=tmp_path)
     (tmp_path / "a" / "b" / "file").touch()
-    STORAGE.make_folder(tmp_path / "a" / "b")
+    STORAGE.make_folder(tmp_path / "a" / "b", below=tmp_path)
     assert (tmp_path / "a" / "b" / "file").exists()
 
 
@@ -102,7 +102,7 @@ def test_a_folder_under_a_dangling_link_is_an_error_and_no_endless_recursion(
 ) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "unmounted")
     with pytest.raises(FileNotFoundError):
-        STORAGE.make_folder(tmp_path / "link" / "a" / "b")
+        STORAGE.make_folder(tmp_path / "link" / "a" / "b", below=tmp_path)
 
 
 def test_a_tree_is_removed_without_following_a_link(tmp_path: Path) -> None:

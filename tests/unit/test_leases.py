@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,38 +122,6 @@ def test_those_not_watched_any_more_begin_again(
     looks(judge, heartbeat, clock, LOOKS_PER_LEASE - 1)
     judge.forget_all_but(set())
     assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.ALIVE
-
-
-HOLDER = """
-import sys
-from pathlib import Path
-from syncd.protocol.layout import JobLayout
-from syncd.storage.leases import Session
-session = Session(JobLayout(Path(sys.argv[1])), 30.0)
-print(session.id, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_killed_process_of_this_host_is_dead_at_the_first_look(job: Job, clock: Clock) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(job.layout.root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    path = job.layout.session(child.stdout.readline().decode().strip())
-    with Session(job.layout, LEASE_TIME) as session:
-        judge = Judge(STORAGE, LEASE_TIME, host=session.host, clock=clock)
-        assert judge.look(path) is Liveness.ALIVE
-        child.kill()
-        child.communicate()
-        assert judge.look(path) is Liveness.DEAD
-        assert Judge(STORAGE, LEASE_TIME, host=session.host, clock=clock).look(path) is (
-            Liveness.DEAD
-        )
-        assert Judge(STORAGE, LEASE_TIME, clock=clock).look(path) is Liveness.ALIVE
-        assert judge.look(job.layout.session(session.id)) is Liveness.ALIVE
 
 
 def test_a_session_is_there_until_it_is_closed(job: Job) -> None:

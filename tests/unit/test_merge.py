@@ -193,7 +193,7 @@ def test_a_foreign_full_state_dict_is_digested_and_copied(tmp_path: Path) -> Non
     assert copied == only
     assert target.read_bytes() == path.read_bytes()
     assert without.files[0].digest is None
-    assert without.copied_bytes == 300_000 * 4 + 1
+    assert without.data_size == 300_000 * 4 + 1
 
 
 def test_a_file_that_is_no_whole_safetensors_file_is_refused(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_progress_ends_at_the_whole(
         progress=lambda done, total: seen.append((done, total)),
     )  # fmt: skip
     assert seen == sorted(seen)
-    assert seen[-1] == (merged.copied_bytes, merged.copied_bytes)
+    assert seen[-1] == (merged.data_size, merged.data_size)
 
 
 # -- the rest of the folder --------------------------------------------------------------------
@@ -345,7 +345,7 @@ def test_everything_but_weights_is_copied_and_links_are_not_followed(tmp_path: P
         (source / name).write_bytes(b"skipped")
     (source / "secret.json").symlink_to("/etc/passwd")
     (source / "loop").symlink_to(source)
-    copied = copy_model_files(STORAGE, source, folder, digests=True)
+    copied = copy_model_files(STORAGE, source, folder, cancel=lambda: None)
     assert {file.name: file.digest for file in copied} == {
         name: xxhash.xxh3_128_hexdigest(content) for name, content in kept.items()
     }
@@ -354,7 +354,7 @@ def test_everything_but_weights_is_copied_and_links_are_not_followed(tmp_path: P
 
 
 def test_a_plain_model_has_no_folder_to_copy(tmp_path: Path) -> None:
-    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, digests=True) == ()
+    assert copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path, cancel=lambda: None) == ()
 
 
 def test_a_name_that_no_manifest_can_hold_is_an_error(tmp_path: Path) -> None:
@@ -362,7 +362,9 @@ def test_a_name_that_no_manifest_can_hold_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "huggingface" / "a\nb").touch()
     (tmp_path / "version").mkdir()
     with pytest.raises(CheckpointError, match="rename it"):
-        copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path / "version", digests=False)
+        copy_model_files(
+            STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
+        )
 
 
 def test_a_huge_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +373,9 @@ def test_a_huge_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "huggingface" / "dump").write_bytes(bytes(11))
     (tmp_path / "version").mkdir()
     with pytest.raises(CheckpointError, match="dump is over"):
-        copy_model_files(STORAGE, tmp_path / "huggingface", tmp_path / "version", digests=False)
+        copy_model_files(
+            STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
+        )
 
 
 def test_several_weight_files_have_an_index(
@@ -384,6 +388,6 @@ def test_several_weight_files_have_an_index(
     content = (tmp_path / "several" / file.name).read_bytes()
     assert file.digest == xxhash.xxh3_128_hexdigest(content)
     index = json.loads(content)
-    assert index["metadata"]["total_size"] == merged.copied_bytes
+    assert index["metadata"]["total_size"] == merged.data_size
     for name, weights in index["weight_map"].items():
         assert name in load_file(tmp_path / "several" / weights)

@@ -163,3 +163,17 @@ def test_a_file_that_shrinks_after_its_header_was_read_leaves_the_module_as_it_w
     with pytest.raises(SyncdError, match="shorter than its header says"):
         TorchModule(net).load(Shrinking())  # type: ignore[arg-type] # as much as load needs
     assert same(copies(net), before)
+
+
+def test_a_module_that_cannot_take_a_copy_is_refused_before_any_is_made(
+    job: Job, truth: Net, version: LeasedVersion
+) -> None:
+    del job, truth
+    net = filled(2)
+    net.register_buffer("steps", torch.tensor(1))
+    net.none = torch.empty(0, 3)
+    net.norm.weight = nn.Parameter(torch.zeros(1).expand(4))
+    before = copies(net)
+    with pytest.raises(EngineMismatchError, match="share memory"):
+        TorchModule(net).check(version)
+    assert same(copies(net), before)

@@ -13,10 +13,11 @@ from torch import nn
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.errors import JobUnavailableError, SaveFailedError
-from syncd.protocol.records import TrainerReport, parse
+from syncd.protocol.records import SaveId, TrainerReport, parse
 from tests.jobs import Job
 from tests.storages import RuledStorage, once, refuse
 from trainer_hooks import SyncSettings, TrainerHook
+from trainer_hooks.writer import Contents, RankWriter
 
 
 class Files:
@@ -67,6 +68,7 @@ def test_a_save_changes_storage_in_the_order_of_the_protocol(
         "unlink global_step_4/.full_checkpoint",
         f"unlink {actor}/.receipts/rank_0.json",
         f"unlink {actor}/.receipts/full_rank_0.json",
+        f"unlink {actor}/.receipts/failed_rank_0.txt",
         f"rename {actor}/model_world_size_1_rank_0.pt",
         f"rename {actor}/fsdp_config.json",
         f"rename {actor}/.receipts/rank_0.json",
@@ -304,3 +306,26 @@ def test_fsdp_config_says_the_world_size(job: Job, model: nn.Module) -> None:
         hook.after_step(4)
     told = json.loads((job.layout.actor(4) / "fsdp_config.json").read_text())
     assert told == {"world_size": 1}
+
+
+def test_rank_0_does_not_wait_for_a_rank_that_failed(job: Job) -> None:
+    contents = Contents(model={"weight": torch.zeros(3)})
+    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
+    failing = RankWriter(full, job.layout, 1, 2, save_timeout=3600)
+    with pytest.raises(SaveFailedError, match="rank 1 could not write"):
+        failing.save(SaveId("run", 4, 0), contents)
+    first = RankWriter(job.storage, job.layout, 0, 2, save_timeout=3600)
+    with pytest.raises(SaveFailedError, match="rank 1 of 2 .* it failed there"):
+        first.save(SaveId("run", 4, 0), contents)
+    assert not job.layout.state_pointer.exists()
+    full.rules.clear()
+    failing.save(SaveId("run", 4, 1), contents)
+    first.save(SaveId("run", 4, 1), contents)
+    assert job.layout.state_pointer.read_bytes() == b"4\n"
+
+
+def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: Job) -> None:
+    first = RankWriter(job.storage, job.layout, 0, 2, save_timeout=3600)
+    first.stop_waiting()
+    with pytest.raises(SaveFailedError, match="training ended"):
+        first.save(SaveId("run", 4, 0), Contents(model={"weight": torch.zeros(3)}))

@@ -1,0 +1,194 @@
+"""What a fresh reader broke once: each of these ended a daemon, or let LATEST go back."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from syncd.checkpoint.save import Save, look_at_save
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import RetireVersion
+from syncd.daemon.loop import Loop
+from syncd.daemon.prune import Pruner
+from syncd.daemon.publish import Publisher
+from syncd.protocol.errors import SupersededError, SyncdError
+from syncd.protocol.layout import JobLayout
+from syncd.storage.epoch import Epoch
+from syncd.storage.fsio import Storage
+from syncd.storage.watch import Watcher
+from tests.jobs import Job, nothing
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+
+
+def saved_with_a_nested_folder(job: Job, step: int) -> Save:
+    """transformers writes additional_chat_templates/ beside the tokenizer."""
+    job.save(step, receipts=False)
+    nested = job.layout.actor(step) / "huggingface" / "additional_chat_templates"
+    nested.mkdir(exist_ok=True)
+    (nested / "tool.jinja").write_text("x")
+    return look_at_save(job.storage, job.layout.actor(step), step)
+
+
+def publisher(job: Job, storage: Storage, epoch: Epoch) -> Publisher:
+    made = Publisher(storage, job.layout, DaemonConfig(), epoch, "session", cancel=nothing)
+    made.recover()
+    return made
+
+
+def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(job: Job) -> None:
+    storage = RuledStorage()
+    old = publisher(job, storage, Epoch.take_over(storage, job.layout))
+    old.publish(saved_with_a_nested_folder(job, 1))
+    second = saved_with_a_nested_folder(job, 2)
+
+    def overtake(*_: object) -> None:
+        fast = FastStorage()
+        epoch = Epoch.take_over(fast, job.layout)
+        new = publisher(job, fast, epoch)
+        for step in (3, 4):
+            new.publish(saved_with_a_nested_folder(job, step))
+        pruner = Pruner(fast, job.layout, epoch, "session")
+        for sequence in (1, 2):
+            assert pruner.retire_version(RetireVersion(sequence, "in the way"))
+
+    storage.rules.append(once("mkdir", overtake, where="additional_chat_templates"))
+    with pytest.raises((SupersededError, FileNotFoundError)):
+        old.publish(second)
+    assert job.latest.sequence == 3
+    assert [name.partition("-")[0] for name in os.listdir(job.layout.epochs)] == ["2"]
+
+
+def test_a_kill_between_lease_folder_and_version_uses_up_no_sequence(job: Job) -> None:
+    job.save(1)
+    with job.daemon() as loop:
+        loop.run_once()
+    job.save(2)
+    job.storage = RuledStorage(refuse("rename", errno.EIO, where="published/v000002"))
+    with job.daemon() as loop:
+        loop.run_once()
+    assert job.layout.lease_folder(2).exists()
+    assert job.versions == ["v000001"]
+    job.storage = FastStorage()
+    with job.daemon() as loop:
+        loop.run_once()
+    assert job.latest.sequence == 2
+
+
+class NoListing(FastStorage):
+    """A client whose listing of the leases fails as if they were gone."""
+
+    def names(self, path: Path) -> list[str]:
+        return [] if path.name == "leases" else super().names(path)
+
+
+def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: Job) -> None:
+    for step in (1, 2, 3):
+        job.save(step)
+        with job.daemon(DaemonConfig(keep=5)) as loop:
+            loop.run_once()
+    job.storage = NoListing()
+    with job.daemon(DaemonConfig(keep=5)) as loop:
+        loop.run_once()
+    assert job.versions == ["v000001", "v000002", "v000003"]
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_folder_that_cannot_be_looked_at_keeps_nobody_from_the_others(
+    job: Job, clock: Clock, step: int
+) -> None:
+    actor = job.layout.actor(step)
+    actor.mkdir(parents=True)
+    os.symlink("/nowhere", actor / "model_world_size_1_rank_0.pt")
+    job.point(step)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        job.save(6)
+        loop.run_once()
+        assert job.latest.step == 6
+
+
+def fill(storage: RuledStorage) -> None:
+    """From now on there is no room for a new file."""
+    for method in ("create", "mkdir", "open_append"):
+        storage.rules.append(refuse(method, errno.ENOSPC))
+
+
+def test_a_full_disk_keeps_nothing_from_being_pruned(tmp_path: Path, clock: Clock) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    with job.daemon(DaemonConfig(keep=1, prune_steps=False), clock=clock) as loop:
+        for step in (1, 2):
+            job.save(step)
+            lease = job.lease(step - 1, "session") if step > 1 else None
+            loop.run_once()
+        assert lease is not None
+        lease.release()
+        job.save(3)
+        fill(storage)
+        loop.run_once()
+        assert job.versions == ["v000002"]
+        storage.rules.clear()
+        clock.advance(60)
+        loop.run_once()
+        assert job.latest.step == 3
+
+
+def odd_tensor_name(layout: JobLayout) -> None:
+    header = json.dumps({"\ud800": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (layout.actor(1) / "model.safetensors").write_bytes(content)
+
+
+@pytest.mark.parametrize("what", ["odd name", "fault"])
+def test_whatever_is_wrong_with_one_save_the_next_one_is_served(
+    job: Job, clock: Clock, what: str
+) -> None:
+    job.save(1, receipts=False)
+    if what == "odd name":
+        odd_tensor_name(job.layout)
+    else:
+
+        def break_down(*_: object) -> None:
+            raise RuntimeError("half a surrogate \ud800, and a fault of ours")
+
+        job.storage = RuledStorage(once("create", break_down, where="v000001/"))
+
+    def rounds(loop: Loop) -> None:
+        for _ in range(3):
+            loop.run_once()
+            clock.advance(2)
+
+    with job.daemon(clock=clock) as loop:
+        rounds(loop)
+        assert job.outcomes == {1: "quarantined"}
+        job.save(2, receipts=False)
+        rounds(loop)
+        assert job.latest.step == 2
+
+
+def test_a_watcher_waits_in_a_process_with_more_than_1024_open_files(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1030)]
+    try:
+        with Watcher({tmp_path: frozenset({"LATEST"})}) as watcher:
+            watcher.wake()
+            assert watcher.wait(60)
+    finally:
+        for fd in opened:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_every_error_of_ours_has_an_exit_code_and_its_place_in_the_tree() -> None:
+    pending, found = [SyncdError], []
+    while pending:
+        kind = pending.pop()
+        found.append(kind)
+        pending.extend(kind.__subclasses__())
+    assert all(1 <= kind.exit_code < 64 and kind.__doc__ for kind in found)
