@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.save import Save
@@ -200,8 +201,8 @@ class Loop:
         except SaveNotReadyError as error:
             return self._try_later(str(error))
         except CheckpointError as error:
-            log.error("step %d cannot be published: %s", save.step, error)
-            self._quarantine(save, error)
+            path = self._quarantine(save, error)
+            log.error("step %d cannot be published: %s (kept in %s)", save.step, error, path)
             return ""
         except OSError as error:
             if not self._storage.exists(self._layout.format):
@@ -210,8 +211,8 @@ class Loop:
         except SyncdError:
             raise
         except Exception as error:  # a fault of ours: the next save is served
-            log.exception("step %d cannot be published, by a fault of syncd", save.step)
-            self._quarantine(save, error)
+            path = self._quarantine(save, error)
+            log.exception("step %d cannot be published: a fault of syncd (%s)", save.step, path)
             return ""
         self._failures = 0
         merged = sum(file.size for file in manifest.files)
@@ -232,10 +233,9 @@ class Loop:
         self._publish_again_at = self._clock() + wait
         return f"{why}; trying again in {wait:g} s"
 
-    def _quarantine(self, save: Save, error: Exception) -> None:
-        path = self._publisher.quarantine(save, error)
+    def _quarantine(self, save: Save, error: Exception) -> Path:
         self._count(quarantined=1)
-        log.info("why is kept in %s", path)
+        return self._publisher.quarantine(save, error)
 
     def _count(self, **more: int) -> None:
         self._counters = self._counters.model_copy(
