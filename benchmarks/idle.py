@@ -1,0 +1,215 @@
+"""What an idle daemon costs on a job that is old: processor time of ``syncd run``.
+
+Repeat with ``python -m benchmarks.idle`` from the project's root (a minute and a half).
+
+Each job has old full checkpoints (``global_step_N/.full_checkpoint`` and an ``actor/`` with tiny
+files), and a newest step with a receipt, which its daemon publishes. Then nothing happens any more,
+or the pointer is torn, or empty. All daemons are real processes with their defaults, and idle
+through the same seconds, side by side. Their processor time is user and system time of
+``/proc/PID/stat``, which counts in ticks of 10 ms; a wake-up is a voluntary context switch of any
+thread. "On record" is a job whose daemon has published every one of its steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from benchmarks.machine import describe_machine, print_machine, print_table, set_environment
+from syncd.checkpoint.safetensors_file import Entry, header_bytes
+from syncd.protocol.layout import (
+    FULL,
+    FULL_STATE_DICT,
+    RECEIPTS,
+    JobLayout,
+    extra_state_name,
+    optimizer_name,
+    receipt_name,
+    shard_name,
+)
+from syncd.protocol.records import Receipt, ReceiptFile, SaveOutcome, Saves, encode
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+
+_PUBLISHED_WITHIN: Final = 120.0
+_SETTLE: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One job: how many old steps, whether they are on record, and what becomes of the pointer."""
+
+    name: str
+    folders: int
+    on_record: bool = False
+    pointer: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a process has spent so far."""
+
+    cpu: float
+    wakeups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one daemon spent: percent of one core, and what it took until it had published."""
+
+    name: str
+    percent: float
+    cpu: float
+    wakeups_per_second: float
+    start_cpu: float
+    peak_mb: float
+
+
+def _scenarios(folders: int) -> tuple[Scenario, ...]:
+    many = f"{folders:,} old steps"
+    return (
+        Scenario("10 old steps", 10),
+        Scenario(many, folders),
+        Scenario(f"{many}, all on record", folders, on_record=True),
+        Scenario(f"{many}, torn pointer", folders, pointer=b"12\x0034"),
+        Scenario(f"{many}, empty pointer", folders, pointer=b""),
+    )
+
+
+def _make_job(root: Path, scenario: Scenario) -> JobLayout:
+    layout = JobLayout(root)
+    root.mkdir()
+    open_job(Storage(durable=False), layout)
+    for step in range(1, scenario.folders + 1):
+        actor = layout.actor(step)
+        actor.mkdir(parents=True)
+        (layout.step(step) / FULL).touch()
+        for name in (shard_name(1, 0), optimizer_name(1, 0), extra_state_name(1, 0)):
+            (actor / name).write_bytes(b"tiny")
+    if scenario.on_record:
+        outcome = SaveOutcome(identity="benchmark-0-0", outcome="published", sequence=1)
+        saves = Saves(steps=dict.fromkeys(range(1, scenario.folders + 1), outcome))
+        layout.saves.write_bytes(encode(saves))
+    newest = scenario.folders + 1
+    actor = layout.actor(newest)
+    (actor / RECEIPTS).mkdir(parents=True)
+    header = header_bytes([Entry("weight", "F32", (4,), 0, 16)])
+    (actor / FULL_STATE_DICT).write_bytes(header + struct.pack("<4f", 1, 2, 3, 4))
+    digest = xxhash.xxh3_128_hexdigest(header)
+    told = ReceiptFile(name=FULL_STATE_DICT, size=len(header) + 16, digest=digest, over="header")
+    save_id = f"benchmark-{newest}-0"
+    receipt = Receipt(save_id=save_id, step=newest, rank=0, world_size=1, files=(told,))
+    (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
+    layout.checkpoint_pointer.write_text(f"{scenario.folders}\n")
+    layout.state_pointer.write_text(f"{newest}\n")
+    return layout
+
+
+def _spent(pid: int) -> Spent:
+    stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    wakeups = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        wakeups += _status(task / "status", "voluntary_ctxt_switches")
+    # utime and stime are fields 14 and 15; the first after the name is field 3.
+    return Spent((int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK"), wakeups)
+
+
+def _status(path: Path, key: str) -> int:
+    for line in path.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == key:
+            return int(value.split()[0])
+    raise KeyError(key)
+
+
+def _wait_until_published(layout: JobLayout, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + _PUBLISHED_WITHIN
+    while not layout.latest.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the daemon of {layout.root} has published nothing")
+        time.sleep(0.05)
+
+
+def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> list[Row]:
+    layouts = [_make_job(work / f"job-{n}", scenario) for n, scenario in enumerate(scenarios)]
+    os.sync()
+    with (work / "log").open("wb") as log:
+        processes = [
+            subprocess.Popen(
+                (sys.executable, "-m", "syncd", "run", str(layout.root)), stdout=log, stderr=log
+            )
+            for layout in layouts
+        ]
+    try:
+        for scenario, layout, process in zip(scenarios, layouts, processes, strict=True):
+            _wait_until_published(layout, process)
+            if scenario.pointer is not None:
+                layout.state_pointer.write_bytes(scenario.pointer)
+        time.sleep(_SETTLE)
+        before = [(_spent(process.pid), time.monotonic()) for process in processes]
+        time.sleep(seconds)
+        after = [(_spent(process.pid), time.monotonic()) for process in processes]
+        peaks = [_status(Path(f"/proc/{process.pid}/status"), "VmHWM") for process in processes]
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+    rows = []
+    for scenario, (first, begun), (last, ended), peak in zip(
+        scenarios, before, after, peaks, strict=True
+    ):
+        cpu, wall = last.cpu - first.cpu, ended - begun
+        wakeups = (last.wakeups - first.wakeups) / wall
+        rows.append(
+            Row(scenario.name, 100 * cpu / wall, cpu, wakeups, first.cpu, peak * 1024 / 1e6)
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="processor time of an idle daemon")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--folders", type=int, default=10_000)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    given = parser.parse_args()
+    machine = describe_machine(given.dir)
+    with tempfile.TemporaryDirectory(prefix="syncd-idle-", dir=given.dir) as made:
+        work = Path(made)
+        set_environment(work)
+        rows = _measure(work, _scenarios(given.folders), given.seconds)
+    if given.json:
+        print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
+        return
+    print_machine(machine)
+    print(f"\n{given.seconds:g} s of idling, {len(rows)} daemons side by side, tick 1 s\n")
+    print_table(
+        ("job", "% of a core", "CPU s", "wake-ups/s", "CPU s before", "peak RSS MB"),
+        [
+            (
+                row.name,
+                f"{row.percent:.2f}",
+                f"{row.cpu:.2f}",
+                f"{row.wakeups_per_second:.1f}",
+                f"{row.start_cpu:.2f}",
+                f"{row.peak_mb:.0f}",
+            )
+            for row in rows
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

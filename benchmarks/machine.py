@@ -1,0 +1,167 @@
+"""What the benchmarks share: one measured process, the machine in words, and a plain table."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+_BUFFER: Final = 4 * 1024 * 1024
+_HUGE: Final = 2 * 1024 * 1024
+#: Free memory that is left to others while the rest is touched.
+_SPARED: Final = 2 * 1024**3
+_TOUCH: Final = """
+import mmap, sys
+size = int(sys.argv[1])
+memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+memory.madvise(mmap.MADV_HUGEPAGE)
+for at in range(0, size, mmap.PAGESIZE):
+    memory[at] = 1
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one whole process took.
+
+    Attributes:
+        seconds: wall time.
+        cpu: processor seconds, user and system.
+        peak_mb: its peak RSS in MB (1e6).
+        inside: wall seconds that the process itself counted for its work, where it tells.
+    """
+
+    seconds: float
+    cpu: float
+    peak_mb: float
+    inside: float | None = None
+
+
+def set_environment(work: Path) -> None:
+    """Children find the project, and keep their bytecode below ``work``, as installed ones do."""
+    os.environ["PYTHONPATH"] = str(ROOT)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def run_measured(argv: Sequence[str], stdout: Path | None = None) -> Usage:
+    """Run a process to its end, from before its fork until it is reaped.
+
+    The kernel counts the peak RSS of a child from its fork, when it is still a copy of this
+    process: nothing below this process's own size can be seen. So keep this process small.
+
+    Args:
+        argv: the command.
+        stdout: a new file for its output; thrown away by default.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    with (stdout or Path(os.devnull)).open("wb") as out:
+        begun = time.perf_counter()
+        process = subprocess.Popen(argv, stdout=out)
+        _, status, used = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begun
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise RuntimeError(f"{argv} ended with {process.returncode}")
+    return Usage(seconds, used.ru_utime + used.ru_stime, used.ru_maxrss * 1024 / 1e6)
+
+
+def settle(inputs: Iterable[Path], memory: int) -> None:
+    """Let the next run find the same machine as the one before it.
+
+    The inputs are in the page cache, and nothing is dirty that would be written later. Free memory
+    was touched: the host of a virtual machine takes free memory back (free page reporting), and to
+    get it again costs several times what copying into it costs.
+
+    Args:
+        inputs: the files to read.
+        memory: bytes that the next run will need at most, page cache included.
+    """
+    view = memoryview(bytearray(_BUFFER))
+    for path in inputs:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(view):
+                pass
+    os.sync()
+    # In a process of its own: this one must stay small.
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    size = max(0, min(memory, free - _SPARED)) // _HUGE * _HUGE
+    if size:
+        subprocess.run((sys.executable, "-c", _TOUCH, str(size)), check=True)
+
+
+def median(values: Iterable[float]) -> float:
+    """The median."""
+    return statistics.median(values)
+
+
+def describe_machine(folder: Path) -> dict[str, str]:
+    """The machine, and the filesystem that ``folder`` is on, as they matter to a reader."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cores": f"{len(os.sched_getaffinity(0))} x {_cpu()}",
+        "memory": f"{memory / 2**30:.0f} GiB",
+        "filesystem": f"{_filesystem(folder)} ({folder})",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "safetensors": _version("safetensors"),
+        "coreutils": _first_line("cat", "--version").rpartition(" ")[2],
+        "load average": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+    }
+
+
+def print_machine(machine: dict[str, str]) -> None:
+    """One line."""
+    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+
+
+def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """The first column to the left, numbers to the right."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    for row in (heads, ["-" * width for width in widths], *rows):
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join(cells).rstrip())
+    sys.stdout.flush()
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _filesystem(folder: Path) -> str:
+    """The type of the longest mount point above ``folder``."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, found = line.split()[:3]
+        if folder.resolve().is_relative_to(mount) and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _first_line(*argv: str) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    return done.stdout.partition("\n")[0]
