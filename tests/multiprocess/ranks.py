@@ -1,7 +1,7 @@
 """One rank of a real FSDP2 run for tests: ``python -m tests.multiprocess.ranks``.
 
 Saves every step, writes what ``full_tensor()`` says of each one to ``TRUTH/STEP.safetensors``, and
-goes on only when the explorer that it is told to wait for has reported the step.
+goes on only when the explorers that it is told to wait for have reported the step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--truth", type=Path, required=True)
-    parser.add_argument("--wait-for", required=True)
+    parser.add_argument("--wait-for", nargs="+", required=True)
     given = parser.parse_args()
     torch.manual_seed(0)
     dist.init_process_group(
@@ -58,7 +58,8 @@ def main() -> None:
             if given.rank == 0:
                 save_file(truth, given.truth / f"{step}.safetensors")
             hook.after_step(step)
-            _wait(JobLayout(given.job).explorer(given.wait_for), step)
+            for name in given.wait_for:
+                _wait(JobLayout(given.job).explorer(name), step)
             dist.barrier()
     dist.destroy_process_group()
 
