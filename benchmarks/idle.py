@@ -26,7 +26,7 @@ from typing import Final
 
 import xxhash
 
-from benchmarks.machine import describe_machine, print_machine, print_table, set_environment
+from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
 from syncd.checkpoint.safetensors_file import Entry, header_bytes
 from syncd.protocol.layout import (
     FULL,
@@ -188,7 +188,7 @@ def main() -> None:
     machine = describe_machine(given.dir)
     with tempfile.TemporaryDirectory(prefix="syncd-idle-", dir=given.dir) as made:
         work = Path(made)
-        set_environment(work)
+        prepare_process(work)
         rows = _measure(work, _scenarios(given.folders), given.seconds)
     if given.json:
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))

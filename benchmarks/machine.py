@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,8 +47,12 @@ class Usage:
     inside: float | None = None
 
 
-def set_environment(work: Path) -> None:
-    """Children find the project, and keep their bytecode below ``work``, as installed ones do."""
+def prepare_process(work: Path) -> None:
+    """SIGTERM ends this process as an exception does: children are ended and files removed.
+
+    Children find the project, and keep their bytecode below ``work``, as installed ones do.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["PYTHONPATH"] = str(ROOT)
     os.environ["PYTHONPYCACHEPREFIX"] = str(work / "bytecode")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -1,7 +1,7 @@
 """Merging against copying: ``syncd merge`` beside ``cat``, ``cp`` and torch, in one run.
 
 Repeat with ``python -m benchmarks.merge`` from the project's root (5 rounds of 1.2 GB, and peak RSS
-at two more sizes: six minutes, four times the size in free memory; ``--dir`` is where to copy).
+at two more sizes: twelve minutes, four times the size in free memory; ``--dir`` is where to copy).
 
 Every contender is a whole process, start-up included, measured from its fork until it is reaped.
 Nobody calls fsync. Before each run, outside the timing: the last output is removed, the inputs are
@@ -28,10 +28,10 @@ from benchmarks.machine import (
     Usage,
     describe_machine,
     median,
+    prepare_process,
     print_machine,
     print_table,
     run_measured,
-    set_environment,
     settle,
 )
 
@@ -195,7 +195,7 @@ def main() -> None:
     machine = describe_machine(given.dir)
     with tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made:
         work = Path(made)
-        set_environment(work)
+        prepare_process(work)
         size = _prepare(work, given.gigabytes)
         contenders = tuple(c for c in _CONTENDERS if c.memory < 4 or not given.no_torch)
         found = _rounds(work, contenders, given.gigabytes, given.rounds)
