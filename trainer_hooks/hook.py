@@ -79,7 +79,7 @@ class TrainerHook:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._settings = settings or SyncSettings()
-        self._storage = storage or Storage()
+        self._storage = storage or Storage(self._layout.root)
         open_job(self._storage, self._layout)
         grouped = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank() if grouped else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.safetensors_file import DTYPES
+from syncd.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.records import TensorEntry
 
@@ -102,7 +101,7 @@ def _staged(version: LeasedVersion) -> dict[str, Tensor]:
     for file in version.open_weights():
         begin = min((entry.begin for entry in file.entries), default=0)
         buffer = bytearray(max((entry.end for entry in file.entries), default=0) - begin)
-        _read_into(file.fd, memoryview(buffer), begin, file.path)
+        _read_into(file, memoryview(buffer), begin)
         for entry in file.entries:
             dtype = _DTYPES[entry.dtype]
             if entry.end == entry.begin:
@@ -118,10 +117,10 @@ def _staged(version: LeasedVersion) -> dict[str, Tensor]:
     return staged
 
 
-def _read_into(fd: int, view: memoryview, offset: int, path: object) -> None:
+def _read_into(file: SafetensorsFile, view: memoryview, offset: int) -> None:
     while view:
-        done = os.preadv(fd, [view], offset)
+        done = file.storage.pread_into(file.fd, view, offset)
         if done == 0:
-            raise VerificationError(f"{path} is shorter than its header says")
+            raise VerificationError(f"{file.path} is shorter than its header says")
         view = view[done:]
         offset += done

@@ -84,7 +84,7 @@ def run_plan(
         CoverageError: a plain tensor differs between ranks.
         OSError: as the storage says, e.g. ``ENOSPC``.
     """
-    reader = SourceReader(sources, check_crc=check_crc, cancel=cancel)
+    reader = SourceReader(storage, sources, check_crc=check_crc, cancel=cancel)
     copy = _Copy(
         storage,
         reader,
@@ -175,7 +175,7 @@ def _stream(
         at = entry.begin
         while at < entry.end:
             cancel()
-            count = os.preadv(source.fd, [view[: entry.end - at]], at)
+            count = storage.pread_into(source.fd, view[: entry.end - at], at)
             if count == 0:
                 raise shorter(source.path)
             hasher.update(view[:count])

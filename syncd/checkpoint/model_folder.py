@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
@@ -16,7 +15,7 @@ from syncd.checkpoint.merge import Merged
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import MANIFEST, TEMPORARY
 from syncd.protocol.records import VersionFile
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Kind, Storage
 
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
@@ -90,17 +89,13 @@ def _regular_files(storage: Storage, root: Path, below: PurePosixPath) -> Iterat
     """The regular files under a folder that are no weights, relative to ``root``."""
     if not storage.exists(root / below):
         return
-    with os.scandir(root / below) as found:
-        entries = list(found)
-    for entry in entries:
-        path = below / entry.name
-        if path == PurePosixPath(MANIFEST) or any(
-            fnmatchcase(entry.name, skip) for skip in _SKIPPED
-        ):
+    for name, kind in storage.kinds(root / below).items():
+        path = below / name
+        if path == PurePosixPath(MANIFEST) or any(fnmatchcase(name, skip) for skip in _SKIPPED):
             continue
-        if entry.is_dir(follow_symlinks=False):
+        if kind is Kind.FOLDER:
             yield from _regular_files(storage, root, path)
-        elif entry.is_file(follow_symlinks=False):
+        elif kind is Kind.FILE:
             yield path
 
 
@@ -114,7 +109,7 @@ def _copy(
     try:
         writing = storage.create(target)
         with storage.closing(writing):
-            while data := os.read(reading, _BUFFER):
+            while data := storage.read_part(reading, _BUFFER):
                 cancel()
                 size += len(data)
                 if size > limit:
@@ -126,5 +121,5 @@ def _copy(
                 storage.write_all(writing, data)
             storage.fsync(writing)
     finally:
-        os.close(reading)
+        storage.release(reading)
     return size, hasher.hexdigest()

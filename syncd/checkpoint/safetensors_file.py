@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +81,7 @@ class SafetensorsFile:
     Owns its descriptor; close it, or use it as a context manager.
 
     Attributes:
+        storage: what it is read through.
         path: its name when it was opened.
         fd: the descriptor.
         size: of the file, in bytes.
@@ -90,6 +90,7 @@ class SafetensorsFile:
         entries: the tensors in the order of their bytes.
     """
 
+    storage: Storage
     path: Path
     fd: int
     size: int
@@ -107,13 +108,13 @@ class SafetensorsFile:
         """
         fd = storage.open_read(path)
         try:
-            status = os.fstat(fd)
-            header = _read_header(fd, status.st_size, path)
+            status = storage.fstat(fd)
+            header = _read_header(storage, fd, status.st_size, path)
             entries = _parse(header, status.st_size, path)
         except BaseException:
-            os.close(fd)
+            storage.release(fd)
             raise
-        return cls(path, fd, status.st_size, signature(status), header, entries)
+        return cls(storage, path, fd, status.st_size, signature(status), header, entries)
 
     @property
     def header_digest(self) -> str:
@@ -122,7 +123,7 @@ class SafetensorsFile:
 
     def close(self) -> None:
         """Close the descriptor."""
-        os.close(self.fd)
+        self.storage.release(self.fd)
 
     def __enter__(self) -> Self:
         return self
@@ -135,16 +136,11 @@ def _broken(path: Path, what: str) -> ShardFormatError:
     return ShardFormatError(f"{path} is not a whole safetensors file: {what}; save it again")
 
 
-def _read_header(fd: int, size: int, path: Path) -> bytes:
-    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+def _read_header(storage: Storage, fd: int, size: int, path: Path) -> bytes:
+    length = int.from_bytes(storage.pread_all(fd, 8, 0), "little")
     if size < 8 or length > min(HEADER_LIMIT, size - 8):
         raise _broken(path, f"its header of {length} bytes is over the limit or outside the file")
-    parts = []
-    at = 0
-    while at < 8 + length and (part := os.pread(fd, 8 + length - at, at)):
-        parts.append(part)
-        at += len(part)
-    return b"".join(parts)
+    return storage.pread_all(fd, 8 + length, 0)
 
 
 def _parse(header: bytes, size: int, path: Path) -> tuple[Entry, ...]:

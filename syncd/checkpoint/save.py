@@ -7,13 +7,12 @@ the names, sizes, inodes and times of its files, and it must not change.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import pydantic
 import xxhash
@@ -33,8 +32,6 @@ from syncd.protocol.layout import (
 )
 from syncd.protocol.records import Receipt, ReceiptFile, parse
 from syncd.storage.fsio import Storage, is_gone
-
-_CONFIG_LIMIT: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +187,7 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
 
 def _receipt(storage: Storage, actor: Path, rank: int) -> Receipt:
     path = actor / RECEIPTS / receipt_name(rank)
-    return parse(Receipt, storage.read(path, _CONFIG_LIMIT), path)
+    return parse(Receipt, storage.read(path), path)
 
 
 def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
@@ -231,7 +228,7 @@ def _missing_rank(world_size: int, found: set[int]) -> int | None:
 def _told_world_size(storage: Storage, actor: Path) -> int | None:
     """What ``fsdp_config.json`` says, or None where it says nothing of use."""
     try:
-        content = storage.read(actor / FSDP_CONFIG, _CONFIG_LIMIT)
+        content = storage.read(actor / FSDP_CONFIG)
         told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
     except (OSError, pydantic.ValidationError):
         return None
@@ -253,11 +250,11 @@ def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str
             # An open makes a network filesystem ask the server; a bare stat may be stale.
             fd = storage.open_read(path)
             try:
-                status = os.fstat(fd)
+                status = storage.fstat(fd)
             finally:
-                os.close(fd)
+                storage.release(fd)
         if status is None:
             raise FileNotFoundError(2, "went while it was looked at", str(path))
         line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"
-        hasher.update(os.fsencode(line))
+        hasher.update(line.encode(errors="surrogateescape"))
     return f"foreign-{hasher.hexdigest()}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,6 @@ from syncd.checkpoint.safetensors_file import DTYPES, METADATA
 from syncd.checkpoint.torch_zip import (
     Record,
     central_directory_digest,
-    read_at,
     read_directory,
     read_records,
 )
@@ -55,12 +53,14 @@ class ShardFile:
 
     def __init__(
         self,
+        storage: Storage,
         path: Path,
         fd: int,
         signature_: Signature,
         directory_digest: str,
         records: Mapping[str, Record],
     ) -> None:
+        self._storage = storage
         self.path = path
         self.fd = fd
         self.signature = signature_
@@ -80,25 +80,26 @@ class ShardFile:
         """
         fd = storage.open_read(path)
         try:
-            status = os.fstat(fd)
-            directory = read_directory(fd, status.st_size, path)
-            shard = cls(
-                path, fd, signature(status), directory.digest, read_records(fd, directory, path)
-            )
+            status = storage.fstat(fd)
+            directory = read_directory(storage, fd, status.st_size, path)
+            records = read_records(storage, fd, directory, path)
+            shard = cls(storage, path, fd, signature(status), directory.digest, records)
             shard._check_byteorder()
         except BaseException:
-            os.close(fd)
+            storage.release(fd)
             raise
         return shard
 
     def _check_byteorder(self) -> None:
         order = self.records.get("byteorder")
-        if order is not None and read_at(self.fd, min(order.size, 16), order.offset) != b"little":
+        if order is None:
+            return
+        if self._storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
             raise ShardFormatError(f"{self.path} is not little-endian: save it on such a machine")
 
     def close(self) -> None:
         """Close the descriptor."""
-        os.close(self.fd)
+        self._storage.release(self.fd)
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +145,7 @@ class ShardFile:
             raise ShardFormatError(
                 f"{self.path} has no data.pkl, or one over 256 MiB: save it again"
             )
-        data = read_at(self.fd, record.size, record.offset)
+        data = self._storage.pread_all(self.fd, record.size, record.offset)
         if len(data) != record.size or (self.has_crc and zlib.crc32(data) != record.crc32):
             raise ShardFormatError(
                 f"{self.path}: data.pkl does not match its CRC-32: the file is damaged, or still "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Final, Protocol
 
 from syncd.checkpoint.torch_zip import Record
 from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
+from syncd.storage.fsio import Storage
 
 _BUFFER: Final = 1024 * 1024
 
@@ -42,14 +42,21 @@ class SourceReader:
     check alone; bytes that come again (tied weights) are not checked again.
 
     Args:
+        storage: what they are read through.
         sources: the open shards.
         check_crc: whether to check; sources without CRC-32 are left out.
         cancel: called between reads for the check alone; it raises to stop.
     """
 
     def __init__(
-        self, sources: Sequence[Source], *, check_crc: bool, cancel: Callable[[], None]
+        self,
+        storage: Storage,
+        sources: Sequence[Source],
+        *,
+        check_crc: bool,
+        cancel: Callable[[], None],
     ) -> None:
+        self._storage = storage
         self._sources = sources
         self._cancel = cancel
         self._checks = [
@@ -95,9 +102,9 @@ class SourceReader:
 
     def _pread(self, source: int, offset: int, part: memoryview) -> None:
         fd = self._sources[source].fd
-        count = os.preadv(fd, [part], offset)
+        count = self._storage.pread_into(fd, part, offset)
         while count < len(part):
-            more = os.preadv(fd, [part[count:]], offset + count)
+            more = self._storage.pread_into(fd, part[count:], offset + count)
             if more == 0:
                 raise shorter(self._sources[source].path)
             count += more

@@ -7,7 +7,6 @@ write is an error, so that a torn file is never taken for a whole one.
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,16 +65,6 @@ def _broken(path: Path, what: str) -> ShardFormatError:
     )
 
 
-def read_at(fd: int, size: int, offset: int) -> bytes:
-    """Read up to ``size`` bytes; fewer only at the end of the file."""
-    parts = []
-    while size > 0 and (part := os.pread(fd, size, offset)):
-        parts.append(part)
-        size -= len(part)
-        offset += len(part)
-    return b"".join(parts)
-
-
 def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """The size in bytes of a ``torch.save`` file, and the digest of its central directory.
 
@@ -88,29 +77,31 @@ def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
     """
     fd = storage.open_read(path)
     try:
-        size = os.fstat(fd).st_size
-        return size, read_directory(fd, size, path).digest
+        size = storage.fstat(fd).st_size
+        return size, read_directory(storage, fd, size, path).digest
     finally:
-        os.close(fd)
+        storage.release(fd)
 
 
-def read_directory(fd: int, size: int, path: Path) -> Directory:
+def read_directory(storage: Storage, fd: int, size: int, path: Path) -> Directory:
     """Find and read the central directory of a file of ``size`` bytes.
 
     Raises:
         ShardFormatError: it is not there, not where it must be, or larger than 256 MiB.
     """
-    tail = read_at(fd, _END.size, max(size - _END.size, 0))
+    tail = storage.pread_all(fd, _END.size, max(size - _END.size, 0))
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6"):
         raise _broken(path, "has no zip directory at its end")
     _, disk, first_disk, here, count, length, offset, comment = _END.unpack(tail)
     saturated: tuple[int, ...] = (disk, first_disk, here, count, length, offset)
     end = size - _END.size
-    locator = read_at(fd, _LOCATOR.size, end - _LOCATOR.size) if end >= _LOCATOR.size else b""
+    locator = (
+        storage.pread_all(fd, _LOCATOR.size, end - _LOCATOR.size) if end >= _LOCATOR.size else b""
+    )
     if locator.startswith(b"PK\6\7"):
         end -= _LOCATOR.size
         _, _, at, _ = _LOCATOR.unpack(locator)
-        record = read_at(fd, _END64.size, at) if at + _END64.size == end else b""
+        record = storage.pread_all(fd, _END64.size, at) if at + _END64.size == end else b""
         if len(record) < _END64.size or not record.startswith(b"PK\6\6"):
             raise _broken(path, "has a zip64 locator that points nowhere")
         _, _, _, _, disk, first_disk, here, count, length, offset = _END64.unpack(record)
@@ -130,13 +121,13 @@ def read_directory(fd: int, size: int, path: Path) -> Directory:
         )
     if offset + length != end:
         raise _broken(path, "has a zip directory that does not end where it must")
-    raw = read_at(fd, length, offset)
+    raw = storage.pread_all(fd, length, offset)
     if len(raw) != length:
         raise _broken(path, "became shorter while it was read")
     return Directory(raw, offset, count)
 
 
-def read_records(fd: int, directory: Directory, path: Path) -> dict[str, Record]:
+def read_records(storage: Storage, fd: int, directory: Directory, path: Path) -> dict[str, Record]:
     """All records by name, without the folder that torch puts them all under.
 
     Reads the local header of each record, since only that says where its bytes begin.
@@ -152,7 +143,7 @@ def read_records(fd: int, directory: Directory, path: Path) -> dict[str, Record]
     records: dict[str, Record] = {}
     end = 0
     for entry in sorted(entries, key=lambda entry: entry.header):
-        offset = _data_offset(fd, entry, path)
+        offset = _data_offset(storage, fd, entry, path)
         if entry.header < end or offset + entry.size > directory.offset:
             raise _broken(path, f"record {entry.name!r} overlaps another or lies outside the file")
         end = offset + entry.size
@@ -210,9 +201,9 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
     raise _broken(path, "has a record over 4 GiB without its zip64 field")
 
 
-def _data_offset(fd: int, entry: _Entry, path: Path) -> int:
+def _data_offset(storage: Storage, fd: int, entry: _Entry, path: Path) -> int:
     """Where a record's bytes begin: behind its local header, which torch pads to 64 bytes."""
-    local = read_at(fd, _LOCAL.size + len(entry.name), entry.header)
+    local = storage.pread_all(fd, _LOCAL.size + len(entry.name), entry.header)
     if len(local) < _LOCAL.size + len(entry.name) or not local.startswith(b"PK\3\4"):
         raise _broken(path, f"record {entry.name!r} has no local header")
     fields = _LOCAL.unpack_from(local)

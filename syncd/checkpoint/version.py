@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -15,7 +14,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.layout import MANIFEST
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
-from syncd.storage.fsio import Storage, is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, is_gone
 
 #: What :meth:`Storage.open_read` says of a link, a pipe, a device or a folder.
 _NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR})
@@ -31,7 +30,7 @@ def read_manifest(storage: Storage, folder: Path) -> Manifest:
         RecordError: it is not a manifest.
     """
     path = folder / MANIFEST
-    return parse(Manifest, storage.read(path), path)
+    return parse(Manifest, storage.read(path, LONG_RECORD_LIMIT), path)
 
 
 def verify_version(
@@ -97,11 +96,11 @@ def _verify_other(storage: Storage, path: Path, file: VersionFile) -> None:
     fd = storage.open_read(path)
     hasher = xxhash.xxh3_128()
     try:
-        _compare(path, "its size", os.fstat(fd).st_size, file.size)
-        while file.digest is not None and (part := os.read(fd, _BUFFER)):
+        _compare(path, "its size", storage.fstat(fd).st_size, file.size)
+        while file.digest is not None and (part := storage.read_part(fd, _BUFFER)):
             hasher.update(part)
     finally:
-        os.close(fd)
+        storage.release(fd)
     if file.digest is not None:
         _compare(path, "its digest", hasher.hexdigest(), file.digest)
 

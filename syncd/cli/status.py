@@ -33,7 +33,7 @@ def command(job: Path, *, as_json: bool) -> None:
 
     Only reads; ages are by the clock of whoever wrote, and may be off by what clocks differ.
     """
-    seen = look(Storage(), JobLayout(job))
+    seen = look(Storage(job), JobLayout(job))
     if as_json:
         click.echo(json.dumps(seen, indent=2))
     else:

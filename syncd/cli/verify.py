@@ -19,7 +19,7 @@ def command(path: Path) -> None:
 
     Reads every byte. Exits with 7 where something is not what its manifest says.
     """
-    storage = Storage()
+    storage = Storage(path)
     if storage.exists(path / MANIFEST):
         folders = [path]
     else:

@@ -19,7 +19,7 @@ from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage, is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, is_gone
 from syncd.storage.leases import DaemonLock, Judge, Session
 
 
@@ -31,7 +31,7 @@ def would_prune(
     Raises:
         JobUnavailableError: this is no job that syncd has served.
     """
-    storage = storage or Storage()
+    storage = storage or Storage(layout.root)
     lease_time = _lease_time(storage, layout)
     known = _known(storage, layout)
     outcomes = dict(known.outcomes)
@@ -65,7 +65,7 @@ def prune_now(
     Raises:
         JobUnavailableError: a daemon is working on this job, or this is none.
     """
-    storage = storage or Storage()
+    storage = storage or Storage(layout.root)
     lease_time = _lease_time(storage, layout)
     with Session(layout, lease_time) as session:
         judge = Judge(storage, lease_time)
@@ -128,7 +128,7 @@ def _known(storage: Storage, layout: JobLayout) -> Known:
     try:
         latest = parse(Latest, storage.read(layout.latest), layout.latest)
         published_save = read_manifest(storage, layout.version(latest.sequence)).save_id
-        saves = parse(Saves, storage.read(layout.saves), layout.saves)
+        saves = parse(Saves, storage.read(layout.saves, LONG_RECORD_LIMIT), layout.saves)
     except (OSError, RecordError) as error:
         raise JobUnavailableError(f"nothing was published in {layout.root} yet: {error}") from error
     return Known(latest.sequence, published_save, saves.steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from syncd.protocol.layout import (
 )
 from syncd.protocol.records import AuditLine, SaveOutcome, encode
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import NO_ROOM, NOT_EMPTY, Storage, is_gone
+from syncd.storage.fsio import NO_ROOM, NOT_EMPTY, Kind, Storage, is_gone
 
 log = logging.getLogger(__name__)
 
@@ -132,13 +131,17 @@ class Pruner:
         self._epoch.sweep()
 
     def _close_leases(self, sequence: int) -> bool:
+        folder = self._layout.lease_folder(sequence)
         try:
-            self._storage.rmdir(self._layout.lease_folder(sequence))
+            self._storage.rmdir(folder)
         except OSError as error:
             if error.errno in NOT_EMPTY:
                 return False
             if not is_gone(error):
                 raise
+            # That it is not there may be what this client remembers from before it was made.
+            self._storage.refresh(folder.parent)
+            return folder.name not in self._storage.names(folder.parent)
         return True
 
     def _put_back(self, trash: Path, folder: Path) -> None:
@@ -150,16 +153,19 @@ class Pruner:
                 raise
         else:
             return
-        for found, folders, files in os.walk(trash):
-            home = folder / Path(found).relative_to(trash)
-            self._storage.make_folder(home, below=self._layout.root)
-            links = [name for name in folders if os.path.islink(os.path.join(found, name))]
-            for name in {*files, *links} - {SAVING}:  # a trainer at work there has its own
+        self._link_back(trash, folder)
+        self._storage.remove_tree(trash)
+
+    def _link_back(self, trash: Path, folder: Path) -> None:
+        self._storage.make_folder(folder, below=self._layout.root)
+        for name, kind in self._storage.kinds(trash).items():
+            if kind is Kind.FOLDER:
+                self._link_back(trash / name, folder / name)
+            elif name != SAVING:  # a trainer at work there has its own
                 try:
-                    self._storage.link(Path(found) / name, home / name)
+                    self._storage.link(trash / name, folder / name)
                 except FileExistsError:
                     pass  # the newer one stays
-        self._storage.remove_tree(trash)
 
     def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
         log.info("pruned %s %s: %s", what, name, why)

@@ -36,7 +36,7 @@ from syncd.protocol.records import (
     parse,
 )
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage, is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage, is_gone
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Publisher:
         """
         self._storage.unlink_if_there(self._layout.publish_lock)
         self.latest = self._read_own(Latest, self._layout.latest)
-        saves = self._read_own(Saves, self._layout.saves)
+        saves = self._read_own(Saves, self._layout.saves, LONG_RECORD_LIMIT)
         self.outcomes = dict(saves.steps) if saves else {}
         self._floor = self._highest_sequence()
         known = self.latest.sequence if self.latest else 0
@@ -217,10 +217,10 @@ class Publisher:
     def _write_saves(self) -> None:
         self._epoch.publish_file(self._layout.saves, encode(Saves(steps=self.outcomes)))
 
-    def _read_own(self, model: type[R], path: Path) -> R | None:
+    def _read_own(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
         """A record that daemons alone write; a lost or damaged one is like none."""
         try:
-            return parse(model, self._storage.read(path), path)
+            return parse(model, self._storage.read(path, limit), path)
         except ProtocolMismatchError:
             raise
         except RecordError as error:

@@ -40,7 +40,7 @@ class Service:
     def __init__(self, root: Path, config: DaemonConfig, *, storage: Storage | None = None) -> None:
         self._layout = JobLayout(root)
         self._config = config
-        self._storage = storage or Storage()
+        self._storage = storage or Storage(root)
         self._stopping = False
         self._said = ""
         self._lease_time = open_job(

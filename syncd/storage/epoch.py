@@ -198,25 +198,44 @@ class Epoch:
             ) from error
 
     def _close_room(self, room: Path) -> None:
-        """Empty a lower room and remove it: all that is not finished there ends here."""
-        kept = {room / home.name: home for home in (self._trash, self._doomed)}
-        while True:
-            for folder, home in kept.items():
+        """Empty a lower room and remove it: all that is not finished there ends here.
+
+        The folders that its daemon renames out of, or into, are emptied and removed, never moved: a
+        rename goes by the handle that a folder had when its name was looked up (always on NFS, and
+        for a moment everywhere), and a handle is worth nothing only once its folder is removed.
+        """
+        homes = {
+            room / "building": self._doomed,
+            room / "trash": self._trash,
+            room / "doomed": self._doomed,
+            room: self._doomed,
+        }
+        gone = False
+        while not gone:  # its daemon may make something new in it, but not for ever
+            for folder, home in homes.items():
                 for name in self._storage.names(folder):
-                    self._take(folder / name, home)
-            for name in self._storage.names(room):
-                if room / name not in kept or not self._storage.names(room / name):
-                    self._take(room / name, self._doomed)
-            try:
-                self._storage.rmdir(room)
-            except OSError as error:
-                if is_gone(error):
-                    return
-                if error.errno not in NOT_EMPTY:
-                    raise
-                continue  # its daemon made something new in it; it cannot go on doing so for ever
-            self._storage.sync_folder(room.parent)
-            return
+                    if folder / name not in homes:
+                        self._take(folder / name, home)
+                gone = self._removed(folder)
+        self._storage.sync_folder(room.parent)
+
+    def _removed(self, folder: Path) -> bool:
+        """Remove an empty folder; False where it is not empty, whatever its listing said."""
+        try:
+            self._storage.rmdir(folder)
+        except OSError as error:
+            if is_gone(error):
+                return True
+            if error.errno not in NOT_EMPTY:
+                raise
+        else:
+            return True
+        try:
+            self._storage.refresh(folder)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+        return False
 
     def _take(self, path: Path, into: Path) -> None:
         try:
@@ -230,7 +249,9 @@ class Epoch:
         """Rename into a folder of this room, under a name that nothing has there."""
         target = into / f"{path.name}-{secrets.token_hex(6)}"
         self._rename(path, target, lambda: self._storage.exists(target))
-        self._storage.sync_folder(path.parent)
+        # Before anything in it is deleted: else a power loss could bring back half of it.
+        for folder in (into, path.parent):
+            self._storage.sync_folder(folder)
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:

@@ -3,7 +3,10 @@
 Every method of :class:`Storage` that changes something is one system call, so that a subclass that
 counts, fails or kills at the k-th of them reaches every state that a crash can leave: this is the
 seam for fault injection. What is built from several of them (:class:`Draft`, ``remove_tree``) is
-built from these methods alone.
+built from these methods alone. Reading goes through here too, so that a read may fail as well.
+
+Below the job directory no link is ever followed: each folder on the way is opened by itself, with
+``O_NOFOLLOW``. A link there could lead a daemon to read, or delete, what is not the job's.
 
 Errors are the operating system's (``OSError``): what an ``ENOENT`` means is known where it happens.
 """
@@ -16,10 +19,12 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from syncd.protocol.layout import TEMPORARY
+from syncd.storage.beneath import Beneath
 
 #: The name is gone, or the server no longer knows the file behind it (NFS).
 GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
@@ -31,8 +36,10 @@ NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
-#: Records are small; more than this is not one of ours.
-RECORD_LIMIT: Final = 256 * 1024 * 1024
+#: A record of a few fields; more than this is not one of ours.
+RECORD_LIMIT: Final = 1024 * 1024
+#: A record that grows with a job or a model: the manifest, the saves on record.
+LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
 
 #: (device, inode, size, mtime_ns, ctime_ns): equal for as long as a file was not touched.
@@ -49,47 +56,69 @@ def is_gone(error: OSError) -> bool:
     return error.errno in GONE
 
 
+class Kind(Enum):
+    """What a name in a folder stands for, links not followed."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "other"
+
+
+class Free(NamedTuple):
+    """What this user may still take; None where the filesystem does not say."""
+
+    bytes: int | None
+    inodes: int | None
+
+
 class Storage:
     """Shared storage as syncd uses it.
 
     Args:
+        root: the job directory: links are followed on the way to it, and never below it. Paths
+            elsewhere, and all paths without a root, are as the system resolves them.
         durable: whether ``fsync`` is called. Off only to measure copying without the disk.
     """
 
-    def __init__(self, *, durable: bool = True) -> None:
+    def __init__(self, root: Path | None = None, *, durable: bool = True) -> None:
+        self._beneath = Beneath(root)
         self._durable = durable
 
     # -- one system call each: what changes storage -------------------------------------------
 
     def mkdir(self, path: Path) -> None:
         """Make one folder. Raises FileExistsError where the name is taken."""
-        os.mkdir(path)
+        with self._beneath.at(path) as (name, folder):
+            os.mkdir(name, dir_fd=folder)
 
     def rmdir(self, path: Path) -> None:
         """Remove an empty folder. Raises OSError with ``ENOTEMPTY`` where it is not."""
-        os.rmdir(path)
+        with self._beneath.at(path) as (name, folder):
+            os.rmdir(name, dir_fd=folder)
 
     def rename(self, source: Path, target: Path) -> None:
         """Rename. A file replaces a file; a folder replaces nothing but an empty folder."""
-        os.rename(source, target)
+        with self._beneath.both(source, target) as ((old, out_of), (new, into)):
+            os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name. Raises FileExistsError where the name is taken."""
-        os.link(source, target, follow_symlinks=False)
+        with self._beneath.both(source, target) as ((old, out_of), (new, into)):
+            os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
         """Remove a file's name."""
-        os.unlink(path)
+        with self._beneath.at(path) as (name, folder):
+            os.unlink(name, dir_fd=folder)
 
     def create(self, path: Path) -> int:
         """A descriptor of a new, empty file. Raises FileExistsError where the name is taken."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(path, flags, 0o666)
+        return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_append(self, path: Path) -> int:
         """A descriptor that appends; the file is made where it is missing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        return os.open(path, flags, 0o666)
+        return self._regular(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), path)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         """Write at the descriptor's position; returns how many bytes were taken."""
@@ -121,7 +150,7 @@ class Storage:
         """Wait until a folder's names would survive a power loss."""
         if not self._durable:
             return
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = self._beneath.open_folder(path)
         try:
             os.fsync(fd)
         finally:
@@ -161,7 +190,7 @@ class Storage:
             if copied:
                 return copied
             # Some filesystems say 0 where they mean that they cannot: read(2) knows the end.
-        data = os.pread(source, min(count, _BUFFER), at)
+        data = self.pread(source, min(count, _BUFFER), at)
         self.pwrite_all(target, data, to)
         return len(data)
 
@@ -213,6 +242,16 @@ class Storage:
                 return
         self.sync_folder(path.parent)
 
+    def refresh(self, path: Path) -> None:
+        """Let this client ask the server for the names in a folder, and not its cache.
+
+        Listings and names that were not there are remembered by clients of network filesystems (by
+        NFS for up to a minute); a change of one's own in the folder makes them forget.
+        """
+        probe = path / f"{TEMPORARY}look-{secrets.token_hex(6)}"
+        self.mkdir(probe)
+        self.rmdir(probe)
+
     def unlink_if_there(self, path: Path) -> bool:
         """Remove a file's name; False where it was not there."""
         try:
@@ -226,10 +265,7 @@ class Storage:
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it, and follow no link. What is gone already is fine."""
         try:
-            with os.scandir(path) as found:
-                entries = [
-                    (Path(entry.path), entry.is_dir(follow_symlinks=False)) for entry in found
-                ]
+            found = self.kinds(path)
         except NotADirectoryError:
             self.unlink_if_there(path)
             return
@@ -237,11 +273,11 @@ class Storage:
             if is_gone(error):
                 return
             raise
-        for entry, is_folder in entries:
-            if is_folder:
-                self.remove_tree(entry)
+        for name, kind in found.items():
+            if kind is Kind.FOLDER:
+                self.remove_tree(path / name)
             else:
-                self.unlink_if_there(entry)
+                self.unlink_if_there(path / name)
         try:
             self.rmdir(path)
         except OSError as error:
@@ -258,11 +294,36 @@ class Storage:
         Raises:
             OSError: ``EINVAL`` where it is not a regular file, ``ELOOP`` where it is a link.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return fd
+        return self._regular(self._open(path, os.O_RDONLY), path)
+
+    def release(self, fd: int) -> None:
+        """Close a descriptor that was only read from: nothing can be lost by it."""
+        os.close(fd)
+
+    def fstat(self, fd: int) -> os.stat_result:
+        """The status of an open file."""
+        return os.fstat(fd)
+
+    def read_part(self, fd: int, count: int) -> bytes:
+        """Up to ``count`` bytes from the descriptor's position; none at the end of the file."""
+        return os.read(fd, count)
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        """Up to ``count`` bytes from an offset; none at the end of the file."""
+        return os.pread(fd, count, offset)
+
+    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
+        """Fill some of ``part`` from an offset; returns how many bytes, 0 at the file's end."""
+        return os.preadv(fd, [part], offset)
+
+    def pread_all(self, fd: int, count: int, offset: int) -> bytes:
+        """``count`` bytes from an offset; fewer only at the end of the file."""
+        parts = []
+        while count > 0 and (part := self.pread(fd, count, offset)):
+            parts.append(part)
+            count -= len(part)
+            offset += len(part)
+        return b"".join(parts)
 
     def read(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
         """All bytes of a regular file.
@@ -276,14 +337,14 @@ class Storage:
         """All bytes of a regular file, and what identifies it while it is not touched."""
         fd = self.open_read(path)
         try:
-            status = os.fstat(fd)
+            status = self.fstat(fd)
             parts: list[bytes] = []
             left = limit + 1
-            while left > 0 and (part := os.read(fd, min(left, _BUFFER))):
+            while left > 0 and (part := self.read_part(fd, min(left, _BUFFER))):
                 parts.append(part)
                 left -= len(part)
         finally:
-            os.close(fd)
+            self.release(fd)
         if left <= 0:
             raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
         return b"".join(parts), signature(status)
@@ -291,16 +352,37 @@ class Storage:
     def names(self, path: Path) -> list[str]:
         """The names in a folder, sorted; empty where the folder is not there."""
         try:
-            return sorted(os.listdir(path))
+            fd = self._beneath.open_folder(path)
         except OSError as error:
             if is_gone(error):
                 return []
             raise
+        try:
+            return sorted(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def kinds(self, path: Path) -> dict[str, Kind]:
+        """What is in a folder.
+
+        Raises:
+            NotADirectoryError: it is no folder; also where it is a link to one.
+        """
+        status = self.status(path)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        fd = self._beneath.open_folder(path)
+        try:
+            with os.scandir(fd) as found:
+                return {entry.name: _kind(entry) for entry in found}
+        finally:
+            os.close(fd)
 
     def status(self, path: Path) -> os.stat_result | None:
         """A name's own status, links not followed; None where it is not there."""
         try:
-            return os.lstat(path)
+            with self._beneath.at(path) as (name, folder):
+                return os.stat(name, dir_fd=folder, follow_symlinks=False)
         except OSError as error:
             if is_gone(error):
                 return None
@@ -309,6 +391,36 @@ class Storage:
     def exists(self, path: Path) -> bool:
         """Whether a name is there."""
         return self.status(path) is not None
+
+    def free(self, path: Path) -> Free:
+        """How much room there is where a folder is. A quota may leave less."""
+        found = os.statvfs(path)
+        return Free(
+            found.f_bavail * found.f_frsize if found.f_blocks else None,
+            found.f_favail if found.f_files else None,
+        )
+
+    # -- descriptors ---------------------------------------------------------------------------
+
+    def _open(self, path: Path, flags: int) -> int:
+        # Not to block on a pipe that someone left under a name of ours.
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with self._beneath.at(path) as (name, folder):
+            return os.open(name, flags, 0o666, dir_fd=folder)
+
+    def _regular(self, fd: int, path: Path) -> int:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return fd
+
+
+def _kind(entry: os.DirEntry[str]) -> Kind:
+    if entry.is_symlink():
+        return Kind.LINK
+    if entry.is_dir(follow_symlinks=False):
+        return Kind.FOLDER
+    return Kind.FILE if entry.is_file(follow_symlinks=False) else Kind.OTHER
 
 
 class Draft:

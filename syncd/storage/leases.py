@@ -143,9 +143,9 @@ class Judge:
             self._watched.pop(path, None)
             return Liveness.MISSING
         try:
-            key = signature(os.fstat(fd))
+            key = signature(self._storage.fstat(fd))
         finally:
-            os.close(fd)
+            self._storage.release(fd)
         now = self._clock()
         watch = self._watched.get(path)
         if watch is None or watch.key != key:

@@ -39,7 +39,7 @@ def test_a_take_over_empties_and_removes_every_lower_room(job: Job) -> None:
     epoch = job.take_over()
     assert epoch.number == 13
     assert rooms(job) == ["13"]
-    assert sum((path / "v000009").exists() for path in epoch.condemned()) == 3
+    assert sum(path.name.startswith("v000009") for path in epoch.condemned()) == 3
     epoch.sweep()
     assert epoch.condemned() == []
 
@@ -170,7 +170,7 @@ def test_a_take_over_goes_through_though_answers_are_lost(job: Job) -> None:
     built(job.take_over(), 1)
     epoch = Epoch.take_over(AnswerLost(), job.layout)
     assert rooms(job) == ["2"]
-    assert [(path / "v000001").exists() for path in epoch.condemned()].count(True) == 1
+    assert sum(path.name.startswith("v000001") for path in epoch.condemned()) == 1
 
 
 def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -273,3 +274,80 @@ def test_a_copy_at_the_end_of_the_source_is_0_bytes(
     storage = Copying(dict.fromkeys(refused, errno.EXDEV))
     with (tmp_path / "source").open("rb") as source, (tmp_path / "target").open("wb") as target:
         assert storage.copy_range(source.fileno(), target.fileno(), 9, 3, 0) == 0
+
+
+def linked_job(tmp_path: Path) -> tuple[Path, Path]:
+    """A job with a link to a folder of someone else's, which has a file."""
+    root, outside = tmp_path / "job", tmp_path / "outside"
+    root.mkdir()
+    (outside / "in").mkdir(parents=True)
+    (outside / "file").write_bytes(b"theirs")
+    (root / "link").symlink_to(outside)
+    return root, outside
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda s, p: s.mkdir(p / "new"), id="mkdir"),
+        pytest.param(lambda s, p: s.rmdir(p / "in"), id="rmdir"),
+        pytest.param(lambda s, p: s.unlink(p / "file"), id="unlink"),
+        pytest.param(lambda s, p: s.create(p / "new"), id="create"),
+        pytest.param(lambda s, p: s.open_append(p / "file"), id="append"),
+        pytest.param(lambda s, p: s.rename(p / "file", p.parent / "taken"), id="rename out"),
+        pytest.param(lambda s, p: s.rename(p.parent / "mine", p / "file"), id="rename in"),
+        pytest.param(lambda s, p: s.link(p / "file", p.parent / "taken"), id="link out"),
+        pytest.param(lambda s, p: s.open_read(p / "file"), id="read"),
+        pytest.param(lambda s, p: s.names(p), id="list"),
+        pytest.param(lambda s, p: s.sync_folder(p), id="sync"),
+    ],
+)
+def test_below_the_root_no_call_goes_through_a_link(
+    tmp_path: Path, change: Callable[[Storage, Path], object]
+) -> None:
+    root, outside = linked_job(tmp_path)
+    (root / "mine").touch()
+    with pytest.raises(OSError, match="links are not followed") as caught:
+        change(Storage(root), root / "link")
+    assert caught.value.errno == errno.ELOOP
+    assert sorted(os.listdir(outside)) == ["file", "in"]
+    assert (outside / "file").read_bytes() == b"theirs"
+    assert sorted(os.listdir(root)) == ["link", "mine"]
+
+
+@pytest.mark.parametrize("storage", [FastStorage(), Storage()])
+def test_removing_a_link_leaves_what_it_led_to(tmp_path: Path, storage: Storage) -> None:
+    root, outside = linked_job(tmp_path)
+    storage.remove_tree(root / "link")
+    assert os.listdir(root) == []
+    assert sorted(os.listdir(outside)) == ["file", "in"]
+
+
+def test_the_root_itself_may_be_reached_by_a_link_or_a_relative_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, _ = linked_job(tmp_path)
+    (tmp_path / "alias").symlink_to(root)
+    monkeypatch.chdir(tmp_path)
+    for alias in (tmp_path / "alias", Path("alias"), Path("job")):
+        storage = Storage(alias)
+        assert storage.names(alias) == ["link"]
+        storage.replace(alias / "file", b"one")
+        assert storage.read(root / "file") == b"one"
+        storage.unlink(alias / "file")
+        with pytest.raises(OSError, match="links are not followed"):
+            storage.names(alias / "link")
+
+
+def test_an_error_names_the_whole_path(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    (tmp_path / "a").mkdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        storage.open_read(tmp_path / "a" / "b")
+    assert caught.value.filename == str(tmp_path / "a" / "b")
+    with pytest.raises(FileNotFoundError) as caught:
+        storage.rename(tmp_path / "a" / "b", tmp_path / "b")
+    assert (caught.value.filename, caught.value.filename2) == (
+        str(tmp_path / "a" / "b"),
+        str(tmp_path / "b"),
+    )
