@@ -31,6 +31,17 @@ class FastStorage(Storage):
         super().__init__(durable=False)
 
 
+#: What changes storage, one system call each.
+CHANGES = (
+    "mkdir", "rmdir", "rename", "link", "unlink", "create", "open_append", "write", "pwrite",
+    "copy_file_range", "sendfile", "fsync", "close", "sync_folder",
+)  # fmt: skip
+#: What only looks at it.
+READS = (
+    "open_read", "fstat", "read_part", "pread", "pread_into", "names", "kinds", "status", "free",
+)  # fmt: skip
+SEAM = CHANGES + READS
+
 #: A rule looks at a call before it is done: (method, the paths and values it was given).
 Rule = Callable[[str, tuple[Any, ...]], None]
 
@@ -61,57 +72,19 @@ class RuledStorage(FastStorage):
         for rule in list(self.rules):
             rule(method, given)
 
-    def mkdir(self, path: Path) -> None:
-        self._before("mkdir", path)
-        super().mkdir(path)
 
-    def rmdir(self, path: Path) -> None:
-        self._before("rmdir", path)
-        super().rmdir(path)
+def _asking(name: str) -> Callable[..., Any]:
+    real = getattr(FastStorage, name)
 
-    def rename(self, source: Path, target: Path) -> None:
-        self._before("rename", source, target)
-        super().rename(source, target)
+    def method(self: RuledStorage, *given: Any) -> Any:
+        self._before(name, *given)
+        return real(self, *given)
 
-    def link(self, source: Path, target: Path) -> None:
-        self._before("link", source, target)
-        super().link(source, target)
+    return method
 
-    def unlink(self, path: Path) -> None:
-        self._before("unlink", path)
-        super().unlink(path)
 
-    def create(self, path: Path) -> int:
-        self._before("create", path)
-        return super().create(path)
-
-    def open_append(self, path: Path) -> int:
-        self._before("open_append", path)
-        return super().open_append(path)
-
-    def open_read(self, path: Path) -> int:
-        self._before("open_read", path)
-        return super().open_read(path)
-
-    def names(self, path: Path) -> list[str]:
-        self._before("names", path)
-        return super().names(path)
-
-    def write(self, fd: int, data: bytes | memoryview) -> int:
-        self._before("write", fd)
-        return super().write(fd, data)
-
-    def fsync(self, fd: int) -> None:
-        self._before("fsync", fd)
-        super().fsync(fd)
-
-    def close(self, fd: int) -> None:
-        self._before("close", fd)
-        super().close(fd)
-
-    def sync_folder(self, path: Path) -> None:
-        self._before("sync_folder", path)
-        super().sync_folder(path)
+for _name in SEAM:
+    setattr(RuledStorage, _name, _asking(_name))
 
 
 def refuse(method: str, code: int, *, where: str = "") -> Rule:

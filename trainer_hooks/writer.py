@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, Final, TypeVar, cast
 
 import torch
 import xxhash
@@ -39,12 +39,15 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode, parse
-from syncd.storage.fsio import Draft, Storage, is_gone
+from syncd.storage.fsio import PASSING, Draft, Storage, is_gone
 
 log = logging.getLogger(__name__)
 
 _POLL: Final = 0.05
-_ATTEMPTS: Final = 3
+#: Seconds before the second and the third attempt.
+_PAUSES: Final = (0.2, 2.0)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,9 +110,9 @@ class RankWriter:
             SaveFailedError: the save did not become whole; the pointer was not moved.
         """
         try:
-            written = self._write_again(save_id, contents)
+            written = self._again(save_id, lambda: self._write(save_id, contents))
             if self._rank == 0:
-                self._announce(save_id, contents.is_full)
+                self._again(save_id, lambda: self._announce(save_id, contents.is_full))
         except OSError as error:
             self._say_failed(save_id)
             raise SaveFailedError(
@@ -130,16 +133,20 @@ class RankWriter:
         except OSError as error:
             log.warning("rank %d cannot tell the others that it failed: %s", self._rank, error)
 
-    def _write_again(self, save_id: SaveId, contents: Contents) -> int:
-        """A folder that the pruner took away under us comes back, but not what had just begun."""
-        for _ in range(_ATTEMPTS - 1):
+    def _again(self, save_id: SaveId, work: Callable[[], T]) -> T:
+        """Do something that storage may refuse for a moment; from its start, so up to three times.
+
+        A folder that the pruner took away under us is made again. What an fsync has refused is
+        written again, under a new name: a second fsync of the same file would say that all is well.
+        """
+        for pause in _PAUSES:
             try:
-                return self._write(save_id, contents)
+                return work()
             except OSError as error:
-                if not is_gone(error):
+                if error.errno not in PASSING or self._stopped.wait(0 if is_gone(error) else pause):
                     raise
-                log.info("step %d: writing again: %s", save_id.step, error)
-        return self._write(save_id, contents)
+                log.warning("step %d: trying again: %s", save_id.step, error)
+        return work()
 
     def _write(self, save_id: SaveId, contents: Contents) -> int:
         step, rank, world_size = save_id.step, self._rank, self._world_size

@@ -23,6 +23,7 @@ class DaemonConfig(BaseModel):
         prune_foreign: whether that goes also for saves without receipts in a job that has no
             ``latest_state_dict_iteration.txt``.
         dead_reader_grace: how long a dead explorer's lease is kept; an engine may read on.
+        leftover_grace: how long a temporary file of a killed process lies still before it goes.
         lease_time: after how long without a heartbeat a process counts as dead. Only heard in a job
             that has none yet.
     """
@@ -39,4 +40,5 @@ class DaemonConfig(BaseModel):
     prune_steps: bool = True
     prune_foreign: bool = False
     dead_reader_grace: Annotated[float, Field(ge=0)] = 300.0
+    leftover_grace: Annotated[float, Field(gt=0)] = 900.0
     lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.save import Save
+from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
@@ -18,6 +19,7 @@ from syncd.daemon.decide import (
     Decision,
     DropLease,
     Forget,
+    Observation,
     PruneStep,
     Pruning,
     Publish,
@@ -31,15 +33,17 @@ from syncd.daemon.scan import Known, Scanner
 from syncd.protocol.errors import (
     CheckpointError,
     JobUnavailableError,
+    NoRoomError,
     SaveNotReadyError,
     SupersededError,
     SyncdError,
 )
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.layout import JobLayout, parse_lease_marker
 from syncd.protocol.records import DaemonCounters, DaemonReport, encode
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import NO_ROOM, Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
+from syncd.storage.reserve import Reserve
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +107,14 @@ class Loop:
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
         self._cancel = cancel
+        self._collector = Collector(
+            storage,
+            layout,
+            max(config.leftover_grace, 2 * session.lease_time),
+            clock=clock,
+        )
+        self._reserve = Reserve(storage, layout)
+        self._untidy = False
         self._trying: str | None = None
         self._publish_again_at = 0.0
         self._failures = 0
@@ -111,6 +123,7 @@ class Loop:
         """After the take-over: recover what the daemon before us left."""
         self._publisher.recover()
         self._pruner.sweep()
+        self._keep_room()
         self._report("watching")
         log.info("working on %s in epoch %d", self._layout.root, self._epoch.number)
 
@@ -125,15 +138,22 @@ class Loop:
         if self._lock.lost:
             raise SupersededError(f"the lock of {self._layout.root} was taken by another daemon")
         self.pruned.clear()
-        decision = decide(self._scanner.scan(self._known()), self._config)
+        seen = self._scanner.scan(self._known())
+        decision = decide(seen, self._config)
         waiting_for = decision.waiting_for
         begun = self._clock()
+        refused: dict[str, str] = {}
         for action in decision.actions:
             self._cancel()
             if isinstance(action, Pruning) and self._clock() - begun > self._config.tick:
                 self._scanner.look_again()  # new weights do not wait for old ones to go
                 break
-            waiting_for = self._act(action) or waiting_for
+            try:
+                waiting_for = self._act(action) or waiting_for
+            except OSError as error:
+                self._note(refused, action, error)
+        self._tidy(refused, seen)
+        waiting_for = waiting_for or next(iter(refused.values()), "")
         if waiting_for != self._said:
             self._said = waiting_for
             if waiting_for:
@@ -179,6 +199,38 @@ class Loop:
                     self.pruned.append(action)
         return ""
 
+    def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
+        """One thing that storage refuses keeps nobody from the rest; it is tried again."""
+        if not self._storage.exists(self._layout.format):
+            raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+        what = type(action).__name__
+        if what not in refused:
+            refused[what] = f"{what} is refused by storage, and tried again: {error}"
+        if error.errno in NO_ROOM:
+            self._reserve.give_up()
+
+    def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
+        """Finish what storage refused before; collect what killed processes left."""
+        sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
+        try:
+            self._publisher.write_again()
+            if self._untidy:
+                self._pruner.sweep()
+            self._untidy = bool(refused)
+            if self._collector.run_once(marker[1] for marker in sessions if marker):
+                self._keep_room()
+        except OSError as error:
+            if not self._storage.exists(self._layout.format):
+                raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+            self._untidy = True
+            refused.setdefault("tidy", f"what was left behind cannot be removed now: {error}")
+
+    def _keep_room(self) -> None:
+        try:
+            self._reserve.fill()
+        except OSError as error:
+            log.warning("no room can be kept back for pruning: %s", error)
+
     def _known(self) -> Known:
         latest = self._publisher.latest
         return Known(
@@ -198,7 +250,7 @@ class Loop:
         begun = self._clock()
         try:
             manifest = self._publisher.publish(save)
-        except SaveNotReadyError as error:
+        except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(str(error))
         except CheckpointError as error:
             path = self._quarantine(save, error)
@@ -207,6 +259,8 @@ class Loop:
         except OSError as error:
             if not self._storage.exists(self._layout.format):
                 raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+            if error.errno in NO_ROOM:
+                self._reserve.give_up()
             return self._try_later(f"step {save.step} could not be merged: {error}")
         except SyncdError:
             raise
@@ -228,6 +282,7 @@ class Loop:
 
     def _try_later(self, why: str) -> str:
         """Let the next attempt at the same save wait, longer each time."""
+        self._untidy = True
         wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
         self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
         self._publish_again_at = self._clock() + wait
@@ -269,3 +324,6 @@ class Loop:
         except OSError as error:
             # A full disk, say: what can be done goes on without a report of it.
             log.warning("the state cannot be reported: %s", error)
+            self._reported = None
+            if error.errno in NO_ROOM:
+                self._reserve.give_up()

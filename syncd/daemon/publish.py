@@ -7,12 +7,14 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
+    NoRoomError,
     ProtocolMismatchError,
     RecordError,
     SaveNotReadyError,
@@ -39,6 +41,10 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage, is_gone
 
 log = logging.getLogger(__name__)
+
+#: Bytes for config, tokenizer and manifest; and how many files a version may well have.
+_SMALL_FILES: Final = 1024 * 1024
+_FEW_INODES: Final = 32
 
 
 class Publisher:
@@ -81,6 +87,7 @@ class Publisher:
         self._wall = wall
         self._clock = clock
         self._floor = 0
+        self._unwritten = False
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.outcomes: dict[int, SaveOutcome] = {}
@@ -91,6 +98,9 @@ class Publisher:
         Raises:
             ProtocolMismatchError: LATEST is of a newer protocol.
         """
+        # What this client remembers of these may be older than the take-over.
+        for folder in (self._layout.state, self._layout.published, self._layout.leases):
+            self._storage.refresh(folder)
         self._storage.unlink_if_there(self._layout.publish_lock)
         self.latest = self._read_own(Latest, self._layout.latest)
         saves = self._read_own(Saves, self._layout.saves, LONG_RECORD_LIMIT)
@@ -129,11 +139,13 @@ class Publisher:
 
         Raises:
             SaveNotReadyError: the save changed meanwhile; nothing was published.
+            NoRoomError: the disk has no room for it; nothing was begun.
             CheckpointError: it can never be published as it is.
             SupersededError: another daemon has taken over.
         """
         if save.identity is None:
             raise SaveNotReadyError(save.reason)
+        self._check_room(save)
         sequence = self._floor + 1
         notice = PublishNotice(sequence=sequence, step=save.step, session=self._session)
         folder = self._epoch.start_version(sequence)
@@ -178,6 +190,11 @@ class Publisher:
         if self.outcomes.pop(step, None) is not None:
             self._write_saves()
 
+    def write_again(self) -> None:
+        """Write what storage refused to put on record before."""
+        if self._unwritten:
+            self._write_saves()
+
     def quarantine(self, save: Save, error: Exception) -> Path:
         """Put on record why a save cannot be published; it is not tried again.
 
@@ -194,7 +211,10 @@ class Publisher:
             reason=str(error),
             time=self._wall(),
         )
-        self._epoch.publish_file(path, encode(record))
+        try:
+            self._epoch.publish_file(path, encode(record))
+        except OSError as refused:
+            log.error("%s cannot be written: %s", path, refused)
         self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
         return path
 
@@ -215,7 +235,33 @@ class Publisher:
             self._write_saves()
 
     def _write_saves(self) -> None:
-        self._epoch.publish_file(self._layout.saves, encode(Saves(steps=self.outcomes)))
+        """What happened has happened, also where it cannot be put on record now."""
+        try:
+            self._epoch.publish_file(self._layout.saves, encode(Saves(steps=self.outcomes)))
+        except OSError as error:
+            if not self._unwritten:
+                log.error("%s cannot be written now: %s", self._layout.saves, error)
+            self._unwritten = True
+        else:
+            self._unwritten = False
+
+    def _check_room(self, save: Save) -> None:
+        """Not to begin what cannot end. A quota that the filesystem hides is met on the way."""
+        needed = _SMALL_FILES
+        for name in save.weights:
+            status = self._storage.status(self._layout.actor(save.step) / name)
+            needed += status.st_size if status else 0
+        free = self._storage.free(self._layout.epochs)
+        if free.bytes is not None and free.bytes < needed:
+            raise NoRoomError(
+                f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "
+                f"free in {self._layout.root}: make room there, or lower --keep"
+            )
+        if free.inodes is not None and free.inodes < _FEW_INODES:
+            raise NoRoomError(
+                f"only {free.inodes} more files can be made in {self._layout.root} (its filesystem "
+                "is out of inodes): remove some"
+            )
 
     def _read_own(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
         """A record that daemons alone write; a lost or damaged one is like none."""

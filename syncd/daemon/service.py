@@ -17,9 +17,10 @@ from syncd.daemon.loop import Loop
 from syncd.protocol.errors import CancelledError, JobUnavailableError, SupersededError
 from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import NO_ROOM, Storage
 from syncd.storage.job import open_job
 from syncd.storage.leases import DaemonLock, Judge, Session, sweep_broken
+from syncd.storage.reserve import Reserve
 from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ class Service:
                 except OSError as error:
                     # Whatever storage says, nothing is concluded from it and nothing deleted.
                     self._say(f"paused: {error}")
+                    if error.errno in NO_ROOM and self._gave_up_reserve():
+                        continue
                 if not self._stopping:
                     self._watcher.wait(self._tick)
 
@@ -138,6 +141,14 @@ class Service:
             self._say(f"paused: {error}")
         else:
             self._said = ""
+
+    def _gave_up_reserve(self) -> bool:
+        """A full disk must not keep out who would prune it."""
+        try:
+            return Reserve(self._storage, self._layout).give_up()
+        except OSError as error:
+            log.warning("the reserve cannot be given up: %s", error)
+            return False
 
     def _check_stopping(self) -> None:
         if self._stopping:

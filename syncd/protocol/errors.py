@@ -18,7 +18,8 @@
     ├── SupersededError           10   another daemon has taken over; stand by
     ├── JobUnavailableError       11   the job folder cannot be used now (missing, unmounted, busy)
     ├── CancelledError            12   asked to stop in the middle of something
-    └── SaveFailedError           13   a trainer's save that did not become whole
+    ├── SaveFailedError          13   a trainer's save that did not become whole
+    └── NoRoomError              14   the disk has no room for what was about to be written
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -129,3 +130,9 @@ class SaveFailedError(SyncdError):
     """Raised when a trainer's save did not become whole; the version before it stays."""
 
     exit_code = 13
+
+
+class NoRoomError(SyncdError):
+    """Raised when storage has no room for a version; nothing was begun."""
+
+    exit_code = 14

@@ -257,6 +257,11 @@ class JobLayout:
         return self.state / "drafts"
 
     @property
+    def reserve(self) -> Path:
+        """Room kept back for a take-over on a full disk."""
+        return self.state / "reserve"
+
+    @property
     def quarantine(self) -> Path:
         """Why a save could not be published, one file a save."""
         return self.state / "quarantine"

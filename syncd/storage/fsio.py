@@ -32,6 +32,8 @@ GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 #: The disk, or this user's part of it, is full.
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+#: What may well work when it is done again, from the start. Not a full disk, nor a refused right.
+PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 #: This way of copying is not to be had between these two files; another may be.
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
@@ -250,7 +252,11 @@ class Storage:
         """
         probe = path / f"{TEMPORARY}look-{secrets.token_hex(6)}"
         self.mkdir(probe)
-        self.rmdir(probe)
+        try:
+            self.rmdir(probe)
+        except OSError as error:
+            if not is_gone(error):  # else it was collected: that is a change in the folder too
+                raise
 
     def unlink_if_there(self, path: Path) -> bool:
         """Remove a file's name; False where it was not there."""

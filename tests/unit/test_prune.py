@@ -97,8 +97,7 @@ def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
 ) -> None:
     published(ruled, 2)
     storage.rules.append(refuse("rename", errno.EIO, where="published/v000001"))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        round_of(ruled, keep=1, prune_steps=False)
+    round_of(ruled, keep=1, prune_steps=False)
     assert not ruled.layout.lease_folder(1).exists()
     storage.rules.clear()
     round_of(ruled, keep=1, prune_steps=False)
@@ -209,8 +208,7 @@ def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
     published(ruled, 2)
     before = content(ruled.layout.step(1))
     storage.rules.append(refuse("names", errno.EIO, where="trash/global_step_1"))
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-        round_of(ruled)
+    round_of(ruled)
     assert content(ruled.layout.step(1)) == before
     assert ruled.audit == []
     assert ruled.outcomes == {1: "published", 2: "published"}

@@ -1,0 +1,126 @@
+"""Collecting what killed processes left: temporary files, heartbeats, probes."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.layout import (
+    HUGGINGFACE,
+    RECEIPTS,
+    TEMPORARY,
+    JobLayout,
+    parse_step_folder,
+)
+from syncd.storage.fsio import NOT_EMPTY, Kind, Storage, is_gone
+from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+
+log = logging.getLogger(__name__)
+
+#: How many step folders one round looks into for new leftovers.
+_STEPS_PER_ROUND: Final = 64
+#: How many leftovers are watched at a time; the rest wait for the next round.
+_MOST: Final = 1000
+
+
+class Collector:
+    """Removes leftovers that have lain still for so long that whoever made them is gone.
+
+    Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
+    of a dead session that holds no lease. Whoever comes back after all finds its temporary name
+    gone at the rename, and writes again.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        grace: seconds that a leftover must lie still.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, storage: Storage, layout: JobLayout, grace: float, *, clock: Clock) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._clock = clock
+        self._judge = Judge(storage, grace, clock=clock)
+        # A little more often than the stopwatch needs to run.
+        self._period = grace / (LOOKS_PER_LEASE + 1)
+        self._at = clock()
+        self._steps: deque[int] = deque()
+        self._watched: set[Path] = set()
+
+    def run_once(self, leased: Iterable[str]) -> int:
+        """Look, now and then; remove what was still for long enough.
+
+        Args:
+            leased: the sessions that hold leases: what they hold is the pruner's to judge.
+
+        Returns:
+            How many were removed.
+        """
+        if self._clock() - self._at < self._period:
+            return 0
+        self._at = self._clock()
+        kept = {self._layout.session(session) for session in leased}
+        for path in self._found():
+            if len(self._watched) < _MOST:
+                self._watched.add(path)
+        self._watched -= kept
+        removed = sum([self._removed(path) for path in sorted(self._watched)])
+        self._judge.forget_all_but(self._watched)
+        return removed
+
+    def _removed(self, path: Path) -> bool:
+        try:
+            liveness = self._judge.look(path)
+            if liveness is Liveness.DEAD:
+                # A session may beat again at this very moment: that is looked at once more.
+                gone = self._judge.break_dead(path)
+                log.info("removed %s, which its process left behind", path)
+                return gone
+        except OSError as error:
+            log.debug("%s is left alone: %s", path, error)
+            liveness = Liveness.MISSING
+        if liveness is Liveness.MISSING:
+            self._watched.discard(path)
+        return False
+
+    def _found(self) -> Iterator[Path]:
+        """Leftovers (filelock's too), and all heartbeats; folders of probes go at once."""
+        layout = self._layout
+        for name in self._storage.names(layout.sessions):
+            yield layout.sessions / name
+        for folder in (layout.drafts, layout.explorers, layout.quarantine):
+            yield from self._temporaries(folder)
+        for folder in (layout.state, layout.published, layout.leases):
+            yield from self._temporaries(folder)
+        if not self._steps:
+            names = (parse_step_folder(name) for name in self._storage.names(layout.root))
+            self._steps.extend(sorted((s for s in names if s is not None), reverse=True))
+        for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
+            actor = layout.actor(self._steps.popleft())
+            for folder in (actor, actor / RECEIPTS, actor / HUGGINGFACE):
+                yield from self._temporaries(folder)
+
+    def _temporaries(self, folder: Path) -> Iterator[Path]:
+        try:
+            found = self._storage.kinds(folder)
+        except OSError as error:
+            if not is_gone(error):
+                log.debug("%s is left alone: %s", folder, error)
+            return
+        for name, kind in found.items():
+            if kind is Kind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):
+                yield folder / name
+            elif name.startswith(TEMPORARY) and kind is Kind.FOLDER:
+                self._remove_probe(folder / name)
+
+    def _remove_probe(self, path: Path) -> None:
+        """An empty folder that ``Storage.refresh`` made; that it goes is all that it is for."""
+        try:
+            self._storage.rmdir(path)
+        except OSError as error:
+            if not is_gone(error) and error.errno not in NOT_EMPTY:
+                raise
