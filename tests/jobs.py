@@ -11,6 +11,7 @@ import xxhash
 
 from syncd.checkpoint.safetensors_file import Entry, header_bytes
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop
 from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
 from syncd.protocol.records import AuditLine, Latest, Receipt, ReceiptFile, Saves, encode, parse
@@ -18,6 +19,7 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from syncd.storage.leases import DaemonLock, Judge, Lease, Session
+from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage
 
 LEASE_TIME = 30.0
@@ -40,13 +42,37 @@ def receipt_of(content: bytes, name: str = "model.safetensors") -> ReceiptFile:
     return ReceiptFile(name=name, size=len(content), digest=digest, over="header")
 
 
-class Job:
-    """A job directory and what its trainer does in it."""
+class Rounds(Loop):
+    """A loop on hosts that may lag: each round is first done with what its client believes."""
 
-    def __init__(self, root: Path, storage: Storage | None = None) -> None:
+    hosts: Hosts
+
+    def run_once(self) -> Decision:
+        decision = super().run_once()
+        if not self.hosts.lags:
+            return decision
+        self.hosts.settle()
+        later = super().run_once()
+        return Decision((*decision.actions, *later.actions), later.waiting_for)
+
+
+class Job:
+    """A job directory and what its trainer does in it.
+
+    Attributes:
+        storage: the client of the daemon's host; the trainer works on the server itself.
+        explorers: the client that leases are taken from.
+    """
+
+    def __init__(
+        self, root: Path, storage: Storage | None = None, *, hosts: Hosts | None = None
+    ) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.layout = JobLayout(root)
-        self.storage = storage or FastStorage()
+        self.hosts = hosts or Hosts()
+        self.storage = storage or self.hosts.storage()
+        self.explorers = self.hosts.storage()
+        self.lease_time = LEASE_TIME
         open_job(FastStorage(), self.layout, lease_time=LEASE_TIME)
 
     def save(
@@ -95,7 +121,7 @@ class Job:
 
     def lease(self, sequence: int, session: str, name: str = "explorer") -> Lease:
         """Hold a version."""
-        return Lease.take(FastStorage(), self.layout, sequence, name, session)
+        return Lease.take(self.explorers, self.layout, sequence, name, session)
 
     @property
     def latest(self) -> Latest:
@@ -126,8 +152,8 @@ class Job:
         return sorted(path for path in self.layout.root.rglob(".tmp-*"))
 
     def take_over(self) -> Epoch:
-        """A new room; the daemon before is superseded."""
-        return Epoch.take_over(self.storage, self.layout)
+        """A new room, of a daemon on another host; the one before is superseded."""
+        return Epoch.take_over(self.hosts.storage(), self.layout)
 
     @contextmanager
     def daemon(
@@ -139,8 +165,8 @@ class Job:
             judge = Judge(self.storage, LEASE_TIME, clock=clock)
             lock = DaemonLock(self.storage, self.layout, LEASE_TIME, judge)
             assert lock.try_acquire()
-            epoch = self.take_over()
-            loop = Loop(
+            epoch = Epoch.take_over(self.storage, self.layout)
+            loop = Rounds(
                 self.storage,
                 self.layout,
                 config or DaemonConfig(),
@@ -152,6 +178,7 @@ class Job:
                 clock=clock,
                 wall=lambda: 0.0,
             )
+            loop.hosts = self.hosts
             try:
                 if begin:
                     loop.begin()

@@ -67,7 +67,7 @@ class Pruner:
         try:
             doomed = self._epoch.condemn(self._layout.version(action.sequence))
         except FileNotFoundError:
-            return True
+            return not self._storage.exists(self._layout.version(action.sequence))
         self._record("version", version_folder(action.sequence), action.why)
         self._storage.remove_tree(doomed)
         return True
@@ -95,7 +95,7 @@ class Pruner:
         try:
             trash = self._epoch.set_aside(folder)
         except FileNotFoundError:
-            return True
+            return not self._storage.exists(folder)
         outcome = SaveOutcome.model_validate(
             {"identity": action.seen.recorded, "outcome": action.seen.outcome}
         )
@@ -154,7 +154,8 @@ class Pruner:
         else:
             return
         self._link_back(trash, folder)
-        self._storage.remove_tree(trash)
+        # Out of where a successor puts back from, before anything in it is deleted.
+        self._storage.remove_tree(self._epoch.condemn(trash))
 
     def _link_back(self, trash: Path, folder: Path) -> None:
         self._storage.make_folder(folder, below=self._layout.root)

@@ -32,7 +32,8 @@ from syncd.storage.leases import Clock, Judge, Liveness
 _POINTER_LIMIT: Final = 4096
 #: How many step folders one scan looks into: the rest wait for the next ones.
 _STEPS_PER_SCAN: Final = 64
-#: Seconds after which all step folders are looked at again, with nothing having changed.
+#: Seconds after which all step folders, and a settled save, are looked at again, with nothing
+#: having changed.
 _STEPS_AGAIN: Final = 60.0
 
 
@@ -78,7 +79,9 @@ class Scanner:
         self._clock = clock
         self._save: Save | None = None
         self._save_since = 0.0
+        self._looked: object = None  # pointer and save as they were at the last look
         self._settled: object = None  # pointer as it was when its save needed no more looks
+        self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
         self._steps_key: object = None
         self._steps_at = 0.0
@@ -144,6 +147,21 @@ class Scanner:
         """Let all step folders be due."""
         self._steps_key = None
 
+    def is_needed(self, step: int) -> bool:
+        """Whether a pointer names a step, or its trainer has announced it or one below it.
+
+        Asked when the step is out of sight already. Each file is opened twice: on storage whose
+        first open may be of what was replaced, the second one is not.
+        """
+        for _ in range(2):
+            pointer, _ = self._pointer(self._layout.root / self._config.pointer)
+            checkpoint, _ = self._pointer(self._layout.checkpoint_pointer)
+            announced = self._announced()
+        if pointer.step is None:
+            return True
+        limit = pointer.step if announced is None else announced
+        return step in {pointer.step, checkpoint.step} or step >= limit
+
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:
             content, key = self._storage.read_with_signature(path, _POINTER_LIMIT)
@@ -161,9 +179,13 @@ class Scanner:
     def _look_at_pointed(self, pointer: Pointer, key: Signature | None, known: Known) -> None:
         """Look at the save that the pointer names, unless it is settled and nothing moved."""
         if pointer.step is None:
-            self._save = self._settled = None
+            self._save = self._settled = self._looked = None
             return
-        if self._settled == (key, known.published_save) and self._save is not None:
+        if (
+            self._settled == (key, known.published_save)
+            and self._save is not None
+            and self._clock() - self._settled_at < _STEPS_AGAIN
+        ):
             return
         save = look_at_save(self._storage, self._layout.actor(pointer.step), pointer.step)
         if self._save is None or (save.step, save.identity) != (
@@ -181,7 +203,12 @@ class Scanner:
                 and outcome.outcome == "quarantined"
             )
         )
+        # Looked at once, it may be the one before: a first open is late on some storage, and a
+        # listing for longer.
+        before, self._looked = self._looked, (key, save.identity)
+        settled = settled and before == self._looked
         self._settled = (key, known.published_save) if settled else None
+        self._settled_at = self._clock()
 
     def _versions(self, folder: Path) -> tuple[int, ...]:
         found = (parse_version_folder(name) for name in self._storage.names(folder))

@@ -16,7 +16,7 @@ from typing import Final
 
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.layout import JobLayout, version_folder
-from syncd.storage.fsio import NOT_EMPTY, Draft, Storage, is_gone
+from syncd.storage.fsio import NOT_EMPTY, Draft, Kind, Storage, is_gone
 
 #: The suffix makes a room's name one that was never used: a paused daemon whose room was removed
 #: must not find another's in its place.
@@ -184,7 +184,8 @@ class Epoch:
 
     def is_live(self) -> bool:
         """Whether this room is still there; for messages, never to decide whether to commit."""
-        return self._storage.exists(self._doomed)
+        folders = (self.building, self._trash, self._doomed)
+        return all(self._storage.exists(folder) for folder in folders)
 
     def raise_if_superseded(self, error: OSError) -> None:
         """Say what an error means where this room is gone and the job is not.
@@ -213,20 +214,28 @@ class Epoch:
         gone = False
         while not gone:  # its daemon may make something new in it, but not for ever
             for folder, home in homes.items():
-                for name in self._storage.names(folder):
-                    if folder / name not in homes:
+                for name, kind in self._found(folder):
+                    if kind is not Kind.FOLDER or folder / name not in homes:
                         self._take(folder / name, home)
                 gone = self._removed(folder)
         self._storage.sync_folder(room.parent)
+
+    def _found(self, folder: Path) -> list[tuple[str, Kind]]:
+        try:
+            return list(self._storage.kinds(folder).items())
+        except OSError as error:
+            if is_gone(error):
+                return []
+            raise
 
     def _removed(self, folder: Path) -> bool:
         """Remove an empty folder; False where it is not empty, whatever its listing said."""
         try:
             self._storage.rmdir(folder)
+        except FileNotFoundError:
+            return True
         except OSError as error:
-            if is_gone(error):
-                return True
-            if error.errno not in NOT_EMPTY:
+            if error.errno not in NOT_EMPTY and not is_gone(error):
                 raise
         else:
             return True
@@ -262,9 +271,18 @@ class Epoch:
         try:
             self._storage.rename(source, target)
         except OSError as error:
+            if is_gone(error):
+                self._ask_anew(target.parent)
             if not ours():
                 self.raise_if_superseded(error)
                 raise
+
+    def _ask_anew(self, folder: Path) -> None:
+        """Let this client forget that a name was not there before its own rename."""
+        try:
+            self._storage.refresh(folder)
+        except OSError:
+            pass  # the folder is gone, or nothing can be made in it: what is known has to do
 
     def _within(self, change: Callable[[Path], None], path: Path) -> None:
         try:
@@ -274,10 +292,13 @@ class Epoch:
             raise
 
     def _reads(self, target: Path, data: bytes) -> bool:
-        try:
-            return self._storage.read(target) == data
-        except OSError:
-            return False
+        for _ in range(2):  # an open may be late by one look
+            try:
+                if self._storage.read(target) == data:
+                    return True
+            except OSError:
+                pass
+        return False
 
 
 def _rooms(storage: Storage, layout: JobLayout) -> list[str]:

@@ -1,14 +1,16 @@
-"""The fence of DESIGN.md section 2 as a model: several daemons on one job, and no lease check.
+"""The fence of docs/protocol.md as a model: several daemons on one job, and no lease check.
 
 Nothing in here asks whether a daemon is allowed to work. Any daemon may at any moment take itself
 for the active one, stop for ever between two steps, or crash and come back knowing nothing. What
 keeps the job whole is the epoch folders alone, which is what the model is there to show.
 
-Three rules go beyond the first wording of the design, because without them the search finds a way
-through: `unique_rooms`, `look_again` and `lease_folder_leaves_room`. Each rule in `Rules` can be
-switched off; the tests do that and expect a counterexample.
+Some rules go beyond the first wording of the design, because without them the search finds a way
+through: `unique_rooms`, `look_again`, `lease_folder_leaves_room`, `rmdir_folders`. Each rule in
+`Rules` can be switched off; the tests do that and expect a counterexample.
 
-A listing is two steps. What is there throughout is in it; what comes or goes between may be.
+A listing is two steps. What is there throughout is in it; what comes or goes between may be. A
+rename is two steps as well: its folders are opened, and then stay what they are wherever they are
+moved (see fence_take_over.py).
 """
 
 from __future__ import annotations
@@ -17,35 +19,37 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .fence_state import (
+    AT_ITS_NAME,
     EMPTY,
     GONE,
+    LOST,
     NEVER,
-    NO_FOLDER,
+    NO_HANDLE,
     STANDING_BY,
     TORN,
     Daemon,
     Disk,
-    Rules,
+    Folder,
+    Room,
     State,
     empty_job,
 )
-
-Step = tuple[str, Disk, Daemon]
+from .fence_steps import choose_to_prune, prune, write_again
+from .fence_take_over import Step, TakeOver
 
 
 @dataclass(frozen=True)
-class Fence:
+class Fence(TakeOver):
     """The model: `start`, `successors` and `violation` are what explore() asks for.
 
     The space is finite because `take_overs` rooms and `last_sequence` versions are made at most;
     a crash needs no bound, since each comeback makes a room.
     """
 
-    rules: Rules = field(default_factory=Rules)
-    daemons: int = 3
-    take_overs: int = 3
-    last_sequence: int = 3
-    suffixes: int = 2
+    torn: bool = False
+    """Whether a damaged version 2 is there at the start, to be discarded."""
+    steps: bool = False
+    """Whether there is a step folder, to be pruned."""
     known: dict[tuple[Disk, Daemon], tuple[Step, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -53,11 +57,18 @@ class Fence:
 
     def start(self) -> State:
         """Version 1 is published, and no daemon has worked since."""
-        last_room = self.take_overs * self._names_a_number()
-        return State(empty_job(self.last_sequence, last_room), (STANDING_BY,) * self.daemons)
+        disk = empty_job(self.last_sequence, self.take_overs * self.names_a_number())
+        if self.torn:
+            disk = disk.change_version(2, TORN).change_lease_folder(2, True)
+        if self.steps:
+            disk = disk._replace(old=AT_ITS_NAME)
+        return State(disk, (STANDING_BY,) * self.daemons)
 
     def successors(self, state: State) -> Iterator[tuple[str, State]]:
-        """Let each daemon take each of its next steps."""
+        """Let each daemon take each of its next steps, and the trainer its own."""
+        if self.steps:
+            for text, disk in write_again(state.disk):
+                yield text, State(disk, state.daemons)
         for index, daemon in enumerate(state.daemons):
             if index and daemon == state.daemons[index - 1]:
                 continue  # the same daemon by another name
@@ -69,18 +80,11 @@ class Fence:
             for text, disk, after in steps:
                 yield text, State(disk, tuple(sorted((*others, after))))
 
-    def _names_a_number(self) -> int:
-        return self.suffixes if self.rules.unique_rooms else 1
-
-    def _name(self, room: int) -> str:
-        number, suffix = divmod(room - 1, self._names_a_number())
-        return f"{number + 1}-{'abc'[suffix]}" if self.rules.unique_rooms else f"{number + 1}"
-
     def _steps(self, disk: Disk, me: Daemon) -> Iterator[Step]:
         if me.place == "standing by":
-            yield from self._take_over(disk)
+            yield from self.take_over(disk)
             return
-        name = self._name(me.room)
+        name = self.name(me.room)
         for what, new_disk, after in self._operations(disk, me):
             yield f"{name}: {what}", new_disk, after
         if sum(disk.made) < self.take_overs:
@@ -89,105 +93,54 @@ class Fence:
 
     def _operations(self, disk: Disk, me: Daemon) -> Iterator[Step]:
         if me.place in ("look", "look on"):
-            yield from self._look(disk, me)
+            yield from self.look(disk, me)
         elif me.place in ("mkdir", "mkdir trash", "mkdir building"):
-            yield from self._furnish(disk, me)
+            yield from self.furnish(disk, me)
         elif me.lower:
-            yield from self._empty_lower_rooms(disk, me)
-            if not self.rules.read_last and me.place in ("read", "list"):
+            yield from self.empty_lower_rooms(disk, me)
+            reading = me.place in ("read", "list") and me.held == NO_HANDLE
+            if not self.rules.read_last and reading:
                 yield from self._read(disk, me)
         elif me.place in ("read", "list"):
             yield from self._read(disk, me)
         elif me.place == "ready":
+            yield from self.sweep(disk, me)
             yield from self._build(disk, me)
             yield from self._choose_to_retire(disk, me)
             yield from self._stop(disk, me)
-        elif me.place in ("retire", "orphan"):
-            yield from self._retire(disk, me)
+            if self.steps:
+                yield from choose_to_prune(disk, me)
+        else:
+            yield from self._work(disk, me)
+
+    def _work(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+        """Go on with what was begun; a rename waits until its folder is open."""
+        folder = self._renames_through(me)
+        if folder and me.held == NO_HANDLE:
+            yield from self.open(disk, me, folder)
+        elif me.place in ("retire", "discard", "orphan"):
+            yield self._retire(disk, me)
         elif me.place in ("write", "swap"):
-            yield from self._point(disk, me)
+            yield self._point(disk, me)
+        elif me.place == "build":
+            yield self._finish(disk, me)
+        elif me.place in ("lease folder", "commit"):
+            yield self._publish(disk, me)
         else:
-            yield from self._publish(disk, me)
+            yield from prune(disk, me)
 
-    def _take_over(self, disk: Disk) -> Iterator[Step]:
-        """Taking over = mkdir `.syncd/epoch/<n>-<suffix>/`, n one above the highest listed.
+    def _renames_through(self, me: Daemon) -> Folder:
+        """Which folder of the own room the next rename is out of, or into."""
+        if me.place in ("retire", "discard", "set aside"):
+            return "trash"
+        if me.place == "swap" and self.rules.tmp_in_room:
+            return "room"
+        commits = me.place == "commit" and self.rules.build_in_room
+        return "building" if commits or self._lends_from_room(me) else ""
 
-        The listing may be as old as one likes, so any number up to the next one may come of it.
-        """
-        if sum(disk.made) >= self.take_overs:
-            return
-        if not self.rules.unique_rooms:
-            number = max(disk.listed_rooms(), default=0) + 1
-            if number <= self.take_overs:
-                yield f"list epoch/: {number} is next", disk, Daemon("mkdir", number)
-            return
-        newest = max((room for room, made in enumerate(disk.made) if made), default=0)
-        next_number = -(-newest // self.suffixes) + 1
-        for room in range(1, next_number * self.suffixes + 1):
-            if not disk.made[room]:
-                what = f"list epoch/ (at some time), mkdir epoch/{self._name(room)}"
-                yield what, disk.make_room(room), Daemon("look", room)
-
-    def _look(self, disk: Disk, me: Daemon) -> Iterator[Step]:
-        """List epoch/ again: a higher room may have come, and emptied what there was, before."""
-        listed = disk.listed_rooms()
-        if me.place == "look":
-            yield "begin to list epoch/ again", disk, me._replace(place="look on", lower=listed)
-            return
-        throughout = tuple(room for room in me.lower if room in listed)
-        if self.rules.look_again and max(listed + me.lower, default=0) > me.room:
-            yield "a higher room is listed: superseded", disk, STANDING_BY
-        if not self.rules.look_again or max(throughout, default=0) <= me.room:
-            for seen in {throughout, listed}:
-                lower = tuple(room for room in seen if room < me.room)
-                yield f"{len(lower)} lower rooms", disk, Daemon("mkdir trash", me.room, lower)
-
-    def _furnish(self, disk: Disk, me: Daemon) -> Iterator[Step]:
-        """Mkdir of the folders in the own room; never makedirs, which would make the room again."""
-        room = disk.rooms[me.room]
-        if me.place == "mkdir":
-            if room is None:
-                yield f"mkdir epoch/{me.room}", disk.make_room(me.room), Daemon("look", me.room)
-            elif me.room < self.take_overs:
-                yield f"mkdir epoch/{me.room}: EEXIST", disk, Daemon("mkdir", me.room + 1)
-        elif room is None:
-            yield f"{me.place}: ENOENT", disk, STANDING_BY
-        elif me.place == "mkdir trash":
-            furnished = disk.change_room(me.room, room._replace(trash=True))
-            yield me.place, furnished, me._replace(place="mkdir building")
-        else:
-            building = max(room.building, EMPTY)
-            furnished = disk.change_room(me.room, room._replace(building=building))
-            yield me.place, furnished, me._replace(place="read")
-
-    def _empty_lower_rooms(self, disk: Disk, me: Daemon) -> Iterator[Step]:
-        """Then empty every lower epoch, until rmdir succeeds.
-
-        Rename its building/ (and its trash/) into one's own trash, unlink its temporaries, rmdir.
-        In any order, which is more than the daemon does. An operation that would change nothing
-        is left out: failing is no step.
-        """
-        for n in me.lower:
-            there = disk.rooms[n]
-            path = f"epoch/{self._name(n)}"
-            without_n = me._replace(lower=tuple(other for other in me.lower if other != n))
-            if there is None:
-                yield f"rmdir {path}: ENOENT", disk, without_n
-                continue
-            if there.bare():
-                yield f"rmdir {path}", disk.change_room(n, None), without_n
-            if there.building != NO_FOLDER:
-                emptied = there._replace(building=NO_FOLDER, whole=False)
-                yield _into_trash(f"{path}/building", disk, disk.change_room(n, emptied), me, me)
-            if there.trash:
-                emptied = there._replace(trash=False)
-                yield _into_trash(f"{path}/trash", disk, disk.change_room(n, emptied), me, me)
-            if there.tmp:
-                emptied = there._replace(tmp=0)
-                yield f"unlink {path}/LATEST.tmp", disk.change_room(n, emptied), me
-                if not self.rules.wait_for_rmdir and emptied.bare():
-                    # LATEST.tmp was written after the unlink. When does not matter to the renames.
-                    yield f"rmdir {path}: ENOTEMPTY, never mind", disk, without_n
+    def _lends_from_room(self, me: Daemon) -> bool:
+        fenced = self.rules.build_in_room and self.rules.lease_folder_leaves_room
+        return me.place == "lease folder" and fenced
 
     def _read(self, disk: Disk, me: Daemon) -> Iterator[Step]:
         """Only then read LATEST; a finished version that it does not name yet is adopted."""
@@ -197,15 +150,18 @@ class Fence:
                 disk = disk.change_room(me.room, room._replace(taken_over=True))
             yield "read LATEST", disk, me._replace(place="list", latest=disk.latest)
             return
-        published = max(v for v, built in enumerate(disk.published) if built > 0)
-        leased = max(v for v, there in enumerate(disk.leases) if there)
-        if published > me.latest:
+        published = max(v for v, built in enumerate(disk.published) if built not in (NEVER, GONE))
+        if published > me.latest and disk.published[published] == TORN:
+            discarding = me._replace(place="discard", sequence=published)
+            yield f"list published/: v{published} is not whole", disk, discarding
+        elif published > me.latest:
             adopting = me._replace(place="write", latest=0, sequence=published)
-            yield f"list published/, leases/: adopt v{published}", disk, adopting
+            yield f"list published/: adopt v{published}", disk, adopting
         else:
-            following = max(me.latest, published, leased) + 1
+            # An empty lease folder above LATEST is of no version: the number is free.
+            following = max(me.latest, published, me.sequence) + 1
             ready = me._replace(place="ready", sequence=following)
-            yield f"list published/, leases/: v{following} is next", disk, ready
+            yield f"list published/: v{following} is next", disk, ready
 
     def _build(self, disk: Disk, me: Daemon) -> Iterator[Step]:
         """Start on the next version in one's own room, or look around first."""
@@ -241,67 +197,79 @@ class Fence:
     def _stop(self, disk: Disk, me: Daemon) -> Iterator[Step]:
         """A clean stop empties the own room; leaving the room there is the same as a crash."""
         room = disk.rooms[me.room]
-        if room is not None and room.building == EMPTY and not self.rules.keep_own_room:
+        if room is None or room.building != EMPTY or self.rules.keep_own_room:
+            return
+        if not disk.has_set_aside(me.room) and all(moved.holder != me.room for moved in disk.moved):
             yield "stop, and remove the own room", disk.change_room(me.room, None), STANDING_BY
 
-    def _publish(self, disk: Disk, me: Daemon) -> Iterator[Step]:
-        """A commit is a rename *out of* one's own epoch; ENOENT = superseded, stand by."""
+    def _finish(self, disk: Disk, me: Daemon) -> Step:
+        """Write the last files of a version."""
         v, room = me.sequence, disk.rooms[me.room]
-        fenced = self.rules.build_in_room
-        superseded = fenced and (room is None or room.building != v)
-        if me.place == "build":
-            if superseded:
-                yield f"write building/v{v}: ENOENT", disk, STANDING_BY
-                return
-            if fenced and room is not None:
-                disk = disk.change_room(me.room, room._replace(whole=True))
-            yield f"finish building/v{v}", disk, me._replace(place="lease folder")
-        elif me.place == "lease folder":
-            # "The daemon creates leases/vN before LATEST names it."
-            if superseded and self.rules.lease_folder_leaves_room:
-                yield f"rename the new lease folder to leases/v{v}: ENOENT", disk, STANDING_BY
-                return
-            leasable = disk.change_lease_folder(v, True)
-            yield f"make leases/v{v}", leasable, me._replace(place="commit")
-        elif superseded or disk.published[v] not in (NEVER, GONE):
-            yield f"rename building/v{v} to published/v{v}: it fails", disk, STANDING_BY
-        else:
-            built = me.room
-            if fenced and room is not None:
-                built = me.room if room.whole else TORN
-                disk = disk.change_room(me.room, room._replace(building=EMPTY, whole=False))
-            committed = disk.change_version(v, built)
-            yield f"rename building/v{v} to published/v{v}", committed, me._replace(place="write")
+        what, written = f"finish building/v{v}", me._replace(place="lease folder")
+        if not self.rules.build_in_room:
+            return what, disk, written
+        if room is not None and room.building == v:
+            return what, disk.change_room(me.room, room._replace(whole=True)), written
+        if self.rules.bounded_make_folder:
+            return f"write building/v{v}: ENOENT", disk, STANDING_BY
+        again = disk.change_room(me.room, (room or Room())._replace(building=v, whole=False))
+        return f"{what}, and make the folders above that are missing", again, written
 
-    def _point(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _publish(self, disk: Disk, me: Daemon) -> Step:
+        """A commit is a rename *out of* one's own epoch; ENOENT = superseded, stand by."""
+        v = me.sequence
+        fenced = self.rules.build_in_room
+        there = disk.built(me.room) if me.held != NO_HANDLE else disk.rooms[me.room]
+        superseded = fenced and (there is None or there.building != v)
+        if me.place == "lease folder":
+            # "The daemon creates leases/vN before LATEST names it." It may be made in building/
+            # as late as for this rename: that building/ is anywhere is all that it needs.
+            if self._lends_from_room(me) and not disk.reaches((me.room, "building")):
+                return f"rename the new lease folder to leases/v{v}: ENOENT", disk, STANDING_BY
+            leasable = disk.change_lease_folder(v, True)
+            return f"make leases/v{v}", leasable, me._replace(place="commit", held=NO_HANDLE)
+        if superseded or disk.published[v] not in (NEVER, GONE):
+            return f"rename building/v{v} to published/v{v}: it fails", disk, STANDING_BY
+        built = me.room
+        if fenced and there is not None:
+            built = me.room if there.whole else TORN
+            disk = disk.take_version(me.room)
+        committed = disk.change_version(v, built)
+        written = me._replace(place="write", held=NO_HANDLE)
+        return f"rename building/v{v} to published/v{v}", committed, written
+
+    def _point(self, disk: Disk, me: Daemon) -> Step:
         """Then `LATEST.tmp` -> LATEST, again out of one's own epoch."""
         v, room = me.sequence, disk.rooms[me.room]
         done = Daemon("read", me.room)
         if me.place == "write":
             if not self.rules.tmp_in_room:
-                yield f"write a temporary LATEST: v{v}", disk, me._replace(place="swap")
-            elif room is None:
-                yield "write LATEST.tmp: ENOENT", disk, STANDING_BY
-            else:
-                written = disk.change_room(me.room, room._replace(tmp=v))
-                yield f"write LATEST.tmp: v{v}", written, me._replace(place="swap")
-        elif not self.rules.tmp_in_room:
-            yield f"rename the temporary LATEST: v{v}", disk._replace(latest=v), done
-        elif room is None or not room.tmp:
-            yield "rename LATEST.tmp to LATEST: ENOENT", disk, STANDING_BY
-        else:
-            swapped = disk._replace(latest=room.tmp).change_room(me.room, room._replace(tmp=0))
-            yield f"rename LATEST.tmp to LATEST: v{room.tmp}", swapped, done
+                return f"write a temporary LATEST: v{v}", disk, me._replace(place="swap")
+            if room is None:
+                return "write LATEST.tmp: ENOENT", disk, STANDING_BY
+            written = disk.change_room(me.room, room._replace(tmp=v))
+            return f"write LATEST.tmp: v{v}", written, me._replace(place="swap")
+        if not self.rules.tmp_in_room:
+            return f"rename the temporary LATEST: v{v}", disk._replace(latest=v), done
+        if room is None or not room.tmp:
+            return "rename LATEST.tmp to LATEST: ENOENT", disk, STANDING_BY
+        swapped = disk._replace(latest=room.tmp).change_room(me.room, room._replace(tmp=0))
+        return f"rename LATEST.tmp to LATEST: v{room.tmp}", swapped, done
 
-    def _retire(self, disk: Disk, me: Daemon) -> Iterator[Step]:
+    def _retire(self, disk: Disk, me: Daemon) -> Step:
         """A prune is a rename *into* the own trash/."""
         v, done = me.sequence, Daemon("read", me.room)
+        what = f"rename published/v{v} into the own trash"
+        if me.place == "discard":
+            done = me._replace(place="list", held=NO_HANDLE)
         if me.place == "orphan":
-            yield f"rmdir leases/v{v}", disk.change_lease_folder(v, False), done
-        elif disk.published[v] in (NEVER, GONE):
-            yield f"rename published/v{v} into the own trash: ENOENT", disk, done
-        else:
-            yield _into_trash(f"published/v{v}", disk, disk.change_version(v, GONE), me, done)
+            return f"rmdir leases/v{v}", disk.change_lease_folder(v, False), done
+        if disk.published[v] in (NEVER, GONE):
+            return f"{what}: ENOENT", disk, done
+        if not disk.reaches((me.room, "trash")):
+            return f"{what}: ENOENT", disk, STANDING_BY
+        # No reader ever had one that was not whole, so that its number may be used.
+        return what, disk.change_version(v, NEVER if disk.published[v] == TORN else GONE), done
 
     def violation(self, before: State, after: State) -> str | None:
         """Which promise of the fence a step breaks."""
@@ -312,18 +280,24 @@ class Fence:
     def unsafe(self, before: State, after: State) -> str | None:
         """Whether a step breaks what explorers rely on."""
         was, now = before.disk, after.disk
+        wrong = self._latest_is_wrong(was, now)
+        if wrong or now.new == LOST:
+            return wrong or "the step folder that was written again is deleted"
+        for v, (built, earlier) in enumerate(zip(now.published, was.published, strict=True)):
+            if built not in (earlier, GONE) and earlier not in (NEVER, TORN):
+                return f"v{v} is published a second time"
+            if now.leases[v] and not was.leases[v] and v <= was.latest:
+                # An explorer that read LATEST long ago could lease what is being removed.
+                return f"leases/v{v} comes back after it was retired"
+        return None
+
+    def _latest_is_wrong(self, was: Disk, now: Disk) -> str | None:
         if now.latest < was.latest:
             return f"LATEST goes back from v{was.latest} to v{now.latest}"
         if now.published[now.latest] <= 0:
             return f"LATEST names v{now.latest}, which is not there or not whole"
         if not now.leases[now.latest]:
             return f"LATEST names v{now.latest}, which has no lease folder"
-        for v, (built, earlier) in enumerate(zip(now.published, was.published, strict=True)):
-            if built not in (earlier, GONE) and earlier != NEVER:
-                return f"v{v} is published a second time"
-            if now.leases[v] and not was.leases[v] and v <= was.latest:
-                # An explorer that read LATEST long ago could lease what is being removed.
-                return f"leases/v{v} comes back after it was retired"
         return None
 
     def untidy(self, after: State) -> str | None:
@@ -332,11 +306,3 @@ class Fence:
         if rooms and rooms[-1].taken_over and not all(room.bare() for room in rooms[:-1]):
             return "a take-over ended, and a lower room has content"
         return None
-
-
-def _into_trash(what: str, disk: Disk, moved: Disk, me: Daemon, after: Daemon) -> Step:
-    """Rename something into the own trash, which a superseded daemon no longer has."""
-    room = disk.rooms[me.room]
-    if room is None or not room.trash:
-        return f"rename {what} into the own trash: ENOENT", disk, STANDING_BY
-    return f"rename {what} into the own trash", moved, after

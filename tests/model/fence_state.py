@@ -6,7 +6,7 @@ Every method of Disk is one file-system operation that succeeded: it returns the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 NO_FOLDER: Final = -1
 EMPTY: Final = 0
@@ -16,6 +16,22 @@ NEVER: Final = 0
 GONE: Final = -1
 TORN: Final = -2
 """`Disk.published[v]` is one of these, or the room that the whole version was built in."""
+
+NOT_THERE: Final = 0
+AT_ITS_NAME: Final = -1
+LOST: Final = -2
+"""`Disk.old` and `Disk.new` are one of these, or the room whose trash/ the folder is in."""
+
+Folder = Literal["", "room", "building", "trash"]
+
+Handle: TypeAlias = tuple[int, Folder]
+"""A folder that was opened: it stays this one wherever it is moved, until it is removed.
+
+A room that is made again under a used name counts as the one that was there: whoever opens it
+later can do all that this allows.
+"""
+
+NO_HANDLE: Final[Handle] = (0, "")
 
 
 @dataclass(frozen=True)
@@ -38,6 +54,10 @@ class Rules:
     """After mkdir of the own room list again, and stand by when there is a higher one."""
     lease_folder_leaves_room: bool = True
     """leases/vN comes by a rename out of the own room, instead of by a mkdir in place."""
+    rmdir_folders: bool = True
+    """The folders of a lower room are emptied and removed: an opened one that is moved works on."""
+    bounded_make_folder: bool = True
+    """Nothing in a room is made together with the folders above it that are missing."""
     keep_own_room: bool = False
     """A clean stop leaves its own room, emptied. Only rooms named by the number need it."""
 
@@ -49,7 +69,10 @@ class Room(NamedTuple):
     whole: bool = False
     """Whether every file of the version in `building/` is written."""
     trash: bool = False
-    """Whether there is a `trash/`. What is in it never comes back, so it never matters."""
+    """Whether there are a `trash/` and a `doomed/`, which are one folder here.
+
+    A version in it never comes back, so that it does not matter; a step folder may.
+    """
     tmp: int = 0
     """The sequence in `LATEST.tmp`, 0 without that file."""
     taken_over: bool = False
@@ -58,6 +81,16 @@ class Room(NamedTuple):
     def bare(self) -> bool:
         """Whether rmdir would succeed."""
         return self.building == NO_FOLDER and not self.trash and not self.tmp
+
+
+class Moved(NamedTuple):
+    """A folder of a lower room that was moved as a whole; only without `rmdir_folders`."""
+
+    handle: Handle
+    holder: int
+    """The room whose doomed/ it is in."""
+    building: int = EMPTY
+    whole: bool = False
 
 
 class Disk(NamedTuple):
@@ -72,6 +105,74 @@ class Disk(NamedTuple):
     rooms: tuple[Room | None, ...]
     made: tuple[bool, ...]
     """Not on disk: the rooms that ever were."""
+    moved: tuple[Moved, ...] = ()
+    old: int = NOT_THERE
+    """Where the step folder is that may be pruned."""
+    new: int = NOT_THERE
+    """Where it is after a trainer has written that step again: it may not be pruned."""
+
+    def finds(self, handle: Handle) -> bool:
+        """Whether a folder has its name, so that it can be opened."""
+        index, folder = handle
+        room = self.rooms[index]
+        if room is None:
+            return False
+        if folder == "building":
+            return room.building != NO_FOLDER
+        return room.trash or folder == "room"
+
+    def moved_folder(self, handle: Handle) -> Moved | None:
+        """Where else an opened folder is."""
+        return next((moved for moved in self.moved if moved.handle == handle), None)
+
+    def reaches(self, handle: Handle) -> bool:
+        """Whether an opened folder is anywhere; not after its rmdir."""
+        return self.finds(handle) or self.moved_folder(handle) is not None
+
+    def built(self, index: int) -> Room | Moved | None:
+        """What an opened building/ is, wherever it is."""
+        if self.finds((index, "building")):
+            return self.rooms[index]
+        return self.moved_folder((index, "building"))
+
+    def take_version(self, index: int) -> Disk:
+        """Rename the version out of an opened building/."""
+        there = self.built(index)
+        if isinstance(there, Moved):
+            return self.change_moved(there, there._replace(building=EMPTY, whole=False))
+        assert there is not None
+        return self.change_room(index, there._replace(building=EMPTY, whole=False))
+
+    def move_folder(self, handle: Handle, into: int) -> Disk:
+        """Rename a whole folder into the opened doomed/ of another room."""
+        index, folder = handle
+        room = self.rooms[index]
+        assert room is not None
+        elsewhere = self.moved_folder((into, "trash"))
+        holder = into if elsewhere is None else elsewhere.holder
+        if folder == "building":
+            moved = Moved(handle, holder, room.building, room.whole)
+            disk = self.change_room(index, room._replace(building=NO_FOLDER, whole=False))
+            return disk._replace(moved=tuple(sorted((*self.moved, moved))))
+        kept = (m._replace(holder=holder) if m.holder == index else m for m in self.moved)
+        disk = self.change_room(index, room._replace(trash=False))
+        return disk._replace(moved=tuple(sorted((*kept, Moved(handle, holder)))))
+
+    def change_moved(self, moved: Moved, after: Moved | None) -> Disk:
+        """Change what is in a folder that was moved, or delete it with all that is in it."""
+        others = tuple(other for other in self.moved if other != moved)
+        if after is not None:
+            return self._replace(moved=tuple(sorted((*others, after))))
+        disk = self._replace(moved=others)
+        if moved.handle[1] == "trash":
+            old = NOT_THERE if self.old == moved.handle[0] else self.old
+            new = LOST if self.new == moved.handle[0] else self.new
+            disk = disk._replace(old=old, new=new)
+        return disk
+
+    def has_set_aside(self, index: int) -> bool:
+        """Whether a step folder is in the trash/ of a room."""
+        return index in (self.old, self.new)
 
     def listed_rooms(self) -> tuple[int, ...]:
         """The rooms that a listing of epoch/ shows, lowest first."""
@@ -124,6 +225,11 @@ Place = Literal[
     "swap",
     "retire",
     "orphan",
+    "discard",
+    "set aside",
+    "look again",
+    "condemn",
+    "put back",
 ]
 
 
@@ -137,7 +243,9 @@ class Daemon(NamedTuple):
     latest: int = 0
     """LATEST as this daemon last read it."""
     sequence: int = 0
-    """The version that the next step is about."""
+    """The version that the next step is about; in "list", one that was found and discarded."""
+    held: Handle = NO_HANDLE
+    """The folder that it has opened, to rename out of it or into it with the next step."""
 
 
 STANDING_BY: Final = Daemon()

@@ -1,0 +1,164 @@
+"""What must hold whatever call was the last one, and what a restart must reach."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.layout import (
+    FULL,
+    STATE_POINTER,
+    JobLayout,
+    is_resumable_state,
+    parse_pointer,
+    parse_step_folder,
+    parse_version_folder,
+)
+from syncd.protocol.records import Latest, parse
+from syncd.storage.leases import Lease
+from tests.jobs import Job
+from tests.storages import Clock, FastStorage
+
+#: Short graces, so that a restart comes to rest in few rounds.
+CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0, leftover_grace=60.0)
+#: The session of an explorer that lives through everything.
+LIVING = "living"
+Files = dict[str, bytes]
+
+
+def files(folder: Path) -> Files:
+    """Everything below a folder, by its path in it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A job as it was before something was cut off."""
+
+    sequence: int
+    versions: dict[str, Files]
+    leased: frozenset[int]
+    kept: dict[str, Files]
+
+
+def look(job: Job, *, rewritten: Collection[int] = ()) -> Seen:
+    """Look at a job. ``rewritten`` are the steps whose trainer is about to save them again."""
+    layout = job.layout
+    return Seen(
+        sequence=latest_sequence(layout),
+        versions={path.name: files(path) for path in versions(layout)},
+        leased=frozenset(
+            parse_version_folder(path.parent.name) or 0
+            for path in layout.leases.glob("*/*")  # none where there is no such folder
+            if path.name.endswith(f".{LIVING}")
+        ),
+        kept={
+            path.name: files(path)
+            for path in layout.root.iterdir()
+            if (step := parse_step_folder(path.name)) is not None
+            and step not in rewritten
+            and is_kept(path)
+        },
+    )
+
+
+def is_kept(step: Path) -> bool:
+    actor = step / "actor"
+    resumable = actor.exists() and any(is_resumable_state(path.name) for path in actor.iterdir())
+    return (step / FULL).exists() or resumable
+
+
+def versions(layout: JobLayout) -> list[Path]:
+    if not layout.published.exists():
+        return []
+    return [p for p in layout.published.iterdir() if parse_version_folder(p.name) is not None]
+
+
+def latest_sequence(layout: JobLayout) -> int:
+    if not layout.latest.exists():
+        return 0
+    return parse(Latest, layout.latest.read_bytes(), layout.latest).sequence
+
+
+def check(job: Job, before: Seen) -> None:
+    """What must hold at every moment, also before anything is restarted."""
+    layout = job.layout
+    sequence = latest_sequence(layout)
+    assert sequence >= before.sequence, "LATEST went back"
+    if sequence:
+        folder = layout.version(sequence)
+        verify_version(FastStorage(), folder, read_manifest(FastStorage(), folder))
+        assert layout.lease_folder(sequence).is_dir(), "LATEST cannot be leased"
+    found = {path.name: path for path in versions(layout)}
+    for name, content in before.versions.items():
+        if name in found:
+            assert files(found[name]) == content, f"{name} is not what it was"
+        else:
+            assert parse_version_folder(name) not in before.leased, f"{name} went, and was leased"
+    for name, content in before.kept.items():
+        now = files(layout.root / name)
+        missing = {file for file in content if now.get(file) != content[file]}
+        assert not missing, f"{name} lost {missing}"
+
+
+def restart(job: Job, clock: Clock, rounds: int = 16) -> None:
+    """A daemon works until it comes to rest; time passes for all stopwatches."""
+    job.storage = FastStorage()
+    with job.daemon(CONFIG, clock=clock) as loop:
+        for _ in range(rounds):
+            loop.run_once()
+            pass_time(job, clock)
+
+
+def pass_time(job: Job, clock: Clock) -> None:
+    """A third of a lease, in which who lives gives a sign of it."""
+    clock.advance(job.lease_time / 3)
+    heartbeat = job.layout.session(LIVING)
+    if heartbeat.exists():
+        heartbeat.write_text(f"of another host, at {clock.now}")
+
+
+def check_converged(job: Job, before: Seen) -> None:
+    """What a restart must have reached."""
+    check(job, before)
+    layout = job.layout
+    pointer = layout.root / STATE_POINTER
+    pointed = parse_pointer(pointer.read_bytes()) if pointer.exists() else None
+    if pointed is not None:
+        assert job.latest.step == pointed, "what the pointer names is not served"
+    assert leftovers(job) == []
+    serve(job)
+
+
+def leftovers(job: Job) -> list[str]:
+    """Whatever nobody will ever use again: temporaries, notices, rooms' contents, dead sessions."""
+    layout = job.layout
+    rooms = list(layout.epochs.iterdir())
+    found = [path for room in rooms for home in room.iterdir() for path in home.iterdir()]
+    found += [path for room in rooms for path in room.iterdir() if path.is_file()]
+    found += rooms[1:]
+    found += [path for path in layout.root.rglob("*") if path.name.startswith(".tmp-")]
+    found += [path for path in layout.state.rglob("*") if ".broken-" in path.name]
+    living = layout.session(LIVING)
+    found += [path for path in layout.sessions.iterdir() if path != living]
+    found += [path for path in layout.drafts.iterdir() if path.is_file()]
+    found += [path for path in (layout.publish_lock, layout.daemon_lock) if path.exists()]
+    return sorted(str(path.relative_to(layout.root)) for path in set(found))
+
+
+def serve(job: Job) -> None:
+    """What an explorer does that was waiting all the time."""
+    if not job.layout.latest.exists():
+        return
+    storage, sequence = FastStorage(), job.latest.sequence
+    lease = Lease.take(storage, job.layout, sequence, "waiting", "session")
+    folder = job.layout.version(sequence)
+    verify_version(storage, folder, read_manifest(storage, folder))
+    lease.release()

@@ -1,0 +1,222 @@
+"""What syncd does, as pieces that may be cut off at any call."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from explorer_hooks.reader import Reader
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.save import look_at_save
+from syncd.protocol.layout import JobLayout, shard_name
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from tests.crash.invariants import CONFIG, LIVING, pass_time
+from tests.jobs import Job, nothing
+from tests.storages import Clock, FastStorage
+from trainer_hooks.writer import Contents, RankWriter
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A piece of work on a job.
+
+    Attributes:
+        prepare: makes the job as it is before.
+        act: the work; all of it goes through ``job.storage``.
+        again: what whoever runs the job starts again by itself, the daemon aside.
+        rewritten: the steps that the work saves again.
+    """
+
+    name: str
+    prepare: Callable[[Job], None]
+    act: Callable[[Job, Clock], None]
+    again: Callable[[Job, Clock], None] = lambda *_: None
+    rewritten: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def published(job: Job, *steps: int) -> None:
+    """Save and publish; nothing is pruned."""
+    fast, job.storage = job.storage, FastStorage()
+    config = CONFIG.model_copy(update={"keep": 100, "prune_steps": False})
+    for step in steps:
+        job.save(step)
+        with job.daemon(config) as loop:
+            loop.run_once()
+    job.storage = fast
+
+
+def ranks_save(job: Job, run: str, step: int, *, full: bool = False) -> None:
+    """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
+    report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
+    job.storage.replace(job.layout.trainer_report, encode(report), room=job.layout.drafts)
+    for rank in (1, 0):
+        contents = Contents(
+            model={"weight": torch.full((3,), float(step))},  # plain: the same on every rank
+            optimizer={"state": torch.zeros(2)} if full else None,
+            extra={"rng": torch.zeros(2)} if full else None,
+            model_files=(_write_config,),
+            fsdp_version=2,
+            is_full=full,
+        )
+        writer = RankWriter(job.storage, job.layout, rank, 2, save_timeout=5.0)
+        writer.save(SaveId(run, step, 0), contents)
+
+
+def _write_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+@cache
+def _shard() -> bytes:
+    content = io.BytesIO()
+    torch.save({"a": torch.arange(600.0), "b": torch.ones(40, dtype=torch.bfloat16)}, content)
+    return content.getvalue()
+
+
+def shards(job: Job, step: int) -> None:
+    """A foreign trainer's save of two ranks."""
+    actor = job.layout.actor(step)
+    (actor / "huggingface").mkdir(parents=True, exist_ok=True)
+    job.put(actor / "huggingface" / "config.json", b"{}")
+    for rank in range(2):
+        job.put(actor / shard_name(2, rank), _shard())
+    job.point(step)
+
+
+def rounds(count: int) -> Callable[[Job, Clock], None]:
+    """A daemon that takes over, works for a while and ends."""
+
+    def act(job: Job, clock: Clock) -> None:
+        with job.daemon(CONFIG, clock=clock) as loop:
+            for _ in range(count):
+                loop.run_once()
+                pass_time(job, clock)
+
+    return act
+
+
+def _first_save(job: Job) -> None:
+    published(job, 1)
+
+
+def _full_before(job: Job) -> None:
+    published(job, 1)
+    fast, job.storage = job.storage, FastStorage()
+    ranks_save(job, "before", 2, full=True)
+    job.storage = fast
+    with Job(job.layout.root).daemon(CONFIG) as loop:
+        loop.run_once()
+
+
+def _save(job: Job, _: Clock) -> None:
+    ranks_save(job, "run", 2)
+
+
+def _save_full(job: Job, _: Clock) -> None:
+    ranks_save(job, "run", 2, full=True)
+
+
+def _trainer_again(*, full: bool) -> Callable[[Job, Clock], None]:
+    def again(job: Job, _: Clock) -> None:
+        ranks_save(job, "again", 2, full=full)
+
+    return again
+
+
+def _to_publish(job: Job) -> None:
+    published(job, 1)
+    job.save(2)
+
+
+def _to_merge(job: Job) -> None:
+    published(job, 1)
+    shards(job, 2)
+
+
+def _to_prune(job: Job) -> None:
+    published(job, 1, 2, 3)
+    full = job.layout.actor(2)
+    (full / "optim_world_size_1_rank_0.pt").write_bytes(b"optimizer")
+    (job.layout.step(2) / ".full_checkpoint").touch()
+    job.save(4)
+    job.lease(2, LIVING)
+    job.layout.session(LIVING).write_text("of another host")
+    job.lease(1, "dead")
+
+
+def _dirty(job: Job) -> None:
+    """What three daemons left that were killed at unlucky moments."""
+    published(job, 1, 2)
+    rooms = job.layout.epochs
+    for name in ("7-00000000", "9-00000000"):
+        for home in ("building", "trash", "doomed"):
+            (rooms / name / home).mkdir(parents=True)
+    (rooms / "7-00000000" / "building" / "v000003").mkdir()
+    (rooms / "7-00000000" / "building" / "v000003" / "model.safetensors").write_bytes(b"half")
+    (rooms / "7-00000000" / "building" / "leases-v000003").mkdir()
+    (rooms / "9-00000000" / ".tmp-LATEST-abc").write_bytes(b"half")
+    os.rename(job.layout.step(1), rooms / "9-00000000" / "trash" / "global_step_1-abc")
+    doomed = rooms / "9-00000000" / "doomed" / "v000000-abc"
+    doomed.mkdir()
+    (doomed / "file").touch()
+    unfinished = job.layout.version(5)
+    unfinished.mkdir()
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    job.layout.publish_lock.write_bytes(b"{}")
+
+
+def _merge_by_hand(job: Job, _: Clock) -> None:
+    room = job.layout.root.parent / "by-hand"
+    storage = job.storage
+    storage.mkdir(room)
+    actor = job.layout.actor(2)
+    build_model_folder(
+        storage, actor, look_at_save(storage, actor, 2), room,
+        sequence=0, digests=True, max_file_size=1000, cancel=nothing,
+    )  # fmt: skip
+    storage.remove_tree(room)
+
+
+def _explore(job: Job, _: Clock) -> None:
+    with Reader(job.layout.root, "explorer", poll=0.01, storage=job.storage) as reader:
+        first = reader.next_version(0, 5.0)
+        first.verify()
+        reader.report(RunningStatus.RUNNING, sequence=first.sequence, step=first.step)
+        first.release()
+
+
+def _open(job: Job, _: Clock) -> None:
+    open_job(job.storage, JobLayout(job.layout.root))
+
+
+def _emptied(job: Job) -> None:
+    Storage(durable=False).remove_tree(job.layout.state)
+    job.layout.published.rmdir()
+
+
+SCENARIOS = (
+    Scenario("save", _first_save, _save, _trainer_again(full=False), frozenset({2})),
+    Scenario("save that is never begun again", _first_save, _save, rewritten=frozenset({2})),
+    Scenario("full save", _first_save, _save_full, _trainer_again(full=True), frozenset({2})),
+    Scenario("full save again", _full_before, _save_full, _trainer_again(full=True),
+             frozenset({2})),
+    Scenario("publish", _to_publish, rounds(1)),
+    Scenario("merge and publish", _to_merge, rounds(2)),
+    Scenario("prune", _to_prune, rounds(14)),
+    Scenario("take-over", _dirty, rounds(1)),
+    Scenario("merge alone", _to_merge, _merge_by_hand),
+    Scenario("explorer", _first_save, _explore),
+    Scenario("open", _emptied, _open, _open),
+)  # fmt: skip

@@ -1,0 +1,98 @@
+"""kill -9 at every call that changes storage: in a process of its own, and then a restart."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crash.invariants import check, check_converged, look, restart
+from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.jobs import Job
+from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
+
+#: A guard against a child that hangs, in seconds.
+_HANGS = 60
+
+
+class DeadlyStorage(RuledStorage):
+    """Kills its process at the k-th moment: before each change, and in the middle of each write."""
+
+    def __init__(self, moment: int) -> None:
+        super().__init__()
+        self._left = moment
+        self._last: tuple[str, Any] = ("", None)
+
+    def _before(self, method: str, *given: Any) -> None:
+        if method not in CHANGES:
+            return
+        # torch.save writes in hundreds of pieces: one moment for them, unless all are asked for.
+        before, self._last = self._last, (method, given[0])
+        if "SYNCD_DEEP" not in os.environ and method == "write" and before == self._last:
+            return
+        self._count()
+        if method in {"write", "pwrite"}:
+            fd, data, *where = given
+            half = memoryview(data).cast("B")[: memoryview(data).nbytes // 2]
+            if self._left == 1:
+                getattr(FastStorage, method)(self, fd, half, *where)
+            self._count()
+
+    def _count(self) -> None:
+        self._left -= 1
+        if not self._left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(job: Job, scenario: Scenario, moment: int) -> bool:
+    """Let a child do the work until it is killed; False where it came to its end before that."""
+    pid = os.fork()
+    if not pid:
+        status = 1
+        try:
+            signal.alarm(_HANGS)
+            job.storage = DeadlyStorage(moment)
+            scenario.act(job, Clock())
+            status = 0
+        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"it hung at moment {moment}"
+        return True
+    assert os.WEXITSTATUS(status) == 0, f"the work itself failed before moment {moment}"
+    return False
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_whatever_call_is_the_last_one_a_restart_converges(
+    tmp_path: Path, scenario: Scenario
+) -> None:
+    moment = 0
+    going_on = True
+    while going_on:
+        moment += 1
+        job = Job(tmp_path / "job")
+        scenario.prepare(job)
+        before = look(job, rewritten=scenario.rewritten)
+        going_on = killed(job, scenario, moment)
+        try:
+            check(job, before)
+            job.storage = FastStorage()
+            scenario.again(job, Clock())
+            restart(job, Clock())
+            check_converged(job, before)
+        except BaseException as error:
+            error.add_note(f"after a kill at moment {moment} of {scenario}")
+            raise
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    assert moment > 5
+    print(f"{moment} moments")
