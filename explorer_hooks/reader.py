@@ -28,7 +28,7 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
-from syncd.storage.fsio import Storage, is_gone
+from syncd.storage.fsio import Storage, is_gone, is_no_record
 from syncd.storage.job import open_job
 from syncd.storage.leases import Clock, Lease, Session
 from syncd.storage.watch import Watcher
@@ -134,6 +134,9 @@ class Reader:
         except OSError as error:
             if is_gone(error):
                 return None
+            if is_no_record(error):
+                log.warning("LATEST is no file that a daemon wrote, waiting: %s", error)
+                return None
             raise
 
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
@@ -185,6 +188,8 @@ class Reader:
         except OSError as error:
             if is_gone(error):
                 raise VersionGoneError(f"{folder} is not there, or not visible yet") from error
+            if is_no_record(error):
+                raise VerificationError(f"{folder}: {error}", sequence=sequence) from error
             raise
         except ProtocolMismatchError:
             raise

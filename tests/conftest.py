@@ -7,12 +7,32 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import Job
+from tests.lagging import Hosts, LaggingHosts
 from tests.storages import Clock
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "lagging: run once on a local disk, and once on a filesystem that lags",
+        "local_only(why): in a module that is marked lagging, not to be run on it",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marks = {mark.name for mark in metafunc.definition.iter_markers()}
+    if "hosts" in metafunc.fixturenames and "lagging" in marks and "local_only" not in marks:
+        metafunc.parametrize("hosts", ["local", "lagging"], indirect=True)
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path / "job")
+def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Hosts:
+    return LaggingHosts(tmp_path) if getattr(request, "param", "local") == "lagging" else Hosts()
+
+
+@pytest.fixture
+def job(tmp_path: Path, hosts: Hosts) -> Job:
+    return Job(tmp_path / "job", hosts=hosts)
 
 
 @pytest.fixture

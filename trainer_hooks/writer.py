@@ -44,8 +44,6 @@ from syncd.storage.fsio import PASSING, Draft, Storage, is_gone
 log = logging.getLogger(__name__)
 
 _POLL: Final = 0.05
-#: Seconds before the second and the third attempt.
-_PAUSES: Final = (0.2, 2.0)
 
 T = TypeVar("T")
 
@@ -82,6 +80,7 @@ class RankWriter:
         rank: this rank.
         world_size: how many there are.
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
+        pauses: seconds before each further attempt at what storage refused for the moment.
     """
 
     def __init__(
@@ -92,12 +91,14 @@ class RankWriter:
         world_size: int,
         *,
         save_timeout: float,
+        pauses: tuple[float, ...] = (0.2, 2.0),
     ) -> None:
         self._storage = storage
         self._layout = layout
         self._rank = rank
         self._world_size = world_size
         self._timeout = save_timeout
+        self._pauses = pauses
         self._stopped = threading.Event()
 
     def save(self, save_id: SaveId, contents: Contents) -> int:
@@ -134,12 +135,12 @@ class RankWriter:
             log.warning("rank %d cannot tell the others that it failed: %s", self._rank, error)
 
     def _again(self, save_id: SaveId, work: Callable[[], T]) -> T:
-        """Do something that storage may refuse for a moment; from its start, so up to three times.
+        """Do something that storage may refuse for a moment, from its start, a few times.
 
         A folder that the pruner took away under us is made again. What an fsync has refused is
         written again, under a new name: a second fsync of the same file would say that all is well.
         """
-        for pause in _PAUSES:
+        for pause in self._pauses:
             try:
                 return work()
             except OSError as error:
@@ -152,11 +153,15 @@ class RankWriter:
         step, rank, world_size = save_id.step, self._rank, self._world_size
         actor = self._layout.actor(step)
         receipts = actor / RECEIPTS
-        self._storage.make_folder(receipts, below=self._layout.root)
+        # One by one: a client that remembers a folder by its handle could go on inside one that
+        # the pruner has set aside.
+        for folder in (self._layout.step(step), actor, receipts):
+            self._storage.make_folder(folder, below=self._layout.root)
         self._mark(self._layout.step(step) / SAVING)
         # What is about to be replaced is not whole any more: nobody may resume from it.
-        if self._storage.unlink_if_there(self._layout.step(step) / FULL):
-            self._storage.sync_folder(self._layout.step(step))
+        self._storage.unlink_if_there(self._layout.step(step) / FULL)
+        # Also where it was gone: whoever removed it may not have come to this.
+        self._storage.sync_folder(self._layout.step(step))
         for name in (receipt_name(rank), full_receipt_name(rank), failure_name(rank)):
             self._storage.unlink_if_there(receipts / name)
         self._storage.sync_folder(receipts)
@@ -183,8 +188,7 @@ class RankWriter:
         try:
             self._storage.close(self._storage.create(path))
         except FileExistsError:
-            return
-        self._storage.sync_folder(path.parent)
+            pass
 
     def _remove_leftovers(self, actor: Path) -> None:
         """What this rank left half written when it was killed in an earlier save of this step."""
@@ -202,8 +206,7 @@ class RankWriter:
         set_crc32_options(compute_crc32=True)
         try:
             with Draft(self._storage, path) as draft:
-                # Of a file object torch.save uses write alone.
-                torch.save(dict(state), cast("IO[bytes]", draft))
+                _save(state, draft)
                 draft.finish()
                 size, digest = central_directory_digest(self._storage, draft.temporary)
                 draft.commit()
@@ -255,6 +258,7 @@ class RankWriter:
             if not self._all_wrote(save_id, full_receipt_name, deadline):
                 return
             self._mark(folder / FULL)
+            self._storage.sync_folder(folder)
             self._point(self._layout.checkpoint_pointer, save_id.step)
         self._storage.unlink_if_there(folder / SAVING)
 
@@ -304,3 +308,33 @@ class RankWriter:
             if is_gone(error):
                 return None
             raise
+
+
+class _Sink:
+    """The file object that torch.save writes to; it keeps what storage refused."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.refused: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            return self._draft.write(data)
+        except OSError as error:
+            self.refused = error
+            raise
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
+
+
+def _save(state: Mapping[str, Any], draft: Draft) -> None:
+    """``torch.save``; where a write is refused, that error and not torch's about its zip."""
+    sink = _Sink(draft)
+    try:
+        # Of a file object torch.save uses write and flush alone.
+        torch.save(dict(state), cast("IO[bytes]", sink))
+    except RuntimeError as error:
+        if sink.refused is not None:
+            raise sink.refused from error
+        raise

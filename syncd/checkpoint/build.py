@@ -58,11 +58,11 @@ def build_model_folder(
         raise SaveNotReadyError(save.reason)
     begun = clock()
     try:
-        with open_save(storage, actor, save) as opened:
+        with open_save(storage, actor, save, cancel=cancel) as opened:
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             # The small files first: where one is not what was vouched for, no weights are copied.
-            models = copy_model_files(storage, actor / HUGGINGFACE, folder, cancel=cancel)
+            models = _model_files(storage, actor / HUGGINGFACE, folder, cancel)
             _check_model_files(storage, actor, save, models)
             copied = clock()
             merged = _weights(
@@ -112,7 +112,7 @@ def _weights(
         indexes = []
         for shard in opened.shards:
             cancel()
-            indexes.append(ShardIndex(shard.path.name, shard.tensors()))
+            indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
         plan = plan_merge(indexes, max_file_size=size)
         return run_plan(
             storage,
@@ -133,6 +133,17 @@ def _weights(
     return digest_safetensors(
         storage, opened.full, copy_to=None if linked else target, digests=digests, cancel=cancel
     )
+
+
+def _model_files(
+    storage: Storage, source: Path, folder: Path, cancel: Callable[[], None]
+) -> tuple[VersionFile, ...]:
+    try:
+        return copy_model_files(storage, source, folder, cancel=cancel)
+    except RecursionError:
+        raise CheckpointError(
+            f"{source} has folders inside folders, hundreds deep: remove them"
+        ) from None
 
 
 def _linked(storage: Storage, source: Path, target: Path) -> bool:

@@ -4,35 +4,20 @@ Every global that a pickle may name is in one table, and stands for a class or c
 that only keeps its arguments. Anything else is refused by name. What a pickle can reach refuses
 ``BUILD`` on itself (``__setstate__``), so that one file cannot change how the next is read.
 
-Not promised: a bound on memory for a pickle that was made to exhaust it; run the daemon under a
-limit.
+Not promised: a bound on the memory and the time that a pickle takes which was made to exhaust them.
+Those of other people are read in a child process (:mod:`~syncd.checkpoint.isolated`).
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn, Self
 
-from syncd.protocol.errors import ShardFormatError
-
-#: What a broken pickle can make the unpickler, or the inert records, raise.
-_BROKEN: Final = (
-    pickle.UnpicklingError,
-    EOFError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    MemoryError,
-    OverflowError,
-    AssertionError,
-    struct.error,
-)
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import ShardFormatError, SyncdError
 
 
 class Inert:
@@ -59,6 +44,15 @@ class Inert:
         self.state = attributes(state)
 
 
+class _Sealed:
+    """Refuses ``BUILD``: what it holds is what it was made with."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise pickle.UnpicklingError("sets attributes of what has none")
+
+
 class DType(NamedTuple):
     """A dtype by torch's name, e.g. ``bfloat16``."""
 
@@ -71,8 +65,8 @@ class StorageType(NamedTuple):
     dtype: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class StorageRef:
+@dataclass(slots=True)  # frozen would bring a __setstate__ of its own
+class StorageRef(_Sealed):
     """Bytes of a record: ``data/<key>``, the dtype (None: untyped), and how many elements."""
 
     key: str
@@ -81,8 +75,8 @@ class StorageRef:
     numel: object
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRef:
+@dataclass(slots=True)
+class TensorRef(_Sealed):
     """A strided tensor over a storage, as pickled and not yet checked. Offsets are in elements."""
 
     storage: object
@@ -92,15 +86,15 @@ class TensorRef:
     stride: object
 
 
-@dataclass(frozen=True, slots=True)
-class DTensorRef:
+@dataclass(slots=True)
+class DTensorRef(_Sealed):
     """A DTensor: its global shape and its state, with ``_local_tensor`` and ``_spec``."""
 
     shape: object
     state: dict[Any, Any]
 
 
-class ShardedTensorRef:
+class ShardedTensorRef(_Sealed):
     """A ShardedTensor, of which nothing is kept."""
 
     __slots__ = ()
@@ -127,7 +121,7 @@ class _StateDict(dict[Any, Any]):
         """Ignore it."""
 
 
-class _Call:
+class _Call(_Sealed):
     """A callable of ours. An instance, since a function would let ``BUILD`` set its defaults."""
 
     __slots__ = ("_function",)
@@ -137,9 +131,6 @@ class _Call:
 
     def __call__(self, *args: object) -> object:
         return self._function(*args)
-
-    def __setstate__(self, state: object) -> NoReturn:
-        raise pickle.UnpicklingError("sets attributes of a function")
 
 
 def _inert(name: str) -> type[Inert]:
@@ -281,7 +272,7 @@ class _Loading:
         found = _ALLOWED.get((module, name))
         if found is None:
             raise ShardFormatError(
-                f"{self.where} asks for {module}.{name}, refused, nothing was run: "
+                f"{self.where} asks for {shown(module)}.{shown(name)}, refused, nothing was run: "
                 "save a plain state dict of tensors"
             )
         return found
@@ -310,17 +301,21 @@ def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
         intact: whether a CRC-32 says that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: it is broken, is no dict, or names a global that is not in the table.
+        ShardFormatError: it is broken, is no dict, takes more memory than there is, or names a
+            global that is not in the table.
     """
     try:
         unpickler = (_Fast if intact else _Frugal)(io.BytesIO(data))
         unpickler.where = where
         found = unpickler.load()
-    except _BROKEN as error:
+    except SyncdError:
+        raise
+    except Exception as error:
+        # Whatever it is, the bytes brought it about: nothing else takes part, not even a disk.
         raise ShardFormatError(
-            f"{where} has a pickle that cannot be read ({type(error).__name__}: {error}): "
-            "save it again"
-        ) from None
+            f"{where} has a pickle that cannot be read ({type(error).__name__}: "
+            f"{shown(str(error))}): save it again"
+        ) from error
     if not isinstance(found, dict):
         raise ShardFormatError(
             f"{where} holds a {type(found).__name__}, not a state dict: save model.state_dict()"

@@ -8,18 +8,22 @@ the names, sizes, inodes and times of its files, and it must not change.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import pydantic
 import xxhash
 
-from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.shard_file import ShardFile
-from syncd.protocol.errors import RecordError, SaveNotReadyError
+from syncd.checkpoint.isolated import IsolatedParser, Limits
+from syncd.checkpoint.pieces import read_pieces
+from syncd.checkpoint.placement import Local, Unmergeable
+from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
+from syncd.checkpoint.safetensors_header import read_fields
+from syncd.checkpoint.shard_file import ReadPieces, ShardFile
+from syncd.protocol.errors import RecordError, SaveNotReadyError, ShardFormatError
 from syncd.protocol.layout import (
     FSDP_CONFIG,
     FULL_STATE_DICT,
@@ -31,7 +35,12 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, parse
-from syncd.storage.fsio import Storage, is_gone
+from syncd.storage.fsio import RECORD_LIMIT, Storage, is_gone
+
+#: The most ranks of a save with receipts, and the most bytes of all of these: they are read at
+#: every look.
+RANK_LIMIT: Final = 100_000
+RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +73,22 @@ class Save:
 
 @dataclass(slots=True)
 class OpenSave:
-    """A save whose weights are open; everything is read through these descriptors."""
+    """A save whose weights are open; everything is read through these descriptors.
+
+    Attributes:
+        save: which.
+        shards: the open shards, in rank order; none of a full state dict.
+        full: the open full state dict.
+        parse: reads the shards' pickles: those of another trainer in a child process.
+        limits: what reading may take.
+    """
 
     save: Save
     shards: list[ShardFile] = field(default_factory=list)
     full: SafetensorsFile | None = None
+    parse: ReadPieces = read_pieces
+    limits: Limits = field(default_factory=Limits)
+    _found: int = 0
 
     @property
     def checked(self) -> Literal["receipt", "crc32", "stillness"]:
@@ -76,6 +96,20 @@ class OpenSave:
         if self.save.receipts:
             return "receipt"
         return "crc32" if self.shards and all(s.has_crc for s in self.shards) else "stillness"
+
+    def tensors(self, shard: ShardFile) -> Mapping[str, Local | Unmergeable]:
+        """The tensors of one of the shards; asked for once each.
+
+        Raises:
+            ShardFormatError: it cannot be read, or all shards together have too many.
+            PlacementError: a tensor's device mesh is of an unknown layout.
+            OSError: it cannot be read now.
+        """
+        found = shard.tensors(parse=self.parse)
+        self._found += len(found)
+        if self._found > self.limits.tensors:
+            raise _too_many(shard.path, self.limits, "tensors")
+        return found
 
 
 def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
@@ -98,27 +132,56 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
 
 
 @contextmanager
-def open_save(storage: Storage, actor: Path, save: Save) -> Iterator[OpenSave]:
+def open_save(
+    storage: Storage,
+    actor: Path,
+    save: Save,
+    *,
+    cancel: Callable[[], None] = lambda: None,
+    limits: Limits | None = None,
+) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each against its receipt.
+
+    What a save without receipts holds is parsed in a child process, which ends with it.
+
+    Args:
+        storage: the shared storage.
+        actor: the ``actor/`` folder of the save.
+        save: as it was looked at last.
+        cancel: called often; it raises to stop.
+        limits: what reading may take.
 
     Raises:
         SaveNotReadyError: a file is gone, or is another one than its receipt says: look again.
         ShardFormatError: a file is not one that can be read.
+        OSError: as the storage says, or no child can be started.
     """
     vouched = save.vouched()
-    opened = OpenSave(save)
+    limits = limits or Limits()
+    opened = OpenSave(save, limits=limits)
+    records = 0
     with ExitStack() as stack:
+        read_header: ReadFields = read_fields
+        if not save.receipts:
+            parser = stack.enter_context(IsolatedParser(cancel=cancel, limits=limits))
+            opened.parse, read_header = parser.read_pieces, parser.read_fields
         try:
             for name in save.weights:
+                cancel()
                 file: ShardFile | SafetensorsFile
                 if save.is_full_state_dict:
-                    file = opened.full = SafetensorsFile.open(storage, actor / name)
-                    digest = file.header_digest
+                    file = SafetensorsFile.open(storage, actor / name, parse=read_header)
+                    stack.callback(file.close)
+                    opened.full, digest = file, file.header_digest
                 else:
-                    file = ShardFile.open(storage, actor / name)
+                    file = ShardFile.open(storage, actor / name, cancel=cancel)
+                    stack.callback(file.close)
                     opened.shards.append(file)
                     digest = file.directory_digest
-                stack.callback(file.close)
+                    records += len(file.records)
+                    # Some of each are no tensor's.
+                    if records > limits.tensors + 100 * len(save.weights):
+                        raise _too_many(file.path, limits, "records")
                 told = vouched.get(name)
                 if told is not None and (told.size, told.digest) != (file.size, digest):
                     raise SaveNotReadyError(
@@ -130,6 +193,13 @@ def open_save(storage: Storage, actor: Path, save: Save) -> Iterator[OpenSave]:
                 raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
             raise
         yield opened
+
+
+def _too_many(path: Path, limits: Limits, what: str) -> ShardFormatError:
+    return ShardFormatError(
+        f"{path}: the shards up to this one have over {limits.tensors} {what}, which would take "
+        "gigabytes of memory to merge: save the model's own state dict, from fewer ranks"
+    )
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
@@ -149,13 +219,20 @@ def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
 def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
     """A save of our own hook: rank 0's receipt says how many others there must be."""
     try:
-        first = _receipt(storage, actor, 0)
+        first, left = _receipt(storage, actor, 0, RECEIPTS_LIMIT)
     except FileNotFoundError:
         return Save(step, None, f"{actor}: rank 0 has not written its receipt yet")
+    if first.world_size > RANK_LIMIT or not first.save_id.isprintable():
+        return Save(
+            step,
+            None,
+            f"{actor}: rank 0's receipt is of over {RANK_LIMIT} ranks, or has a save_id that is no "
+            "text: it is not one of trainer_hooks; save again",
+        )
     receipts = [first]
     for rank in range(1, first.world_size):
         try:
-            receipt = _receipt(storage, actor, rank)
+            receipt, left = _receipt(storage, actor, rank, left)
         except FileNotFoundError:
             receipt = None
         if receipt is None or (receipt.save_id, receipt.world_size, receipt.rank) != (
@@ -185,9 +262,11 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
     return Save(step, first.save_id, weights=weights, receipts=tuple(receipts))
 
 
-def _receipt(storage: Storage, actor: Path, rank: int) -> Receipt:
+def _receipt(storage: Storage, actor: Path, rank: int, left: int) -> tuple[Receipt, int]:
+    """A receipt of at most ``left`` bytes, and how many bytes are left for others."""
     path = actor / RECEIPTS / receipt_name(rank)
-    return parse(Receipt, storage.read(path), path)
+    content = storage.read(path, min(left, RECORD_LIMIT))
+    return parse(Receipt, content, path), left - len(content)
 
 
 def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
@@ -199,13 +278,13 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     whole = [size for size, found in ranks.items() if _missing_rank(size, found) is None]
     if len(whole) > 1:
         told = _told_world_size(storage, actor)
+        sizes = " and ".join(map(str, sorted(whole)[:5]))
         if told not in whole:
             return Save(
                 step,
                 None,
-                f"{actor} holds complete shards of world sizes "
-                f"{' and '.join(map(str, sorted(whole)))}, and {FSDP_CONFIG} does not say which "
-                "one counts: remove the older set",
+                f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
+                "say which one counts: remove the older set",
             )
         whole = [told]
     if whole:
@@ -232,7 +311,7 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
         told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
     except (OSError, pydantic.ValidationError):
         return None
-    return told if isinstance(told, int) else None
+    return told if type(told) is int else None  # True is no size
 
 
 def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:

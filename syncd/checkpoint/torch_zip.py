@@ -8,6 +8,7 @@ write is an error, so that a torn file is never taken for a whole one.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,7 +19,8 @@ from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Storage
 
 DIRECTORY_LIMIT: Final = 256 * 1024 * 1024
-RECORD_LIMIT: Final = 2_000_000
+RECORD_LIMIT: Final = 1_000_000
+_CANCEL_EVERY: Final = 1000
 
 _END: Final = struct.Struct("<4s4H2LH")
 _LOCATOR: Final = struct.Struct("<4sLQL")
@@ -26,6 +28,7 @@ _END64: Final = struct.Struct("<4sQ2H2L4Q")
 _ENTRY: Final = struct.Struct("<4s6H3L5H2L")
 _LOCAL: Final = struct.Struct("<4s5H3L2H")
 _ENCRYPTED: Final = 0x1
+_SIZES_FOLLOW: Final = 0x8
 _FULL16: Final = 0xFFFF
 _FULL32: Final = 0xFFFFFFFF
 
@@ -127,10 +130,24 @@ def read_directory(storage: Storage, fd: int, size: int, path: Path) -> Director
     return Directory(raw, offset, count)
 
 
-def read_records(storage: Storage, fd: int, directory: Directory, path: Path) -> dict[str, Record]:
+def read_records(
+    storage: Storage,
+    fd: int,
+    directory: Directory,
+    path: Path,
+    *,
+    cancel: Callable[[], None] = lambda: None,
+) -> dict[str, Record]:
     """All records by name, without the folder that torch puts them all under.
 
     Reads the local header of each record, since only that says where its bytes begin.
+
+    Args:
+        storage: what the file is read through.
+        fd: the open file.
+        directory: its central directory.
+        path: its name, for the message.
+        cancel: called often; it raises to stop.
 
     Raises:
         ShardFormatError: a record is compressed, encrypted, named twice, outside the file, under
@@ -140,21 +157,41 @@ def read_records(storage: Storage, fd: int, directory: Directory, path: Path) ->
     if not entries:
         raise _broken(path, "has no records")
     prefix = entries[0].name.partition(b"/")[0] + b"/"
+    entries.sort(key=lambda entry: entry.header)
+    _check_disjoint(entries, directory.offset, path)
     records: dict[str, Record] = {}
     end = 0
-    for entry in sorted(entries, key=lambda entry: entry.header):
+    for number, entry in enumerate(entries):
+        if number % _CANCEL_EVERY == 0:
+            cancel()
         offset = _data_offset(storage, fd, entry, path)
         if entry.header < end or offset + entry.size > directory.offset:
-            raise _broken(path, f"record {entry.name!r} overlaps another or lies outside the file")
+            raise _overlaps(path, entry)
         end = offset + entry.size
         try:
             name = entry.name.removeprefix(prefix).decode()
         except UnicodeDecodeError:
-            raise _broken(path, f"record {entry.name!r} is not named in UTF-8") from None
+            raise _broken(path, f"{_shown(entry)} is not named in UTF-8") from None
         if not entry.name.startswith(prefix) or name in records:
-            raise _broken(path, f"record {entry.name!r} is there twice or in another folder")
+            raise _broken(path, f"{_shown(entry)} is there twice or in another folder")
         records[name] = Record(offset, entry.size, entry.crc32)
     return records
+
+
+def _check_disjoint(entries: list[_Entry], directory: int, path: Path) -> None:
+    """Check what the directory alone can tell, before a read for each of a million records."""
+    nexts = [entry.header for entry in entries[1:]] + [directory]
+    for entry, after in zip(entries, nexts, strict=True):
+        if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
+            raise _overlaps(path, entry)
+
+
+def _overlaps(path: Path, entry: _Entry) -> ShardFormatError:
+    return _broken(path, f"{_shown(entry)} overlaps another or lies outside the file")
+
+
+def _shown(entry: _Entry) -> str:
+    return f"record {entry.name[:200]!r}"
 
 
 def _entries(directory: Directory, path: Path) -> list[_Entry]:
@@ -176,7 +213,9 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
         if _FULL32 in (size, packed, header):
             size, packed, header = _zip64(extra, size, packed, header, path)
         if method != 0 or size != packed or flags & _ENCRYPTED or disk:
-            raise _broken(path, f"record {name!r} is compressed, encrypted or on another volume")
+            raise _broken(
+                path, f"record {name[:200]!r} is compressed, encrypted or on another volume"
+            )
         entries.append(_Entry(name, header, size, crc32))
     if at != len(raw):
         raise _broken(path, "has a zip directory with more records than it says")
@@ -192,12 +231,13 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
         at += 4 + length
         if kind != 1 or len(field) != length:
             continue
-        large = [value for (value,) in struct.iter_unpack("<Q", field[: length // 8 * 8])]
+        large = iter(struct.unpack_from(f"<{min(length // 8, 3)}Q", field))
         values = [
-            large.pop(0) if value == _FULL32 and large else value
-            for value in (size, packed, header)
+            next(large, None) if value == _FULL32 else value for value in (size, packed, header)
         ]
-        return values[0], values[1], values[2]
+        if None not in values:
+            whole, stored, begin = (value or 0 for value in values)
+            return whole, stored, begin
     raise _broken(path, "has a record over 4 GiB without its zip64 field")
 
 
@@ -205,9 +245,17 @@ def _data_offset(storage: Storage, fd: int, entry: _Entry, path: Path) -> int:
     """Where a record's bytes begin: behind its local header, which torch pads to 64 bytes."""
     local = storage.pread_all(fd, _LOCAL.size + len(entry.name), entry.header)
     if len(local) < _LOCAL.size + len(entry.name) or not local.startswith(b"PK\3\4"):
-        raise _broken(path, f"record {entry.name!r} has no local header")
-    fields = _LOCAL.unpack_from(local)
-    method, names, extras = fields[3], fields[9], fields[10]
-    if local[_LOCAL.size :] != entry.name or names != len(entry.name) or method != 0:
-        raise _broken(path, f"record {entry.name!r} has a local header of another record")
+        raise _broken(path, f"{_shown(entry)} has no local header")
+    _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(local)
+    # torch writes the sizes behind the bytes; who writes them here writes them right.
+    told = entry.size if entry.size < _FULL32 else _FULL32
+    sizes_differ = not flags & _SIZES_FOLLOW and not {packed, size} <= {told, _FULL32}
+    if (
+        local[_LOCAL.size :] != entry.name
+        or names != len(entry.name)
+        or method != 0
+        or flags & _ENCRYPTED
+        or sizes_differ
+    ):
+        raise _broken(path, f"{_shown(entry)} has a local header of another record")
     return entry.header + _LOCAL.size + int(names) + int(extras)

@@ -17,7 +17,7 @@ from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, is_gone
 
 #: What :meth:`Storage.open_read` says of a link, a pipe, a device or a folder.
-_NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR})
+_NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})
 WEIGHTS: Final = ".safetensors"
 _BUFFER: Final = 1024 * 1024
 

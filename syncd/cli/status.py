@@ -10,10 +10,17 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from syncd.cli import options
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import TEMPORARY, JobLayout, parse_lease_marker, parse_version_folder
+from syncd.protocol.layout import (
+    TEMPORARY,
+    JobLayout,
+    parse_lease_marker,
+    parse_version_folder,
+    printable,
+)
 from syncd.protocol.records import (
     DaemonReport,
     ExplorerReport,
@@ -46,7 +53,11 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     Raises:
         JobUnavailableError: this is no job that syncd has served.
     """
-    if not storage.exists(layout.format):
+    try:
+        found = storage.exists(layout.format)
+    except OSError as error:
+        raise JobUnavailableError(f"{layout.root} cannot be looked at: {error}") from error
+    if not found:
         raise JobUnavailableError(
             f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
         )
@@ -55,7 +66,7 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     trainer = _record(storage, TrainerReport, layout.trainer_report)
     explorers = [
         report
-        for name in storage.names(layout.explorers)
+        for name in _names(storage, layout.explorers)
         if not name.startswith(TEMPORARY)
         and (report := _record(storage, ExplorerReport, layout.explorers / name))
     ]
@@ -69,14 +80,14 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
         "trainer": trainer.model_dump() if trainer else None,
         "versions": [
             {"sequence": sequence, "leases": _leases(storage, layout, sequence)}
-            for name in storage.names(layout.published)
+            for name in _names(storage, layout.published)
             if (sequence := parse_version_folder(name)) is not None
         ],
         "explorers": [
             {**report.model_dump(), "behind": newest - (report.sequence or 0)}
             for report in explorers
         ],
-        "quarantined": storage.names(layout.quarantine),
+        "quarantined": _names(storage, layout.quarantine),
     }
 
 
@@ -88,53 +99,65 @@ def _record(storage: Storage, model: type[R], path: Path) -> R | None:
         return None
 
 
+def _names(storage: Storage, folder: Path) -> list[str]:
+    """The names in a folder, or none where it cannot be listed."""
+    try:
+        return storage.names(folder)
+    except OSError:
+        return []
+
+
 def _leases(storage: Storage, layout: JobLayout, sequence: int) -> list[str]:
     """Who holds a version, by name."""
-    markers = storage.names(layout.lease_folder(sequence))
+    markers = _names(storage, layout.lease_folder(sequence))
     return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
 
 
 def _show(seen: dict[str, Any], console: Console) -> None:
     now = time.time()
+
+    def say(line: str) -> None:
+        # What others wrote is text, on one line: neither markup nor the terminal's commands.
+        console.print(printable(line), highlight=False, markup=False)
+
     daemon, latest = seen["daemon"], seen["latest"]
-    console.print(f"job      {seen['job']}", highlight=False)
+    say(f"job      {seen['job']}")
     if daemon is None:
-        console.print("daemon   none has worked here yet", highlight=False)
+        say("daemon   none has worked here yet")
     else:
         detail = f": {daemon['detail']}" if daemon["detail"] else ""
-        console.print(
+        say(
             f"daemon   {daemon['state']}{detail} ({daemon['host']} pid {daemon['pid']}, epoch "
-            f"{daemon['epoch']}, heard {_age(now, daemon['time'])})",
-            highlight=False,
+            f"{daemon['epoch']}, heard {_age(now, daemon['time'])})"
         )
         counted = ", ".join(f"{n} {name}" for name, n in daemon["counters"].items() if n)
-        console.print(f"done     {counted or 'nothing yet'}", highlight=False)
-    console.print(
+        say(f"done     {counted or 'nothing yet'}")
+    say(
         f"latest   version {latest['sequence']}, step {latest['step']}"
         if latest
         else "latest   nothing is published yet",
-        highlight=False,
     )
     leased = [
         f"{v['sequence']}" + (f" ({', '.join(v['leases'])})" if v["leases"] else "")
         for v in seen["versions"]
     ]
-    console.print(f"on disk  {', '.join(leased) or 'no version'}", highlight=False)
+    say(f"on disk  {', '.join(leased) or 'no version'}")
     if seen["quarantined"]:
-        console.print(f"refused  {', '.join(seen['quarantined'])}", highlight=False)
+        say(f"refused  {', '.join(seen['quarantined'])}")
     if not seen["explorers"]:
         return
     table = Table("explorer", "status", "version", "step", "behind", "heard", "refused")
     for report in seen["explorers"]:
-        table.add_row(
+        cells = (
             report["name"],
             report["status"],
-            str(report["sequence"] or "-"),
-            "-" if report["step"] is None else str(report["step"]),
-            str(report["behind"]),
+            report["sequence"] or "-",
+            "-" if report["step"] is None else report["step"],
+            report["behind"],
             _age(now, report["time"]),
             report["refused"] or "",
         )
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
 
 

@@ -98,7 +98,9 @@ class Loop:
         self._publishes = publishes
         self.pruned: list[Pruning] = []
         self._scanner = Scanner(storage, layout, config, judge, clock=clock)
-        self._pruner = Pruner(storage, layout, epoch, session.id, wall=wall)
+        self._pruner = Pruner(
+            storage, layout, epoch, session.id, needed=self._scanner.is_needed, wall=wall
+        )
         self._publisher = Publisher(
             storage, layout, config, epoch, session.id, cancel=cancel, wall=wall, clock=clock
         )
@@ -168,7 +170,7 @@ class Loop:
 
     def end(self) -> None:
         """Leave nothing half made; the lock is the caller's to release."""
-        self._epoch.sweep()
+        self._pruner.sweep()
         self._report("stopped")
 
     def _act(self, action: Action) -> str:

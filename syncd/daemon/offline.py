@@ -20,6 +20,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, is_gone
+from syncd.storage.job import check_folders
 from syncd.storage.leases import DaemonLock, Judge, Session
 
 
@@ -113,6 +114,7 @@ def _prunings(decision: Decision) -> list[Pruning]:
 
 
 def _lease_time(storage: Storage, layout: JobLayout) -> float:
+    check_folders(storage, layout)
     try:
         return parse(Format, storage.read(layout.format), layout.format).lease_time
     except OSError as error:
@@ -120,7 +122,7 @@ def _lease_time(storage: Storage, layout: JobLayout) -> float:
             raise JobUnavailableError(
                 f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
             ) from error
-        raise
+        raise JobUnavailableError(f"{layout.format} cannot be read: {error}") from error
 
 
 def _known(storage: Storage, layout: JobLayout) -> Known:

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion
+from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion, StepSeen
 from syncd.daemon.scan import look_at_step
 from syncd.protocol.layout import (
+    HUGGINGFACE,
+    RECEIPTS,
     SAVING,
     JobLayout,
     parse_step_folder,
@@ -19,8 +21,8 @@ from syncd.protocol.layout import (
     version_folder,
 )
 from syncd.protocol.records import AuditLine, SaveOutcome, encode
-from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import NO_ROOM, NOT_EMPTY, Kind, Storage, is_gone
+from syncd.storage.epoch import Epoch, move_away
+from syncd.storage.fsio import NO_ROOM, NOT_EMPTY, Kind, Storage, is_gone, is_no_record
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class Pruner:
         layout: the job.
         epoch: the active daemon's room; its trash is where things go first.
         session: for the audit log.
+        needed: asked of a step that is out of sight: whether it is needed after all.
         wall: seconds since the epoch, for the audit log.
     """
 
@@ -45,12 +48,14 @@ class Pruner:
         epoch: Epoch,
         session: str,
         *,
+        needed: Callable[[int], bool] = lambda _: False,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._storage = storage
         self._layout = layout
         self._epoch = epoch
         self._session = session
+        self._needed = needed
         self._wall = wall
 
     def retire_version(self, action: RetireVersion) -> bool:
@@ -100,11 +105,12 @@ class Pruner:
             {"identity": action.seen.recorded, "outcome": action.seen.outcome}
         )
         try:
-            found = look_at_step(self._storage, trash, step, outcome)
+            found = self._look_anew(trash, step, outcome)
+            needed = self._needed(step)
         except OSError:
             self._put_back(trash, folder)  # what cannot be looked at is not deleted either
             raise
-        if found != action.seen:
+        if found != action.seen or needed:
             log.info("%s changed while it was pruned: it is put back", folder)
             self._put_back(trash, folder)
             return False
@@ -120,8 +126,15 @@ class Pruner:
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
+            if parse_step_folder(name) is None:
+                # Its name could lead anywhere; daemons set aside nothing but step folders.
+                log.error("%s was set aside by no daemon: it is let be", trash)
+                continue
             log.info("%s was set aside by a daemon that ended: it is put back", name)
-            self._put_back(trash, self._layout.root / name)
+            try:
+                self._put_back(trash, self._layout.root / name)
+            except (IsADirectoryError, NotADirectoryError) as error:
+                log.error("%s cannot be put back, and stays there: %s", trash, error)
         for doomed in self._epoch.condemned():
             name = doomed.name.partition("-")[0]
             if parse_step_folder(name) is not None:
@@ -129,6 +142,22 @@ class Pruner:
             elif parse_version_folder(name) is not None:
                 self._record("version", name, _LEFT)
         self._epoch.sweep()
+
+    def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
+        """What a folder holds on the server, and not what this client remembers of it.
+
+        What is remembered of a folder moves with it.
+        """
+        actor = folder / "actor"
+        for part in (folder, actor, actor / RECEIPTS, actor / HUGGINGFACE):
+            try:
+                self._storage.refresh(part)
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+        # A first open may be of a file that was replaced: the second look counts.
+        look_at_step(self._storage, folder, step, outcome)
+        return look_at_step(self._storage, folder, step, outcome)
 
     def _close_leases(self, sequence: int) -> bool:
         folder = self._layout.lease_folder(sequence)
@@ -155,10 +184,13 @@ class Pruner:
             return
         self._link_back(trash, folder)
         # Out of where a successor puts back from, before anything in it is deleted.
-        self._storage.remove_tree(self._epoch.condemn(trash))
+        doomed = self._epoch.condemn(trash)
+        self._link_back(doomed, folder)  # what a trainer wrote into it meanwhile, by its handle
+        self._storage.remove_tree(doomed)
 
     def _link_back(self, trash: Path, folder: Path) -> None:
         self._storage.make_folder(folder, below=self._layout.root)
+        self._storage.refresh(trash)  # what is remembered of a folder moved with it
         for name, kind in self._storage.kinds(trash).items():
             if kind is Kind.FOLDER:
                 self._link_back(trash / name, folder / name)
@@ -168,11 +200,20 @@ class Pruner:
                 except FileExistsError:
                     pass  # the newer one stays
 
+    def _audit(self) -> int:
+        try:
+            return self._storage.open_append(self._layout.audit)
+        except OSError as error:
+            if not is_no_record(error):
+                raise
+        move_away(self._storage, self._layout.audit)
+        return self._storage.open_append(self._layout.audit)
+
     def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
         log.info("pruned %s %s: %s", what, name, why)
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
-            fd = self._storage.open_append(self._layout.audit)
+            fd = self._audit()
             with self._storage.closing(fd):
                 self._storage.write_all(fd, encode(line))
         except OSError as error:

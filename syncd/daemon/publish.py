@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,11 @@ from typing import Final
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.save import Save
-from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.recover import look_back
 from syncd.protocol.errors import (
+    JobUnavailableError,
     NoRoomError,
-    ProtocolMismatchError,
-    RecordError,
     SaveNotReadyError,
 )
 from syncd.protocol.layout import (
@@ -25,20 +25,18 @@ from syncd.protocol.layout import (
     version_folder,
 )
 from syncd.protocol.records import (
-    DaemonReport,
-    ExplorerReport,
     Latest,
     Manifest,
     PublishNotice,
     Quarantine,
-    R,
     SaveOutcome,
     Saves,
     encode,
-    parse,
 )
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage, is_gone
+from syncd.storage.fsio import (
+    Storage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -98,41 +96,32 @@ class Publisher:
         Raises:
             ProtocolMismatchError: LATEST is of a newer protocol.
         """
-        # What this client remembers of these may be older than the take-over.
-        for folder in (self._layout.state, self._layout.published, self._layout.leases):
-            self._storage.refresh(folder)
-        self._storage.unlink_if_there(self._layout.publish_lock)
-        self.latest = self._read_own(Latest, self._layout.latest)
-        saves = self._read_own(Saves, self._layout.saves, LONG_RECORD_LIMIT)
-        self.outcomes = dict(saves.steps) if saves else {}
-        self._floor = self._highest_sequence()
-        known = self.latest.sequence if self.latest else 0
-        for sequence in sorted(self._published(), reverse=True):
-            if sequence <= known:
-                break
-            manifest = self._finished(sequence)
-            if manifest is None:
-                log.warning("%s is not whole: discarded", version_folder(sequence))
-                self._epoch.condemn(self._layout.version(sequence))
-            else:
-                log.info("adopting %s, which LATEST does not name yet", version_folder(sequence))
-                self._epoch.open_leasing(sequence)
-                self._announce(manifest)
-                break
-        if self.latest is not None:
-            if not self._storage.exists(self._layout.lease_folder(self.latest.sequence)):
-                self._epoch.open_leasing(self.latest.sequence)
-            manifest = self._finished(self.latest.sequence)
-            self.published_save = manifest.save_id if manifest else None
-            recorded = self.outcomes.get(manifest.step) if manifest else None
-            # A later save of that step may have been quarantined: it is not tried again.
-            if manifest and (recorded is None or recorded.outcome != "quarantined"):
-                self._put_on_record(
-                    manifest.step,
-                    SaveOutcome(
-                        identity=manifest.save_id, outcome="published", sequence=manifest.sequence
-                    ),
-                )
+        found = look_back(self._storage, self._layout)
+        self._take_notice_down()
+        self.latest, self.outcomes, self._floor = found.latest, found.outcomes, found.highest
+        for sequence in found.unfinished:
+            log.warning("%s is not whole: discarded", version_folder(sequence))
+            self._epoch.condemn(self._layout.version(sequence))
+        served = found.served
+        if found.adopted is not None:
+            served = found.adopted
+            log.info("adopting %s, which LATEST does not name yet", version_folder(served.sequence))
+            self._epoch.open_leasing(served.sequence)
+            self._announce(served)
+        elif self.latest is not None and not self._storage.exists(
+            self._layout.lease_folder(self.latest.sequence)
+        ):
+            self._epoch.open_leasing(self.latest.sequence)
+        if served is None:
+            return
+        self.published_save = served.save_id
+        recorded = self.outcomes.get(served.step)
+        # A later save of that step may have been quarantined: it is not tried again.
+        if recorded is None or recorded.outcome != "quarantined":
+            outcome = SaveOutcome(
+                identity=served.save_id, outcome="published", sequence=served.sequence
+            )
+            self._put_on_record(served.step, outcome)
 
     def publish(self, save: Save) -> Manifest:
         """Merge a whole save and make it LATEST.
@@ -146,7 +135,7 @@ class Publisher:
         if save.identity is None:
             raise SaveNotReadyError(save.reason)
         self._check_room(save)
-        sequence = self._floor + 1
+        sequence = self._next_sequence()
         notice = PublishNotice(sequence=sequence, step=save.step, session=self._session)
         folder = self._epoch.start_version(sequence)
         try:
@@ -173,7 +162,7 @@ class Publisher:
             if self._storage.exists(folder):
                 self._storage.remove_tree(folder)
             if self._epoch.is_live():  # else the notice is our successor's by now
-                self._storage.unlink_if_there(self._layout.publish_lock)
+                self._take_notice_down()
         self.published_save = save.identity
         self._put_on_record(
             save.step,
@@ -217,6 +206,30 @@ class Publisher:
             log.error("%s cannot be written: %s", path, refused)
         self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
         return path
+
+    def _next_sequence(self) -> int:
+        """The next number, passing over those whose names something else than a folder has."""
+        sequence = self._floor + 1
+        while self._in_the_way(self._layout.version(sequence)) or self._in_the_way(
+            self._layout.lease_folder(sequence)
+        ):
+            sequence += 1
+        if parse_version_folder(version_folder(sequence)) is None:
+            raise JobUnavailableError(
+                f"{self._layout.latest} names version {self._floor}, and there is no number above "
+                "it: no daemon wrote that; put back what it said before"
+            )
+        return sequence
+
+    def _in_the_way(self, path: Path) -> bool:
+        status = self._storage.status(path)
+        return status is not None and not stat.S_ISDIR(status.st_mode)
+
+    def _take_notice_down(self) -> None:
+        try:
+            self._storage.unlink_if_there(self._layout.publish_lock)
+        except OSError as error:  # a hint only
+            log.warning("%s stays: %s", self._layout.publish_lock, error)
 
     def _announce(self, manifest: Manifest) -> None:
         """Let LATEST name a published version."""
@@ -262,67 +275,3 @@ class Publisher:
                 f"only {free.inodes} more files can be made in {self._layout.root} (its filesystem "
                 "is out of inodes): remove some"
             )
-
-    def _read_own(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
-        """A record that daemons alone write; a lost or damaged one is like none."""
-        try:
-            return parse(model, self._storage.read(path, limit), path)
-        except ProtocolMismatchError:
-            raise
-        except RecordError as error:
-            log.error("%s: going on as if it were lost", error)
-            return None
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
-
-    def _published(self) -> list[int]:
-        found = (parse_version_folder(n) for n in self._storage.names(self._layout.published))
-        return [sequence for sequence in found if sequence is not None]
-
-    def _finished(self, sequence: int) -> Manifest | None:
-        """The manifest of a published version, if every file that it lists has its size."""
-        folder = self._layout.version(sequence)
-        try:
-            manifest = read_manifest(self._storage, folder)
-        except ProtocolMismatchError:
-            raise
-        except (OSError, RecordError) as error:
-            if isinstance(error, OSError) and not is_gone(error):
-                raise  # storage that does not answer says nothing about the version
-            log.warning("%s has no manifest that can be read: %s", folder, error)
-            return None
-        for file in manifest.files:
-            status = self._storage.status(folder / file.name)
-            if status is None or status.st_size != file.size:
-                log.warning("%s is not %d bytes", folder / file.name, file.size)
-                return None
-        return manifest if manifest.sequence == sequence else None
-
-    def _highest_sequence(self) -> int:
-        """The highest sequence that anything in the job has ever named: it never goes back."""
-        named = [0, *self._published()]
-        if self.latest is not None:
-            named.append(self.latest.sequence)
-        # With LATEST at hand, an empty one above it is of a version that was never published: its
-        # number is still free.
-        named.extend(
-            parse_version_folder(name) or 0
-            for name in self._storage.names(self._layout.leases)
-            if self.latest is None or self._storage.names(self._layout.leases / name)
-        )
-        named.extend(
-            self._told_sequence(self._layout.explorers / name, ExplorerReport)
-            for name in self._storage.names(self._layout.explorers)
-        )
-        named.append(self._told_sequence(self._layout.daemon_report, DaemonReport))
-        named.extend(outcome.sequence or 0 for outcome in self.outcomes.values())
-        return max(named)
-
-    def _told_sequence(self, path: Path, model: type[ExplorerReport | DaemonReport]) -> int:
-        try:
-            return parse(model, self._storage.read(path), path).sequence or 0
-        except (OSError, RecordError) as error:
-            log.debug("%s says no sequence: %s", path, error)
-            return 0

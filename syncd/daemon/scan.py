@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -26,8 +27,10 @@ from syncd.protocol.layout import (
     parse_version_folder,
 )
 from syncd.protocol.records import SaveOutcome, TrainerReport, parse
-from syncd.storage.fsio import Signature, Storage, is_gone
+from syncd.storage.fsio import Signature, Storage, is_gone, is_refused_here
 from syncd.storage.leases import Clock, Judge, Liveness
+
+log = logging.getLogger(__name__)
 
 _POINTER_LIMIT: Final = 4096
 #: How many step folders one scan looks into: the rest wait for the next ones.
@@ -89,6 +92,7 @@ class Scanner:
         self._steps_again = False
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
+        self._said: set[Path] = set()
 
     def scan(self, known: Known) -> Observation:
         """Look once.
@@ -219,7 +223,7 @@ class Scanner:
         liveness: dict[str, Liveness] = {}
         now = self._clock()
         for sequence in sequences:
-            for marker in self._storage.names(self._layout.lease_folder(sequence)):
+            for marker in self._markers(self._layout.lease_folder(sequence)):
                 # A name that is none of ours is kept as a lease: someone meant something by it.
                 parsed = parse_lease_marker(marker)
                 if parsed is None:
@@ -239,6 +243,22 @@ class Scanner:
         self._judge.forget_all_but({self._layout.session(session) for session in liveness})
         return found
 
+    def _markers(self, folder: Path) -> list[str]:
+        """The leases on a version; where they cannot be seen, there is one for all we know."""
+        try:
+            return self._storage.names(folder)
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            self._say(folder, error)
+            return [""]
+
+    def _say(self, path: Path, error: OSError) -> None:
+        """Log once what is let be."""
+        if path not in self._said:
+            self._said.add(path)
+            log.error("%s is let be, until someone puts it right: %s", path, error)
+
     def _look_at_steps(
         self, pointer: Pointer, key: object, known: Known
     ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
@@ -250,16 +270,21 @@ class Scanner:
         for _ in range(min(_STEPS_PER_SCAN, len(self._steps_due))):
             step = self._steps_due.popleft()
             outcome = known.outcomes.get(step)
-            if outcome is not None:
-                look = look_at_step(self._storage, self._layout.step(step), step, outcome)
-                if look is None:
-                    vanished.append(step)
-                else:
-                    seen.append(look)
-            elif pointer.step is not None and step < pointer.step:
-                save = self._skipped_save(step)
-                if save is not None:
-                    unrecorded.append(save)
+            try:
+                if outcome is not None:
+                    look = look_at_step(self._storage, self._layout.step(step), step, outcome)
+                    if look is None:
+                        vanished.append(step)
+                    else:
+                        seen.append(look)
+                elif pointer.step is not None and step < pointer.step:
+                    save = self._skipped_save(step)
+                    if save is not None:
+                        unrecorded.append(save)
+            except OSError as error:
+                if not is_refused_here(error):
+                    raise
+                self._say(self._layout.step(step), error)
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
     def _refill(self, pointer: Pointer, key: object, known: Known) -> None:
@@ -315,9 +340,7 @@ class Scanner:
         except RecordError:
             return 0  # it says something that we cannot read: prune nothing below it
         except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+            return None if is_gone(error) else 0
 
 
 def look_at_step(

@@ -14,11 +14,16 @@ from types import FrameType
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.protocol.errors import CancelledError, JobUnavailableError, SupersededError
+from syncd.protocol.errors import (
+    CancelledError,
+    JobUnavailableError,
+    SupersededError,
+    SyncdError,
+)
 from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import NO_ROOM, Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import check_folders, open_job
 from syncd.storage.leases import DaemonLock, Judge, Session, sweep_broken
 from syncd.storage.reserve import Reserve
 from syncd.storage.watch import Watcher
@@ -70,7 +75,7 @@ class Service:
                     self._say(f"standing by: {error}")
                 except CancelledError:
                     log.info("stopped in the middle of something; nothing is half done")
-                except JobUnavailableError as error:
+                except SyncdError as error:
                     self._say(f"paused: {error}")
                 except OSError as error:
                     # Whatever storage says, nothing is concluded from it and nothing deleted.
@@ -91,6 +96,7 @@ class Service:
             raise JobUnavailableError(
                 f"{self._layout.format} is not there: is its storage mounted?"
             )
+        check_folders(self._storage, self._layout)
         with Session(self._layout, self._lease_time) as session:
             judge = Judge(self._storage, self._lease_time)
             lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)

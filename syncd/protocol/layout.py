@@ -133,6 +133,13 @@ def parse_lease_marker(marker: str) -> tuple[str, str] | None:
     return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
 
 
+def printable(name: object) -> str:
+    """A name as one line of text: what others named may hold newlines, escapes, or any bytes."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(name)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class JobLayout:
     """The paths of one job directory.

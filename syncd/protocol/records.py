@@ -7,13 +7,15 @@ comparing them (``docs/protocol.md``, "Sessions and time").
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
 
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.layout import printable
 
 PROTOCOL: Final = 1
 
@@ -52,6 +54,8 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
+#: The most characters of what a file says that go into a message.
+_SHOWN: Final = 200
 
 
 def parse(model: type[R], content: bytes, where: object) -> R:
@@ -73,8 +77,9 @@ def parse(model: type[R], content: bytes, where: object) -> R:
         _refuse_newer(content, where)
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
+        wrong = f"{place[:_SHOWN]}: {first['msg'][:_SHOWN]}"
         raise RecordError(
-            f"{where} is not a {model.__name__} record: {place}: {first['msg']}"
+            f"{printable(where)} is not a {model.__name__} record: {printable(wrong)}"
         ) from None
     _refuse_newer_protocol(record, where)
     return record
@@ -90,8 +95,9 @@ def _refuse_newer(content: bytes, where: object) -> None:
 
 def _refuse_newer_protocol(record: Record, where: object) -> None:
     if record.protocol > PROTOCOL:
+        shown = str(record.protocol)[:_SHOWN]
         raise ProtocolMismatchError(
-            f"{where} is of protocol {record.protocol}, this syncd reads up to {PROTOCOL}: "
+            f"{printable(where)} is of protocol {shown}, this syncd reads up to {PROTOCOL}: "
             "install the newer syncd here too"
         )
 
@@ -137,7 +143,7 @@ class TensorEntry(BaseModel):
 
     name: str
     dtype: str
-    shape: tuple[Size, ...]
+    shape: Annotated[tuple[Size, ...], FailFast()]
     file: RelativePath
     digest: Digest | None = None
 
@@ -160,9 +166,15 @@ class Manifest(Record):
     kind: Literal["full"] = "full"
     checked: Literal["receipt", "crc32", "stillness"]
     digests: Literal["xxh3-128", "off"]
-    files: tuple[VersionFile, ...]
-    tensors: tuple[TensorEntry, ...]
+    # A file of nothing but mistakes is refused for its first one: kept all, they fill the memory.
+    files: Annotated[tuple[VersionFile, ...], FailFast()]
+    tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     timings: dict[str, float] = Field(default_factory=dict)
+
+
+_SAVE_ID: Final = re.compile(
+    r"([^-]+)-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})", re.ASCII | re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +197,8 @@ class SaveId:
     @classmethod
     def parse(cls, text: str) -> SaveId | None:
         """Read one, or None where the text is not one."""
-        run, _, rest = text.partition("-")
-        step, _, counter = rest.partition("-")
-        if not (run and step.isdecimal() and counter.isdecimal()):
-            return None
-        return cls(run, int(step), int(counter))
+        match = _SAVE_ID.fullmatch(text)
+        return cls(match[1], int(match[2]), int(match[3])) if match else None
 
     def is_newer_than(self, other: SaveId) -> bool:
         """Whether it is a later save of the same run."""
@@ -223,7 +232,7 @@ class Receipt(Record):
     step: Step
     rank: Annotated[int, Field(ge=0)]
     world_size: Annotated[int, Field(ge=1)]
-    files: tuple[ReceiptFile, ...]
+    files: Annotated[tuple[ReceiptFile, ...], FailFast()]
 
 
 class SaveOutcome(BaseModel):
@@ -239,7 +248,7 @@ class SaveOutcome(BaseModel):
 class Saves(Record):
     """``.syncd/saves.json``: the outcome of the last save in each step folder that still exists."""
 
-    steps: dict[int, SaveOutcome] = Field(default_factory=dict)
+    steps: dict[Step, SaveOutcome] = Field(default_factory=dict)
 
 
 class Quarantine(Record):

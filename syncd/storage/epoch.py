@@ -8,16 +8,25 @@ and what was explored of it, is in ``docs/protocol.md`` and ``tests/model``.
 
 from __future__ import annotations
 
+import logging
+import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.errors import SupersededError
+from syncd.protocol.errors import JobUnavailableError, SupersededError
 from syncd.protocol.layout import JobLayout, version_folder
 from syncd.storage.fsio import NOT_EMPTY, Draft, Kind, Storage, is_gone
 
+log = logging.getLogger(__name__)
+
+#: No daemon ever comes to such a number: someone made that folder.
+_LAST_ROOM: Final = 10**17
+#: The most bytes of a name that are kept where something is set aside.
+_LONGEST: Final = 200
 #: The suffix makes a room's name one that was never used: a paused daemon whose room was removed
 #: must not find another's in its place.
 _ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
@@ -52,7 +61,13 @@ class Epoch:
         Raises:
             SupersededError: another daemon took over at the same time, with a higher number.
         """
-        number = max((_order(room)[0] for room in _rooms(storage, layout)), default=0) + 1
+        storage.refresh(layout.epochs)
+        found = _rooms(storage, layout)
+        number = _order(found[-1])[0] + 1 if found else 1
+        if number > _LAST_ROOM:
+            raise JobUnavailableError(
+                f"{layout.epochs / found[-1]} has a number that no daemon ever comes to: remove it"
+            )
         epoch = cls(storage, layout, f"{number}-{secrets.token_hex(4)}")
         storage.mkdir(epoch._room)
         # Listed again, after the mkdir: a room above ours means that its daemon came later and may
@@ -142,6 +157,10 @@ class Epoch:
                 draft.write(data)
                 draft.finish()
                 self._rename(draft.temporary, target, lambda: self._reads(target, data))
+        except IsADirectoryError:
+            move_away(self._storage, target)
+            self.publish_file(target, data)
+            return
         except OSError as error:
             self.raise_if_superseded(error)
             raise
@@ -211,9 +230,13 @@ class Epoch:
             room / "doomed": self._doomed,
             room: self._doomed,
         }
+        if not _is_folder(self._storage, room):
+            return  # no daemon ever worked there
         gone = False
         while not gone:  # its daemon may make something new in it, but not for ever
             for folder, home in homes.items():
+                if folder != room and not _is_folder(self._storage, folder):
+                    continue  # a link, say, is found in the room, and taken
                 for name, kind in self._found(folder):
                     if kind is not Kind.FOLDER or folder / name not in homes:
                         self._take(folder / name, home)
@@ -256,7 +279,9 @@ class Epoch:
 
     def _move(self, path: Path, into: Path) -> Path:
         """Rename into a folder of this room, under a name that nothing has there."""
-        target = into / f"{path.name}-{secrets.token_hex(6)}"
+        # A name may have as many bytes as any can have: there must be room for the rest.
+        name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
+        target = into / f"{name}-{secrets.token_hex(6)}"
         self._rename(path, target, lambda: self._storage.exists(target))
         # Before anything in it is deleted: else a power loss could bring back half of it.
         for folder in (into, path.parent):
@@ -304,6 +329,18 @@ class Epoch:
 def _rooms(storage: Storage, layout: JobLayout) -> list[str]:
     """The names of all rooms, lowest first."""
     return sorted((n for n in storage.names(layout.epochs) if _ROOM.fullmatch(n)), key=_order)
+
+
+def _is_folder(storage: Storage, path: Path) -> bool:
+    status = storage.status(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def move_away(storage: Storage, path: Path) -> None:
+    """Give another name to what stands where a file of ours belongs; nothing is deleted."""
+    away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
+    storage.rename(path, away)
+    log.error("%s was no file of syncd's: it is %s now, and may be removed", path, away.name)
 
 
 def _order(room: str) -> tuple[int, str]:

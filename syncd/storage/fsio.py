@@ -38,11 +38,18 @@ PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
+#: What a read says of what is there and can be no record: a link, a pipe, a socket, a folder, or
+#: far too long. It stays so until someone changes it: there is nothing to wait for.
+_NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
+#: What will be said again at the next look: it is about this one name, not about the storage.
+_REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 #: A record of a few fields; more than this is not one of ours.
 RECORD_LIMIT: Final = 1024 * 1024
 #: A record that grows with a job or a model: the manifest, the saves on record.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
+#: How many folders below the top a tree is removed in place.
+_DEEPEST: Final = 16
 
 #: (device, inode, size, mtime_ns, ctime_ns): equal for as long as a file was not touched.
 Signature = tuple[int, int, int, int, int]
@@ -56,6 +63,16 @@ def signature(status: os.stat_result) -> Signature:
 def is_gone(error: OSError) -> bool:
     """Whether an error says that the name, or the file behind it, is no longer there."""
     return error.errno in GONE
+
+
+def is_no_record(error: OSError) -> bool:
+    """Whether an error of a read says that what is there can be no record."""
+    return error.errno in _NO_RECORD
+
+
+def is_refused_here(error: OSError) -> bool:
+    """Whether an error is about one name alone: a link, or one that this user may not see."""
+    return error.errno in _REFUSED_HERE
 
 
 class Kind(Enum):
@@ -120,7 +137,11 @@ class Storage:
 
     def open_append(self, path: Path) -> int:
         """A descriptor that appends; the file is made where it is missing."""
-        return self._regular(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), path)
+        fd = self._regular(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), path)
+        if os.fstat(fd).st_nlink > 1:  # its other name may be anywhere
+            os.close(fd)
+            raise OSError(errno.EINVAL, "a file with several names", str(path))
+        return fd
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         """Write at the descriptor's position; returns how many bytes were taken."""
@@ -270,27 +291,38 @@ class Storage:
 
     def remove_tree(self, path: Path) -> None:
         """Remove a folder and all in it, and follow no link. What is gone already is fine."""
-        try:
-            found = self.kinds(path)
-        except NotADirectoryError:
-            self.unlink_if_there(path)
-            return
-        except OSError as error:
-            if is_gone(error):
-                return
-            raise
-        for name, kind in found.items():
-            if kind is Kind.FOLDER:
-                self.remove_tree(path / name)
-            else:
-                self.unlink_if_there(path / name)
-        try:
-            self.rmdir(path)
-        except OSError as error:
-            # NFS keeps a .nfs… file while someone on this client reads what was just removed; the
-            # next sweep finds the rest.
-            if not is_gone(error) and error.errno not in NOT_EMPTY:
+        # Not by recursion: a tree may be deeper than Python's stack. Nor by ever longer paths: what
+        # is deep down comes up first, or the way there would take longer each time.
+        pending, emptied = [(path, 0)], []
+        while pending:
+            folder, depth = pending.pop()
+            try:
+                if depth > _DEEPEST:
+                    deep, folder = folder, path / f"{TEMPORARY}deep-{secrets.token_hex(6)}"
+                    self.rename(deep, folder)
+                    depth = 1
+                found = self.kinds(folder)
+            except NotADirectoryError:
+                self.unlink_if_there(folder)
+                continue
+            except OSError as error:
+                if is_gone(error):
+                    continue
                 raise
+            emptied.append(folder)
+            for name, kind in found.items():
+                if kind is Kind.FOLDER:
+                    pending.append((folder / name, depth + 1))
+                else:
+                    self.unlink_if_there(folder / name)
+        for folder in reversed(emptied):
+            try:
+                self.rmdir(folder)
+            except OSError as error:
+                # NFS keeps a .nfs… file while someone on this client reads what was just removed;
+                # the next sweep finds the rest.
+                if not is_gone(error) and error.errno not in NOT_EMPTY:
+                    raise
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -345,7 +377,7 @@ class Storage:
         try:
             status = self.fstat(fd)
             parts: list[bytes] = []
-            left = limit + 1
+            left = 0 if status.st_size > limit else limit + 1
             while left > 0 and (part := self.read_part(fd, min(left, _BUFFER))):
                 parts.append(part)
                 left -= len(part)

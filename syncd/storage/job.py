@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import stat
 
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Format, encode, parse
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Storage, is_gone, is_no_record
 
 
 def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = None) -> Format:
@@ -44,12 +45,33 @@ def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = 
             layout.drafts,
         ):
             storage.make_folder(folder, below=layout.root)
+        check_folders(storage, layout)
         return _agree(storage, layout, lease_time)
     except PermissionError as error:
         raise JobUnavailableError(
             f"{error.filename} may not be written by user {os.geteuid()}: run as the trainers' "
             "user, or give the folder a group that both are in"
         ) from error
+    except OSError as error:
+        if not (is_no_record(error) or is_gone(error)):
+            raise
+        raise JobUnavailableError(
+            f"{error}: move away what stands where a file or folder of syncd's belongs"
+        ) from error
+
+
+def check_folders(storage: Storage, layout: JobLayout) -> None:
+    """Look that our folders are folders: filelock would follow a link out of the job.
+
+    Raises:
+        JobUnavailableError: one of them is something else.
+    """
+    for folder in (layout.state, layout.published, layout.epochs, layout.leases, layout.sessions):
+        status = storage.status(folder)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            raise JobUnavailableError(
+                f"{folder} is a link or a file where syncd has a folder: move it away"
+            )
 
 
 def _agree(storage: Storage, layout: JobLayout, lease_time: float | None) -> Format:

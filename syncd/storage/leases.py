@@ -26,7 +26,7 @@ from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from syncd.protocol.errors import VersionGoneError
 from syncd.protocol.layout import JobLayout, lease_marker
-from syncd.storage.fsio import Signature, Storage, is_gone, signature
+from syncd.storage.fsio import Signature, Storage, is_gone, is_no_record, signature
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +132,20 @@ class Judge:
         self._lease_time = lease_time
         self._clock = clock
         self._watched: dict[Path, _Watch] = {}
+        self._said: set[Path] = set()
 
     def look(self, path: Path) -> Liveness:
         """Look once. Call at least three times a lease time for the stopwatch to run."""
         try:
             fd = self._storage.open_read(path)
         except OSError as error:
+            if is_no_record(error):
+                # Nobody's heartbeat, and not ours to break: its owner lives, for all we know.
+                self._watched.pop(path, None)
+                if path not in self._said:
+                    self._said.add(path)
+                    log.error("%s is no lock file, and counts as held: remove it", path)
+                return Liveness.ALIVE
             if not is_gone(error):
                 raise
             self._watched.pop(path, None)
@@ -236,7 +244,10 @@ def sweep_broken(storage: Storage, layout: JobLayout) -> None:
     for folder in (layout.state, layout.sessions):
         for name in storage.names(folder):
             if ".broken-" in name:
-                storage.unlink_if_there(folder / name)
+                try:
+                    storage.unlink_if_there(folder / name)
+                except OSError as error:  # a folder, say: no breaker made it
+                    log.warning("%s stays: %s", folder / name, error)
 
 
 class Lease:
@@ -269,7 +280,7 @@ class Lease:
         except FileExistsError:
             pass  # ours already: the name holds this very session
         except OSError as error:
-            if is_gone(error):
+            if is_gone(error) or is_no_record(error):  # no folder, or a link to one
                 raise VersionGoneError(
                     f"version {sequence} of {layout.root} was retired before {name} leased it"
                 ) from error

@@ -70,7 +70,7 @@ def ranks_save(job: Job, run: str, step: int, *, full: bool = False) -> None:
             fsdp_version=2,
             is_full=full,
         )
-        writer = RankWriter(job.storage, job.layout, rank, 2, save_timeout=5.0)
+        writer = RankWriter(job.storage, job.layout, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
         writer.save(SaveId(run, step, 0), contents)
 
 
@@ -191,7 +191,7 @@ def _merge_by_hand(job: Job, _: Clock) -> None:
 
 def _explore(job: Job, _: Clock) -> None:
     with Reader(job.layout.root, "explorer", poll=0.01, storage=job.storage) as reader:
-        first = reader.next_version(0, 5.0)
+        first = reader.next_version(0, 0.3)
         first.verify()
         reader.report(RunningStatus.RUNNING, sequence=first.sequence, step=first.step)
         first.release()

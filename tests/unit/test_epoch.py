@@ -9,7 +9,10 @@ import pytest
 from syncd.protocol.errors import SupersededError
 from syncd.storage.epoch import Epoch
 from tests.jobs import Job
-from tests.storages import AnswerLost, FastStorage, RuledStorage, once, refuse
+from tests.lagging import Hosts
+from tests.storages import FastStorage, once, refuse
+
+pytestmark = pytest.mark.lagging
 
 
 def rooms(job: Job) -> list[str]:
@@ -103,8 +106,8 @@ def test_a_superseded_daemon_starts_no_version(job: Job) -> None:
     assert not old.is_live()
 
 
-def test_a_rename_in_flight_while_another_takes_over_is_refused(job: Job) -> None:
-    storage = RuledStorage()
+def test_a_rename_in_flight_while_another_takes_over_is_refused(job: Job, hosts: Hosts) -> None:
+    storage = hosts.ruled()
     old = Epoch.take_over(storage, job.layout)
     storage.rules.append(once("rename", lambda *_: job.take_over(), where="LATEST"))
     with pytest.raises(SupersededError):
@@ -113,11 +116,11 @@ def test_a_rename_in_flight_while_another_takes_over_is_refused(job: Job) -> Non
 
 
 def test_what_a_superseded_daemon_makes_while_its_room_is_emptied_is_emptied_too(
-    job: Job,
+    job: Job, hosts: Hosts
 ) -> None:
     old = job.take_over()
     late = room_of(old) / ".tmp-LATEST-late"
-    storage = RuledStorage(once("rmdir", lambda _: late.touch(), where="epoch/1"))
+    storage = hosts.ruled(once("rmdir", lambda _: late.touch(), where="epoch/1"))
     epoch = Epoch.take_over(storage, job.layout)
     assert rooms(job) == ["2"]
     assert any("LATEST-late" in path.name for path in epoch.condemned())
@@ -154,9 +157,9 @@ def test_a_version_begins_empty_whatever_was_left_of_it(job: Job) -> None:
     assert os.listdir(epoch.start_version(1)) == []
 
 
-def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job) -> None:
+def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job, hosts: Hosts) -> None:
     Epoch.take_over(FastStorage(), job.layout)
-    epoch = Epoch(AnswerLost(), job.layout, os.listdir(job.layout.epochs)[0])
+    epoch = Epoch(hosts.answer_lost(), job.layout, os.listdir(job.layout.epochs)[0])
     built(epoch, 1)
     assert epoch.publish_version(1).exists()
     epoch.publish_file(job.layout.latest, b"new")
@@ -166,15 +169,15 @@ def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job) -> N
     assert not job.layout.step(3).exists()
 
 
-def test_a_take_over_goes_through_though_answers_are_lost(job: Job) -> None:
+def test_a_take_over_goes_through_though_answers_are_lost(job: Job, hosts: Hosts) -> None:
     built(job.take_over(), 1)
-    epoch = Epoch.take_over(AnswerLost(), job.layout)
+    epoch = Epoch.take_over(hosts.answer_lost(), job.layout)
     assert rooms(job) == ["2"]
     assert sum(path.name.startswith("v000001") for path in epoch.condemned()) == 1
 
 
-def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job) -> None:
-    storage = RuledStorage(refuse("rename", errno.EIO))
+def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job, hosts: Hosts) -> None:
+    storage = hosts.ruled(refuse("rename", errno.EIO))
     epoch = Epoch.take_over(storage, job.layout)
     built(epoch, 1)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -186,6 +189,7 @@ def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job) -> None:
 def test_a_job_that_went_away_is_no_take_over_by_another(job: Job) -> None:
     epoch = job.take_over()
     job.layout.state.rename(job.layout.root / "unmounted")
+    job.hosts.settle()  # until then a client works on the folder where it is now, by its handle
     with pytest.raises(FileNotFoundError):
         epoch.publish_file(job.layout.latest, b"new")
     with pytest.raises(FileNotFoundError):
@@ -202,23 +206,25 @@ def test_no_two_rooms_ever_have_the_same_name(job: Job) -> None:
     assert {name.partition("-")[0] for name in names} == {"1"}
 
 
-def test_of_two_at_once_the_one_that_finds_a_higher_room_gives_up(job: Job) -> None:
+def test_of_two_at_once_the_one_that_finds_a_higher_room_gives_up(job: Job, hosts: Hosts) -> None:
     def two_others(_: Path) -> None:
         job.take_over()
         job.take_over()
 
-    storage = RuledStorage(once("mkdir", two_others, where="epoch/1-"))
+    storage = hosts.ruled(once("mkdir", two_others, where="epoch/1-"))
     with pytest.raises(SupersededError, match="taken over as it began"):
         Epoch.take_over(storage, job.layout)
     assert rooms(job) == ["2"]
 
 
-def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(job: Job) -> None:
+def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(
+    job: Job, hosts: Hosts
+) -> None:
     def two_others(_: Path) -> None:
         job.take_over()
         job.take_over()
 
-    storage = RuledStorage(
+    storage = hosts.ruled(
         once("mkdir", two_others, where="epoch/1-"),
         once("rmdir", lambda room: room.rmdir(), where="epoch/1-"),
     )
@@ -226,9 +232,9 @@ def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(jo
         Epoch.take_over(storage, job.layout)
 
 
-def test_of_two_with_one_number_at_most_one_commits(job: Job) -> None:
+def test_of_two_with_one_number_at_most_one_commits(job: Job, hosts: Hosts) -> None:
     others: list[Epoch] = []
-    storage = RuledStorage(once("mkdir", lambda _: others.append(job.take_over()), where="/1-"))
+    storage = hosts.ruled(once("mkdir", lambda _: others.append(job.take_over()), where="/1-"))
     try:
         mine = Epoch.take_over(storage, job.layout)
     except SupersededError:
@@ -239,9 +245,12 @@ def test_of_two_with_one_number_at_most_one_commits(job: Job) -> None:
         others[0].publish_file(job.layout.latest, b"other")
 
 
-def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(job: Job) -> None:
+def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(
+    job: Job, hosts: Hosts
+) -> None:
     def unmount(*_: Path) -> None:
         job.layout.state.rename(job.layout.root / "unmounted")
+        job.hosts.settle()
 
     looks: list[Path] = []
 
@@ -252,7 +261,7 @@ def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(job: Jo
                 unmount()
 
     with pytest.raises(FileNotFoundError):
-        Epoch.take_over(RuledStorage(second_look), job.layout)
+        Epoch.take_over(hosts.ruled(second_look), job.layout)
 
 
 def test_other_names_beside_the_rooms_are_let_be(job: Job) -> None:
@@ -292,8 +301,10 @@ def test_leasing_that_is_open_already_keeps_its_leases(job: Job) -> None:
     assert os.listdir(epoch.building) == []
 
 
-def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(job: Job) -> None:
-    storage = RuledStorage(refuse("rename", errno.EIO, where="leases-"))
+def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(
+    job: Job, hosts: Hosts
+) -> None:
+    storage = hosts.ruled(refuse("rename", errno.EIO, where="leases-"))
     epoch = Epoch.take_over(storage, job.layout)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         epoch.open_leasing(1)

@@ -19,7 +19,10 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.records import ExplorerReport, parse
 from tests.jobs import Job
-from tests.storages import RuledStorage, refuse
+from tests.lagging import Hosts
+from tests.storages import refuse
+
+pytestmark = pytest.mark.lagging
 
 
 class Engine:
@@ -47,7 +50,9 @@ def engine() -> Engine:
 
 @pytest.fixture
 def hook(job: Job, engine: Engine) -> Iterator[ExplorerHook]:
-    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as made:
+    with ExplorerHook(
+        job.layout.root, "explorer", engine, poll=0.02, storage=job.explorers
+    ) as made:
         yield made
 
 
@@ -55,6 +60,7 @@ def publish(job: Job, step: int) -> None:
     job.save(step)
     with job.daemon() as loop:
         loop.run_once()
+    job.hosts.settle()
 
 
 def report(job: Job) -> ExplorerReport:
@@ -62,9 +68,8 @@ def report(job: Job) -> ExplorerReport:
 
 
 def leased(job: Job) -> list[int]:
-    return [
-        sequence for sequence in range(1, 9) if job.storage.names(job.layout.lease_folder(sequence))
-    ]
+    folders = job.layout.leases.iterdir()
+    return sorted(int(folder.name[1:]) for folder in folders if os.listdir(folder))
 
 
 def test_a_pull_loads_the_newest_version_and_says_so(
@@ -165,9 +170,9 @@ def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
 
 
 def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
-    job: Job, engine: Engine
+    job: Job, engine: Engine, hosts: Hosts
 ) -> None:
-    storage = RuledStorage()
+    storage = hosts.ruled()
     hook = ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
     publish(job, 1)
     hook.pull(0)
@@ -220,7 +225,7 @@ def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
 
 
 def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: Job, engine: Engine) -> None:
-    hook = ExplorerHook(job.layout.root, "explorer", engine)
+    hook = ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()
     with pytest.raises(CancelledError):

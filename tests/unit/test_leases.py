@@ -18,7 +18,10 @@ from syncd.storage.leases import (
     sweep_broken,
 )
 from tests.jobs import LEASE_TIME, Job
-from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+from tests.lagging import Hosts
+from tests.storages import Clock, FastStorage, once, refuse
+
+pytestmark = pytest.mark.lagging
 
 STORAGE = FastStorage()
 LOOK = LEASE_TIME / LOOKS_PER_LEASE
@@ -32,8 +35,8 @@ def heartbeat(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def judge(clock: Clock) -> Judge:
-    return Judge(STORAGE, LEASE_TIME, clock=clock)
+def judge(clock: Clock, hosts: Hosts) -> Judge:
+    return Judge(hosts.storage(), LEASE_TIME, clock=clock)
 
 
 def beat(path: Path) -> None:
@@ -89,14 +92,16 @@ def test_a_replaced_file_is_another_heartbeat(judge: Judge, heartbeat: Path, clo
 
 
 def test_a_missing_heartbeat_is_missing_and_forgotten(
-    judge: Judge, heartbeat: Path, clock: Clock
+    judge: Judge, heartbeat: Path, clock: Clock, hosts: Hosts
 ) -> None:
     judge.look(heartbeat)
     looks(judge, heartbeat, clock, LOOKS_PER_LEASE - 1)
     content = heartbeat.read_bytes()
     heartbeat.unlink()
+    hosts.settle()
     assert judge.look(heartbeat) is Liveness.MISSING
     heartbeat.write_bytes(content)
+    hosts.settle()
     assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.ALIVE
 
 
@@ -108,8 +113,10 @@ def test_an_empty_heartbeat_is_judged_like_any_other(
     assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.DEAD
 
 
-def test_storage_that_does_not_answer_is_no_death(heartbeat: Path, clock: Clock) -> None:
-    storage = RuledStorage(refuse("open_read", errno.EIO))
+def test_storage_that_does_not_answer_is_no_death(
+    heartbeat: Path, clock: Clock, hosts: Hosts
+) -> None:
+    storage = hosts.ruled(refuse("open_read", errno.EIO))
     judge = Judge(storage, LEASE_TIME, clock=clock)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         judge.look(heartbeat)
@@ -163,9 +170,9 @@ def test_a_file_that_was_taken_by_another_meanwhile_is_put_back(
 
 
 def test_a_name_taken_while_it_was_looked_at_stays_with_its_new_owner(
-    heartbeat: Path, clock: Clock
+    heartbeat: Path, clock: Clock, hosts: Hosts
 ) -> None:
-    storage = RuledStorage(once("link", lambda _, path: path.write_bytes(b"third's")))
+    storage = hosts.ruled(once("link", lambda _, path: path.write_bytes(b"third's")))
     judge = Judge(storage, LEASE_TIME, clock=clock)
     judge.look(heartbeat)
     looks(judge, heartbeat, clock, LOOKS_PER_LEASE)
@@ -272,15 +279,15 @@ def test_the_same_session_may_lease_twice(job: Job) -> None:
     assert os.listdir(job.layout.lease_folder(3)) == []
 
 
-def test_a_full_disk_is_not_taken_for_a_retired_version(job: Job) -> None:
+def test_a_full_disk_is_not_taken_for_a_retired_version(job: Job, hosts: Hosts) -> None:
     job.layout.lease_folder(3).mkdir()
-    storage = RuledStorage(refuse("create", errno.ENOSPC))
+    storage = hosts.ruled(refuse("create", errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         Lease.take(storage, job.layout, 3, "node", "session")
 
 
-def test_a_version_of_a_stale_handle_is_gone(job: Job) -> None:
+def test_a_version_of_a_stale_handle_is_gone(job: Job, hosts: Hosts) -> None:
     job.layout.lease_folder(3).mkdir()
-    storage = RuledStorage(refuse("create", errno.ESTALE))
+    storage = hosts.ruled(refuse("create", errno.ESTALE))
     with pytest.raises(VersionGoneError):
         Lease.take(storage, job.layout, 3, "node", "session")

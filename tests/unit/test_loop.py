@@ -9,7 +9,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.records import DaemonReport, parse
 from tests.jobs import LEASE_TIME, Job
-from tests.storages import Clock, RuledStorage, refuse
+from tests.lagging import Hosts
+from tests.storages import Clock, refuse
+
+pytestmark = pytest.mark.lagging
 
 
 def report(job: Job) -> DaemonReport:
@@ -34,10 +37,10 @@ def test_the_report_says_what_is_waited_for(job: Job) -> None:
 
 
 def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
-    storage = RuledStorage()
-    job = Job(tmp_path / "job", storage)
+    storage = hosts.ruled()
+    job = Job(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -51,10 +54,10 @@ def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
 
 
 def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
-    storage = RuledStorage(refuse("create", errno.ENOSPC, where="building/v"))
-    job = Job(tmp_path / "job", storage)
+    storage = hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
+    job = Job(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     tried = []
     with job.daemon(clock=clock) as loop:
@@ -73,14 +76,15 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     assert job.latest.step == 4
 
 
-def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path) -> None:
+@pytest.mark.local_only("it counts a thousand rounds of one daemon, and nobody else is there")
+def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, hosts: Hosts) -> None:
     class Days(Clock):
         def __call__(self) -> float:
             self.now += 31
             return self.now
 
-    storage = RuledStorage(refuse("mkdir", errno.ENOSPC, where="building/v"))
-    job = Job(tmp_path / "job", storage)
+    storage = hosts.ruled(refuse("mkdir", errno.ENOSPC, where="building/v"))
+    job = Job(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     with job.daemon(clock=Days()) as loop:
         for _ in range(1100):

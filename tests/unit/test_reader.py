@@ -23,7 +23,10 @@ from syncd.protocol.errors import (
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, Latest, encode, parse
 from tests.jobs import Job
-from tests.storages import Clock, RuledStorage, once, refuse
+from tests.lagging import Hosts
+from tests.storages import Clock, once, refuse
+
+pytestmark = pytest.mark.lagging
 
 LONG = 30.0
 
@@ -33,16 +36,17 @@ def publish(job: Job, *steps: int) -> None:
         for step in steps:
             job.save(step)
             loop.run_once()
+    job.hosts.settle()
 
 
 @pytest.fixture
 def reader(job: Job) -> Iterator[Reader]:
-    with Reader(job.layout.root, "explorer", poll=0.02) as made:
+    with Reader(job.layout.root, "explorer", poll=0.02, storage=job.explorers) as made:
         yield made
 
 
 def markers(job: Job, sequence: int) -> list[str]:
-    return job.storage.names(job.layout.lease_folder(sequence))
+    return sorted(os.listdir(job.layout.lease_folder(sequence)))
 
 
 def test_the_newest_version_is_held_until_it_is_released(job: Job, reader: Reader) -> None:
@@ -90,6 +94,7 @@ def test_a_lower_sequence_is_never_taken(job: Job, reader: Reader) -> None:
 
 
 def test_a_version_published_meanwhile_ends_the_wait(job: Job, reader: Reader) -> None:
+    job.hosts.let_time_pass()
     publisher = threading.Thread(target=publish, args=(job, 4))
     publisher.start()
     assert reader.wait(0, LONG).step == 4
@@ -137,7 +142,9 @@ def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(job: Job, read
     assert markers(job, 5) == []
 
 
-def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(job: Job) -> None:
+def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(
+    job: Job, hosts: Hosts
+) -> None:
     publish(job, 3)
 
     def go_on(*_: Path) -> None:
@@ -146,14 +153,15 @@ def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(job: Job) -
             loop.run_once()
         job.layout.lease_folder(1).rmdir()
 
-    storage = RuledStorage(once("create", go_on, where="leases/v000001"))
+    storage = hosts.ruled(once("create", go_on, where="leases/v000001"))
+    hosts.let_time_pass()
     with Reader(job.layout.root, "explorer", poll=0.001, storage=storage) as reader:
         assert reader.next_version(0, LONG).sequence == 2
 
 
-def test_storage_that_does_not_answer_is_an_error_and_no_timeout(job: Job) -> None:
+def test_storage_that_does_not_answer_is_an_error_and_no_timeout(job: Job, hosts: Hosts) -> None:
     publish(job, 3)
-    storage = RuledStorage(refuse("open_read", errno.EIO, where="LATEST"))
+    storage = hosts.ruled(refuse("open_read", errno.EIO, where="LATEST"))
     with (
         Reader(job.layout.root, "explorer", storage=storage) as reader,
         pytest.raises(OSError, match=os.strerror(errno.EIO)),
@@ -233,11 +241,11 @@ def test_a_job_that_is_not_there_is_not_made(tmp_path: Path) -> None:
 
 
 def test_closing_ends_the_session(job: Job) -> None:
-    reader = Reader(job.layout.root, "explorer")
-    assert len(job.storage.names(job.layout.sessions)) == 1
+    reader = Reader(job.layout.root, "explorer", storage=job.explorers)
+    assert len(os.listdir(job.layout.sessions)) == 1
     reader.close()
     reader.close()
-    assert job.storage.names(job.layout.sessions) == []
+    assert os.listdir(job.layout.sessions) == []
 
 
 @pytest.mark.parametrize("module", ["explorer_hooks.reader", "syncd.daemon.service", "syncd.cli"])

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from syncd.checkpoint.isolated import Limits
 from syncd.checkpoint.save import (
     Save,
     confirm_unchanged,
@@ -16,6 +18,8 @@ from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
 from syncd.protocol.layout import RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import Job, receipt_of, weights
+from tests.shards import shard as made
+from tests.shards import tensor
 from tests.storages import RuledStorage, once
 
 WEIGHTS = receipt_of(weights(1.0))
@@ -214,3 +218,123 @@ def test_a_newer_save_in_the_same_folder_is_a_change(job: Job) -> None:
     job.save(4, counter=1)
     with pytest.raises(SaveNotReadyError, match="it holds save run-4-1 now"):
         confirm_unchanged(job.storage, job.layout.actor(4), save)
+
+
+# -- what was made to do harm ------------------------------------------------------------------
+
+
+def receipts(job: Job, *contents: str) -> None:
+    """Receipts as anyone may write them."""
+    folder = job.layout.actor(4) / RECEIPTS
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, content in enumerate(contents):
+        (folder / receipt_name(rank)).write_text(content)
+
+
+def receipt(**changed: object) -> str:
+    told = {"save_id": "run-4-0", "step": 4, "rank": 0, "world_size": 1, "files": []}
+    return json.dumps(told | changed)
+
+
+FILE = WEIGHTS.model_dump()
+HOSTILE = {
+    "deep": '{"files": ' + "[" * 10_000,
+    "deep and whole": '{"x": ' + "[" * 10_000 + "]" * 10_000 + "}",
+    "deep keys": '{"x": ' * 10_000 + "1" + "}" * 10_000,
+    "10**18 ranks": receipt(world_size=10**18),
+    "10**4000 ranks": receipt(world_size=10**4000),
+    "digits": receipt().replace('"rank": 0', '"rank": ' + "9" * 10_000),
+    "a size past 64 bits": receipt(files=[FILE | {"size": 2**64}]),
+    "a step past 64 bits": receipt(step=2**64),
+    "above the folder": receipt(files=[FILE | {"name": "../../x"}]),
+    "of the machine": receipt(files=[FILE | {"name": "/etc/passwd"}]),
+    "a NUL in a name": receipt(files=[FILE | {"name": "huggingface/\0"}]),
+    "half a pair in a name": receipt(files=[FILE | {"name": "huggingface/\ud800"}]),
+    "half a pair in the identity": receipt(save_id="\ud800"),
+    "lines in the identity": receipt(save_id="run\nERROR daemon ended"),
+    "a million files": receipt(files=[FILE] * 100_000),
+    "another protocol": receipt(protocol=10**30),
+    "not a number": receipt().replace('"rank": 0', '"rank": NaN'),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: Job, kind: str) -> None:
+    receipts(job, HOSTILE[kind])
+    storage = RuledStorage()
+    save = look(job, storage=storage)
+    assert (save.identity, save.weights) == (None, ())
+    assert len(save.reason) < 3000
+    assert "\n" not in save.reason
+    assert storage.count("open_read", job.layout.root) == 1
+
+
+def test_receipts_that_are_large_together_are_not_read_to_the_end(job: Job) -> None:
+    padding = {"padding": "x" * 900_000}
+    receipts(job, *(receipt(rank=rank, world_size=30, **padding) for rank in range(30)))
+    storage = RuledStorage()
+    assert "cannot be looked at now" in look(job, storage=storage).reason
+    assert storage.count("open_read", job.layout.root) < 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"world_size": true}',
+        '{"world_size": 1e999}',
+        '{"world_size": ' + "9" * 4000 + "}",
+        '{"world_size": ' + "9" * 10_000 + "}",
+        '{"x": ' + "[" * 10_000 + "]" * 10_000 + "}",
+        '{"x": ' * 10_000 + "1" + "}" * 10_000,
+        '{"world_size": "\\ud800"}',
+        "\x00",
+        " " * (1024 * 1024 + 1),
+    ],
+    ids=str.__len__,
+)
+def test_a_hostile_fsdp_config_decides_nothing(job: Job, content: str) -> None:
+    for size, rank in ((1, 0), (2, 0), (2, 1)):
+        shard(job, size, rank)
+    (job.layout.actor(4) / "fsdp_config.json").write_text(content)
+    assert "remove the older set" in look(job).reason
+
+
+@pytest.mark.parametrize("number", ["9" * 100, "0" * 100, "-1", "1e3", "٣", "1_0", "+1", " 1"])
+def test_a_shard_of_an_impossible_number_is_no_shard(job: Job, number: str) -> None:
+    for name in (f"model_world_size_{number}_rank_0.pt", f"model_world_size_2_rank_{number}.pt"):
+        path = job.layout.actor(4) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert "holds no weights yet" in look(job).reason
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_not_opened(job: Job, make: Callable[[Path], None]) -> None:
+    path = shard(job, 1, 0)
+    path.unlink()
+    make(path)
+    save = look(job)
+    assert save.identity is None
+    assert "cannot be looked at now" in save.reason
+
+
+def count(job: Job, tensors: int) -> int:
+    with open_save(
+        job.storage, job.layout.actor(4), look(job), limits=Limits(tensors=tensors)
+    ) as opened:
+        return sum(len(opened.tensors(one)) for one in opened.shards)
+
+
+def test_a_save_of_more_tensors_than_memory_holds_is_refused(job: Job) -> None:
+    for rank in range(4):
+        shard(job, 4, rank, made({"a": tensor(), "b": tensor(), "c": tensor()}))
+    assert count(job, 12) == 12
+    with pytest.raises(ShardFormatError, match="over 11 tensors"):
+        count(job, 11)
+
+
+def test_a_save_of_more_records_than_memory_holds_is_refused(job: Job) -> None:
+    shard(job, 1, 0, made({}, **{f"data/{number}": b"" for number in range(1, 200)}))
+    assert count(job, 200) == 0
+    with pytest.raises(ShardFormatError, match="over 50 records"):
+        count(job, 50)

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import struct
 import zipfile
-from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,93 +15,11 @@ from syncd.checkpoint.placement import Local, Replicate, Shard, Sharding
 from syncd.checkpoint.shard_file import ShardFile, central_directory_digest
 from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
 from syncd.storage.fsio import Storage, signature
+from tests.shards import Built, Named, shard, tensor, without_crc, zipped
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STORAGE = Storage(durable=False)
 REAL = FIXTURES / "torch-2.15.0" / "hsdp" / "model_world_size_4_rank_1.pt"
-
-
-class Named:
-    """Pickles as a bare global, as torch's classes and functions do, without importing them."""
-
-    def __init__(self, module: str, name: str) -> None:
-        self.module, self.name = module, name
-
-
-class Built:
-    """Pickles as ``function(*args)``, or as an instance with a state."""
-
-    def __init__(self, function: Named, args: tuple[Any, ...], state: object = None) -> None:
-        self.function, self.args, self.state = function, args, state
-
-
-class Storage_(Built):  # noqa: N801 - beside the real Storage
-    """Pickles as torch's persistent id of a storage."""
-
-    def __init__(self, kind: str, key: str, numel: object) -> None:
-        self.pid = ("storage", Named("torch", kind), key, "cuda:3", numel)
-
-
-class Pickler(pickle._Pickler):  # type: ignore[misc, name-defined]
-    def persistent_id(self, value: object) -> object:
-        return value.pid if isinstance(value, Storage_) else None
-
-    def save_named(self, value: Named) -> None:
-        self.write(b"c" + f"{value.module}\n{value.name}\n".encode())
-
-    def save_built(self, value: Built) -> None:
-        self.save_reduce(_Caller(value.function), value.args, value.state)
-
-    dispatch = pickle._Pickler.dispatch | {Named: save_named, Built: save_built}  # type: ignore[attr-defined]
-
-
-class _Caller(Named):
-    """``save_reduce`` insists that the function can be called."""
-
-    def __init__(self, named: Named) -> None:
-        super().__init__(named.module, named.name)
-
-    def __call__(self) -> None:
-        raise AssertionError
-
-
-Pickler.dispatch[_Caller] = Pickler.save_named
-
-
-def tensor(
-    shape: tuple[int, ...] = (2, 3),
-    stride: tuple[int, ...] = (3, 1),
-    *,
-    offset: object = 0,
-    kind: str = "FloatStorage",
-    key: str = "0",
-) -> Built:
-    rebuild = Named("torch._utils", "_rebuild_tensor_v2")
-    return Built(rebuild, (Storage_(kind, key, 6), offset, shape, stride, False, OrderedDict()))
-
-
-def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", compression) as archive:
-        for name, data in records.items():
-            archive.writestr(name, data)
-    return out.getvalue()
-
-
-def shard(state: object, **records: bytes) -> bytes:
-    content = io.BytesIO()
-    Pickler(content, 2).dump(state)
-    files = {"data.pkl": content.getvalue(), "byteorder": b"little", "data/0": bytes(24), **records}
-    return zipped({f"archive/{name}": data for name, data in files.items()})
-
-
-def without_crc(content: bytes) -> bytes:
-    """As a trainer with ``torch.serialization.set_crc32_options(False)`` writes it."""
-    changed = bytearray(content)
-    at = -1
-    while (at := changed.find(b"PK\1\2", at + 1)) >= 0:
-        changed[at + 16 : at + 20] = bytes(4)
-    return bytes(changed)
 
 
 def read(folder: Path, content: bytes) -> dict[str, Any]:
@@ -301,7 +216,7 @@ def test_zips_of_another_kind_are_refused(tmp_path: Path) -> None:
         "more records than it says": broken(whole, end, 8, struct.pack("<2H", 2, 2)),
         "fewer records than it says": broken(whole, end, 8, struct.pack("<2H", 4, 4)),
         "overlaps": broken(whole, entry, 20, struct.pack("<2L", 2**20, 2**20)),
-        "no local header": broken(whole, entry, 42, struct.pack("<L", 1)),
+        "no local header": broken(whole, b"PK\3\4", 0, b"PK\3\3"),
         "another record": broken(whole, entry, 46, b"b"),
         "over 4 GiB": broken(whole, entry, 42, b"\xff" * 4),
         "no records": zipped({}),

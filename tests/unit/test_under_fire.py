@@ -22,7 +22,10 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.watch import Watcher
 from tests.jobs import Job, nothing
+from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
+
+pytestmark = pytest.mark.lagging
 
 
 def saved_with_a_nested_folder(job: Job, step: int) -> Save:
@@ -40,8 +43,10 @@ def publisher(job: Job, storage: Storage, epoch: Epoch) -> Publisher:
     return made
 
 
-def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(job: Job) -> None:
-    storage = RuledStorage()
+def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
+    job: Job, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
     old = publisher(job, storage, Epoch.take_over(storage, job.layout))
     old.publish(saved_with_a_nested_folder(job, 1))
     second = saved_with_a_nested_folder(job, 2)
@@ -63,12 +68,14 @@ def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(job:
     assert [name.partition("-")[0] for name in os.listdir(job.layout.epochs)] == ["2"]
 
 
-def test_a_kill_between_lease_folder_and_version_uses_up_no_sequence(job: Job) -> None:
+def test_a_kill_between_lease_folder_and_version_uses_up_no_sequence(
+    job: Job, hosts: Hosts
+) -> None:
     job.save(1)
     with job.daemon() as loop:
         loop.run_once()
     job.save(2)
-    job.storage = RuledStorage(refuse("rename", errno.EIO, where="published/v000002"))
+    job.storage = hosts.ruled(refuse("rename", errno.EIO, where="published/v000002"))
     with job.daemon() as loop:
         loop.run_once()
     assert job.layout.lease_folder(2).exists()
@@ -118,9 +125,11 @@ def fill(storage: RuledStorage) -> None:
         storage.rules.append(refuse(method, errno.ENOSPC))
 
 
-def test_a_full_disk_keeps_nothing_from_being_pruned(tmp_path: Path, clock: Clock) -> None:
-    storage = RuledStorage()
-    job = Job(tmp_path / "job", storage)
+def test_a_full_disk_keeps_nothing_from_being_pruned(
+    tmp_path: Path, clock: Clock, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = Job(tmp_path / "job", storage, hosts=hosts)
     with job.daemon(DaemonConfig(keep=1, prune_steps=False), clock=clock) as loop:
         for step in (1, 2):
             job.save(step)
@@ -146,7 +155,7 @@ def odd_tensor_name(layout: JobLayout) -> None:
 
 @pytest.mark.parametrize("what", ["odd name", "fault"])
 def test_whatever_is_wrong_with_one_save_the_next_one_is_served(
-    job: Job, clock: Clock, what: str
+    job: Job, clock: Clock, what: str, hosts: Hosts
 ) -> None:
     job.save(1, receipts=False)
     if what == "odd name":
@@ -156,7 +165,7 @@ def test_whatever_is_wrong_with_one_save_the_next_one_is_served(
         def break_down(*_: object) -> None:
             raise RuntimeError("half a surrogate \ud800, and a fault of ours")
 
-        job.storage = RuledStorage(once("create", break_down, where="v000001/"))
+        job.storage = hosts.ruled(once("create", break_down, where="v000001/"))
 
     def rounds(loop: Loop) -> None:
         for _ in range(3):

@@ -1,0 +1,144 @@
+"""The header of a safetensors file: building it, reading it strictly. Pure, and quick to import.
+
+Reading has two halves. :func:`read_fields` makes text into values, and its cost is not bounded by
+what the values are: for a file of somebody else it runs in a child process
+(:mod:`~syncd.checkpoint.isolated`). :func:`arrange` compares the values with the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from syncd.checkpoint.tensor_rules import (
+    ITEMSIZE,
+    METADATA,
+    TENSOR_LIMIT,
+    is_offset,
+    name_fault,
+    shape_of,
+    shown,
+)
+from syncd.protocol.errors import ShardFormatError
+
+#: The limit of the safetensors library itself.
+HEADER_LIMIT: Final = 100_000_000
+
+
+class Entry(NamedTuple):
+    """A tensor of a safetensors file.
+
+    ``begin`` and ``end`` are byte offsets: in the data section when a header is built, in the whole
+    file when one was read.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def header_bytes(entries: Iterable[Entry]) -> bytes:
+    """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
+
+    Padded with spaces so that the data section behind it starts at a multiple of 8.
+    """
+    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    for name, dtype, shape, begin, end in entries:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_fields(header: bytes, where: str) -> list[Entry]:
+    """The tensors that a header lists, by offsets in the data section.
+
+    Args:
+        header: the length and the JSON, as in the file.
+        where: the file, for the message.
+
+    Raises:
+        ShardFormatError: it is no JSON object of tensors.
+    """
+    try:
+        fields = json.loads(header[8:].decode(), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise broken(where, f"its header is not JSON ({shown(str(error))})") from None
+    if not isinstance(fields, dict) or not header.startswith(b"{", 8):
+        raise broken(where, "its header is not a JSON object")
+    metadata = fields.pop(METADATA, {})
+    # This header is published as it is, and other readers refuse other metadata.
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise broken(where, "its metadata is not text by name")
+    if len(fields) > TENSOR_LIMIT:
+        raise broken(where, f"it has {len(fields)} tensors, over the limit of {TENSOR_LIMIT}")
+    return [_field(name, field, where) for name, field in fields.items()]
+
+
+def _field(name: str, field: object, where: str) -> Entry:
+    match field:
+        case {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **rest} if not rest:
+            entry = checked_entry(name, dtype, shape, begin, end)
+            if entry is not None:
+                return entry
+    what = name_fault(name) or "has an unknown dtype, or a length of another shape"
+    raise broken(where, f"the entry of '{shown(name)}' {what}")
+
+
+def checked_entry(
+    name: object, dtype: object, shape: object, begin: object, end: object
+) -> Entry | None:
+    """An entry of these values, or None where they are not of the kinds that they must be."""
+    sizes = shape_of(shape)
+    if (
+        isinstance(name, str)
+        and name_fault(name) is None
+        and isinstance(dtype, str)
+        and dtype in ITEMSIZE
+        and sizes is not None
+        and is_offset(begin)
+        and is_offset(end)
+        and end - begin == math.prod(sizes) * ITEMSIZE[dtype]
+    ):
+        return Entry(name, dtype, sizes, begin, end)
+    return None
+
+
+def arrange(fields: Sequence[Entry], base: int, size: int, where: str) -> tuple[Entry, ...]:
+    """The entries in the order of their bytes, by offsets in the file, which they fill.
+
+    Args:
+        fields: as :func:`read_fields` read them.
+        base: where the data section begins.
+        size: of the whole file.
+        where: the file, for the message.
+
+    Raises:
+        ShardFormatError: they leave a gap, overlap, or end elsewhere than the file.
+    """
+    entries = [field._replace(begin=base + field.begin, end=base + field.end) for field in fields]
+    entries.sort(key=lambda entry: (entry.begin, entry.end))
+    at = base
+    for entry in entries:
+        if entry.begin != at:
+            raise broken(where, f"the bytes of '{shown(entry.name)}' leave a gap or overlap")
+        at = entry.end
+    if at != size:
+        raise broken(where, f"it has {size} bytes, its header says {at}")
+    return tuple(entries)
+
+
+def broken(where: str, what: str) -> ShardFormatError:
+    """The error of a file that is no safetensors file."""
+    return ShardFormatError(f"{where} is not a whole safetensors file: {what}; save it again")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("it has a name twice")
+    return found

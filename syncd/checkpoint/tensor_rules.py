@@ -1,0 +1,81 @@
+"""What a tensor's name, dtype and shape may be, whichever file says so. Pure, and quick to import.
+
+A file may be written by anyone. What passes here can be put into any header, record or message.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeGuard
+
+from syncd.checkpoint.placement import Shape
+
+#: torch's dtype name -> (safetensors' name, bytes an element). No others are merged or read.
+DTYPES: Final = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "float32": ("F32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float64": ("F64", 8),
+}
+#: safetensors' dtype name -> bytes an element.
+ITEMSIZE: Final = dict(DTYPES.values())
+#: The key under which safetensors keeps text about a file.
+METADATA: Final = "__metadata__"
+#: The most tensors in one file: ten times what the largest models have.
+TENSOR_LIMIT: Final = 1_000_000
+#: The most characters of a name.
+NAME_LIMIT: Final = 1000
+#: The most dimensions of a tensor or of a device mesh.
+DIMENSION_LIMIT: Final = 64
+#: Sizes and offsets are less: records, headers and system calls hold 63 bits.
+NUMBER_LIMIT: Final = 2**63
+
+
+def shape_of(value: object) -> Shape | None:
+    """A sequence of sizes as a tuple, or None where it is not one that a tensor can have."""
+    if not isinstance(value, tuple | list) or len(value) > DIMENSION_LIMIT:
+        return None
+    for size in value:  # not all(): this runs six times a tensor
+        if type(size) is not int or not 0 <= size < NUMBER_LIMIT:
+            return None
+    return tuple(value)
+
+
+def is_offset(value: object) -> TypeGuard[int]:
+    """Whether a value is a number of bytes or elements that a file can have."""
+    return type(value) is int and 0 <= value < NUMBER_LIMIT
+
+
+def name_fault(name: object) -> str | None:
+    """What is wrong with a tensor's name, as the rest of a sentence; None where nothing is."""
+    if not isinstance(name, str):
+        return "is a key that is not text"
+    if name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT and name != METADATA:
+        return None
+    if name == METADATA:
+        fault = "has the name of safetensors' own metadata"
+    elif len(name) > NAME_LIMIT:
+        fault = f"is a name of {len(name)} characters, over the limit of {NAME_LIMIT}"
+    elif any("\ud800" <= letter <= "\udfff" for letter in name):
+        fault = "is a key that is not text"  # a pickle, and JSON, can hold half a surrogate pair
+    else:
+        return None
+    return fault
+
+
+def shown(value: object, limit: int = 200) -> str:
+    """Text of a file, or the kind of what is no text, so that a message can hold it."""
+    if not isinstance(value, str):
+        return f"a {type(value).__name__}"
+    cut = value[:limit] + ("…" if len(value) > limit else "")
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)

@@ -1,0 +1,110 @@
+"""Every call of the seam may fail: once, or from then on. Nothing is lost, and work goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncd.protocol.errors import SyncdError
+from tests.crash.invariants import check, check_converged, look, restart
+from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.jobs import Job
+from tests.storages import Clock, FastStorage, RuledStorage
+
+CODES = (
+    errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EACCES, errno.EROFS, errno.EINTR,
+    errno.ETIMEDOUT,
+)  # fmt: skip
+#: How far apart the calls are that fail, one a run; 1 for every call.
+STRIDE = int(os.environ.get("SYNCD_STRIDE", "23"))
+#: How often whoever runs a process starts it again: the service, or the trainer's launcher.
+STARTS = 4
+
+
+class FailingStorage(RuledStorage):
+    """Refuses the k-th call, or all from there on, until it is mended."""
+
+    def __init__(self, call: int, code: int, *, on: bool) -> None:
+        super().__init__()
+        self.left = call
+        self.failed: list[str] = []
+        self._code = code
+        self._on = on
+
+    def _before(self, method: str, *given: Any) -> None:
+        if self.left <= 0 and not self._on:
+            return
+        self.left -= 1
+        if self.left <= 0:
+            self.failed.append(f"{method} {given[0]}")
+            raise OSError(self._code, os.strerror(self._code), str(given[0]))
+
+    def close(self, fd: int) -> None:
+        """A close that fails has closed all the same (close(2), "Dealing with error returns")."""
+        try:
+            super().close(fd)
+        except OSError:
+            os.close(fd)
+            raise
+
+    def release(self, fd: int) -> None:
+        os.close(fd)
+
+    def mend(self) -> None:
+        self.left, self._on = 0, False
+
+
+def work(job: Job, scenario: Scenario, storage: FailingStorage, clock: Clock) -> bool:
+    """Run it as a service would: what storage refuses is an error of ours or the system's."""
+    job.storage = storage
+    for start in range(STARTS):
+        if start == STARTS - 1:
+            storage.mend()
+        try:
+            scenario.act(job, clock)
+        except (OSError, SyncdError):
+            clock.advance(60)
+        else:
+            return True
+    return False
+
+
+def run(tmp_path: Path, scenario: Scenario, call: int, code: int, *, on: bool) -> bool:
+    """Fail one call, and see that nothing is lost; False where there are not so many."""
+    job = Job(tmp_path / "job")
+    scenario.prepare(job)
+    before = look(job, rewritten=scenario.rewritten)
+    storage, clock = FailingStorage(call, code, on=on), Clock()
+    try:
+        done = work(job, scenario, storage, clock)
+        check(job, before)
+        job.storage = FastStorage()
+        if not done:
+            scenario.again(job, clock)
+        restart(job, clock)
+        check_converged(job, before)
+    except BaseException as error:
+        error.add_note(f"{errno.errorcode[code]} of call {call} of {scenario}: {storage.failed}")
+        raise
+    finally:
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+    return bool(storage.failed)
+
+
+@pytest.mark.parametrize("on", [False, True], ids=["once", "on and on"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_whatever_call_fails_nothing_is_lost_and_work_goes_on(
+    tmp_path: Path, scenario: Scenario, on: bool
+) -> None:
+    number = call = 1
+    while run(tmp_path, scenario, call, CODES[number % len(CODES)], on=on):
+        number += 1
+        call += STRIDE
+    print(f"{number - 1} of {call} calls")
+    assert number > 2

@@ -1,0 +1,140 @@
+"""Shards made by hand, byte by byte where it matters, without torch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+class Named:
+    """Pickles as a bare global, as torch's classes and functions do, without importing them."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+
+class Built:
+    """Pickles as ``function(*args)``, or as an instance with a state."""
+
+    def __init__(self, function: Named, args: tuple[Any, ...], state: object = None) -> None:
+        self.function, self.args, self.state = function, args, state
+
+
+class Storage_(Built):  # noqa: N801 - beside the real Storage
+    """Pickles as torch's persistent id of a storage."""
+
+    def __init__(self, kind: str, key: str, numel: object) -> None:
+        self.pid = ("storage", Named("torch", kind), key, "cuda:3", numel)
+
+
+class Pickler(pickle._Pickler):  # type: ignore[misc, name-defined]
+    def persistent_id(self, value: object) -> object:
+        return value.pid if isinstance(value, Storage_) else None
+
+    def save_named(self, value: Named) -> None:
+        self.write(b"c" + f"{value.module}\n{value.name}\n".encode())
+
+    def save_built(self, value: Built) -> None:
+        self.save_reduce(_Caller(value.function), value.args, value.state)
+
+    dispatch = pickle._Pickler.dispatch | {Named: save_named, Built: save_built}  # type: ignore[attr-defined]
+
+
+class _Caller(Named):
+    """``save_reduce`` insists that the function can be called."""
+
+    def __init__(self, named: Named) -> None:
+        super().__init__(named.module, named.name)
+
+    def __call__(self) -> None:
+        raise AssertionError
+
+
+Pickler.dispatch[_Caller] = Pickler.save_named
+
+
+def tensor(
+    shape: tuple[int, ...] = (2, 3),
+    stride: tuple[int, ...] = (3, 1),
+    *,
+    offset: object = 0,
+    kind: str = "FloatStorage",
+    key: str = "0",
+) -> Built:
+    rebuild = Named("torch._utils", "_rebuild_tensor_v2")
+    return Built(rebuild, (Storage_(kind, key, 6), offset, shape, stride, False, OrderedDict()))
+
+
+def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return out.getvalue()
+
+
+def shard(state: object, **records: bytes) -> bytes:
+    content = io.BytesIO()
+    Pickler(content, 2).dump(state)
+    files = {"data.pkl": content.getvalue(), "byteorder": b"little", "data/0": bytes(24), **records}
+    return zipped({f"archive/{name}": data for name, data in files.items()})
+
+
+def without_crc(content: bytes) -> bytes:
+    """As a trainer with ``torch.serialization.set_crc32_options(False)`` writes it."""
+    changed = bytearray(content)
+    at = -1
+    while (at := changed.find(b"PK\1\2", at + 1)) >= 0:
+        changed[at + 16 : at + 20] = bytes(4)
+    return bytes(changed)
+
+
+def pickled(data: bytes, **records: bytes) -> bytes:
+    """A shard with these bytes as its pickle."""
+    return shard({}, **{"data.pkl": data, **records})
+
+
+@dataclass
+class Entry:
+    """A record of a zip, and what its two headers say of it; None stands for the truth."""
+
+    name: bytes
+    data: bytes = b""
+    offset: int | None = None
+    size: int | None = None
+    crc: int | None = None
+    flags: int = 0
+    method: int = 0
+    extra: bytes = b""
+    local_name: bytes | None = None
+    local_flags: int = 0
+    local_method: int = 0
+    local_size: int | None = None
+
+
+def zip_of(entries: Iterable[Entry], *, count: int | None = None, behind: bytes = b"") -> bytes:
+    """A zip whose headers say what they are told to say."""
+    out, directory, number = bytearray(), bytearray(), 0
+    for number, entry in enumerate(entries, 1):  # noqa: B007 - the last one counts them
+        at = len(out) if entry.offset is None else entry.offset
+        name = entry.name if entry.local_name is None else entry.local_name
+        size = len(entry.data) if entry.size is None else entry.size
+        told = len(entry.data) if entry.local_size is None else entry.local_size
+        crc = zlib.crc32(entry.data) if entry.crc is None else entry.crc
+        flags, method = entry.local_flags, entry.local_method
+        out += struct.pack("<4s5H3L2H", b"PK\3\4", 20, flags, method, 0, 0, crc, told, told,
+                           len(name), 0) + name + entry.data  # fmt: skip
+        names, extras = len(entry.name), len(entry.extra)
+        directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 20, 20, entry.flags, entry.method, 0, 0,
+                                 crc, size, size, names, extras, 0, 0, 0, 0, at)  # fmt: skip
+        directory += entry.name + entry.extra
+    told = number if count is None else count
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, told, told, len(directory), len(out), 0)
+    return bytes(out + directory + behind + end)

@@ -1,0 +1,460 @@
+"""Files that were made to do harm: each is refused by name, and nothing in it ever runs."""
+
+from __future__ import annotations
+
+import copyreg
+import struct
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncd.checkpoint.isolated import IsolatedParser
+from syncd.checkpoint.placement import Local
+from syncd.checkpoint.shard_file import ReadPieces, ShardFile, Unmergeable
+from syncd.protocol.errors import PlacementError, ShardFormatError
+from syncd.storage.fsio import Storage
+from tests.jobs import nothing
+from tests.shards import Built, Entry, Named, pickled, shard, tensor, zip_of, zipped
+
+STORAGE = Storage(durable=False)
+SYSTEM = b"cposix\nsystem\n"
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[IsolatedParser]:
+    with IsolatedParser(cancel=nothing) as parser:
+        yield parser
+
+
+def refused(
+    folder: Path, content: bytes, *, parse: ReadPieces | None = None, match: str = "."
+) -> str:
+    """What is said of a file, in this process or in a child."""
+    path = folder / "shard.pt"
+    path.write_bytes(content)
+    with pytest.raises((ShardFormatError, PlacementError), match=match) as caught:
+        read(path, parse)
+    said = str(caught.value)
+    assert said.startswith(str(path))
+    assert len(said) < 1500 + len(str(path))
+    return said
+
+
+def read(path: Path, parse: ReadPieces | None = None) -> Mapping[str, Local | Unmergeable]:
+    with ShardFile.open(STORAGE, path) as opened:
+        return opened.tensors(parse=parse) if parse else opened.tensors()
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<L", len(value.encode())) + value.encode()
+
+
+# -- zips --------------------------------------------------------------------------------------
+
+PKL = Entry(b"a/data.pkl", b"}.")
+END64 = struct.Struct("<4sQ2H2L4Q")
+
+
+def end64(count: int, length: int, offset: int, at: int) -> bytes:
+    """A zip64 end record and its locator, said to be at ``at``."""
+    record = END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, offset)
+    return record + struct.pack("<4sLQL", b"PK\6\7", 0, at, 1)
+
+
+def extra64(*values: int) -> bytes:
+    return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
+
+
+PLAIN = zip_of([PKL])
+DIRECTORY_AT = PLAIN.index(b"PK\1\2")
+DIRECTORY_SIZE = len(PLAIN) - 22 - DIRECTORY_AT
+
+
+def test_a_plain_zip_by_hand_is_read(tmp_path: Path) -> None:
+    (tmp_path / "shard.pt").write_bytes(PLAIN)
+    assert read(tmp_path / "shard.pt") == {}
+    whole = zip_of([PKL], behind=end64(1, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22))
+    (tmp_path / "shard.pt").write_bytes(whole)
+    assert read(tmp_path / "shard.pt") == {}
+
+
+LIES = {
+    "same bytes": (zip_of([PKL, Entry(b"a/data/0", offset=0)]), "overlaps another"),
+    "inside another": (
+        zip_of([Entry(b"a/data.pkl", PLAIN), Entry(b"a/x", offset=40)]),
+        "overlaps another",
+    ),
+    "behind the directory": (zip_of([PKL, Entry(b"a/x", offset=200)]), "outside the file"),
+    "at the end of the numbers": (
+        zip_of([PKL, Entry(b"a/x", offset=2**32 - 2)]),
+        "outside the file",
+    ),
+    "larger than the file": (zip_of([Entry(b"a/data.pkl", b"}.", size=99)]), "overlaps"),
+    "larger by one": (zip_of([Entry(b"a/x", b"}.", size=3), PKL]), "overlaps"),
+    "compressed": (zip_of([Entry(b"a/data.pkl", b"}.", method=8)]), "compressed"),
+    "encrypted": (zip_of([Entry(b"a/data.pkl", b"}.", flags=1)]), "encrypted"),
+    "twice": (zip_of([PKL, PKL]), "is there twice"),
+    "in a second folder": (zip_of([PKL, Entry(b"b/data.pkl", b"}.")]), "in another folder"),
+    "without a folder": (zip_of([Entry(b"data.pkl", b"}.")]), "in another folder"),
+    "not in UTF-8": (zip_of([PKL, Entry(b"a/\xff")]), "not named in UTF-8"),
+    "locally another": (
+        zip_of([Entry(b"a/data.pkl", b"}.", local_name=b"a/data.pk1")]),
+        "header of another record",
+    ),
+    "locally shorter": (
+        zip_of([Entry(b"a/data.pkl", b"}.", local_size=1)]),
+        "header of another record",
+    ),
+    "locally compressed": (
+        zip_of([Entry(b"a/data.pkl", b"}.", local_method=8)]),
+        "header of another record",
+    ),
+    "locally encrypted": (
+        zip_of([Entry(b"a/data.pkl", b"}.", local_flags=1)]),
+        "header of another record",
+    ),
+    "fewer than said": (zip_of([PKL], count=2), "fewer records than it says"),
+    "more than said": (zip_of([PKL, PKL], count=1), "more records than it says"),
+    "a name beyond the end": (
+        PLAIN.replace(struct.pack("<3H", 10, 0, 0), struct.pack("<3H", 99, 0, 0)),
+        "ends inside a record|header of another",
+    ),
+    "zip64, another count": (
+        zip_of([PKL], behind=end64(2, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22)),
+        "two zip directories that disagree",
+    ),
+    "zip64, elsewhere": (
+        zip_of([PKL], behind=end64(1, DIRECTORY_SIZE, DIRECTORY_AT, 2**64 - 1)),
+        "points nowhere",
+    ),
+    "zip64, a length past 64 bits": (
+        zip_of([PKL], behind=end64(1, 2**64 - 1, DIRECTORY_AT, len(PLAIN) - 22)),
+        "disagree",
+    ),
+    "zip64, no value": (
+        zip_of([Entry(b"a/data.pkl", b"}.", offset=2**32 - 1)]),
+        "without its zip64 field",
+    ),
+    "zip64, fewer values than needed": (
+        zip_of([Entry(b"a/x", size=2**32 - 1, offset=2**32 - 1, extra=extra64(2))]),
+        "without its zip64 field",
+    ),
+    "zip64, past all files": (
+        zip_of([Entry(b"a/x", offset=2**32 - 1, extra=extra64(2**64 - 1))]),
+        "outside the file",
+    ),
+    "zip64, a field longer than the extra": (
+        zip_of([Entry(b"a/x", offset=2**32 - 1, extra=b"\1\0\xff\xff")]),
+        "without its zip64 field",
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_zip_that_lies_is_refused(tmp_path: Path, lie: str) -> None:
+    content, match = LIES[lie]
+    refused(tmp_path, content, match=match)
+
+
+def test_millions_of_records_are_refused_before_one_is_read(tmp_path: Path) -> None:
+    huge = end64(2_000_000, DIRECTORY_SIZE, DIRECTORY_AT, len(PLAIN) - 22)
+    content = zip_of([PKL], count=0xFFFF, behind=huge)
+    refused(tmp_path, content, match="2000000 records, over limits")
+
+
+def test_a_hundred_thousand_records_in_one_place_are_refused(tmp_path: Path) -> None:
+    same = PLAIN[DIRECTORY_AT:-22]
+    count = 100_000
+    directory = same * count
+    at = DIRECTORY_AT + len(directory)
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 65535, 65535, len(directory), DIRECTORY_AT, 0)
+    whole = PLAIN[:DIRECTORY_AT] + directory + end64(count, len(directory), DIRECTORY_AT, at) + end
+    refused(tmp_path, whole, match="overlaps another")
+
+
+def test_a_pickle_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    size = 256 * 1024 * 1024 + 1
+    content = zip_of([Entry(b"a/data.pkl", b"}.", size=size, local_size=size)])
+    at = content.index(b"PK\1\2")
+    directory = content[at:-22]
+    with (tmp_path / "shard.pt").open("wb") as file:
+        file.write(content[: at - 2])
+        file.seek(at - 2 + size)  # a hole
+        end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1, 1, len(directory), at - 2 + size, 0)
+        file.write(directory + end)
+    with pytest.raises(ShardFormatError, match="over 256 MiB"):
+        read(tmp_path / "shard.pt")
+
+
+# -- code --------------------------------------------------------------------------------------
+
+
+def payloads(command: bytes) -> dict[str, bytes]:
+    """Every way to a callable, each with ``command`` to run."""
+    size = b"ctorch\nSize\n"
+    mesh = b"ctorch.distributed.device_mesh\nDeviceMesh\n"
+    ways = {
+        "GLOBAL REDUCE": SYSTEM + command + b"\x85R",
+        "STACK_GLOBAL": text("posix") + text("system") + b"\x93" + command + b"\x85R",
+        "STACK_GLOBAL, dotted": text("torch") + text("os.system") + b"\x93" + command + b"\x85R",
+        "STACK_GLOBAL of no text": b"K\1K\2\x93" + command + b"\x85R",
+        "INST": b"(" + command + b"iposix\nsystem\n",
+        "OBJ": b"(" + SYSTEM + command + b"o",
+        "NEWOBJ": SYSTEM + command + b"\x85\x81",
+        "NEWOBJ of a callable of ours": size + command + b"\x85\x81",
+        "NEWOBJ_EX": SYSTEM + command + b"\x85}\x92",
+        "NEWOBJ_EX with keywords": mesh + b")}" + text("cls") + command + b"s\x92",
+        "EXT1": b"\x82\xf0" + command + b"\x85R",
+        "EXT2": b"\x83\xf0\xf0" + command + b"\x85R",
+        "EXT4": b"\x84\xf0\xf0\xf0\x70" + command + b"\x85R",
+        "PERSID": b"Pposix.system\n" + command + b"\x85R",
+        "BINPERSID": b"(" + text("storage") + SYSTEM + command + b"K\1K\1tQ",
+        "BINPERSID of text": text("posix.system") + b"Q" + command + b"\x85R",
+        "REDUCE of a result": size + b")R" + command + b"\x85R",
+        "getattr": b"cbuiltins\ngetattr\n" + SYSTEM + text("__call__") + b"\x86R",
+        "getattr of ours": (
+            b"cbuiltins\ngetattr\n" + size + text("__init__") + b"\x86R" + command + b"\x85R"
+        ),
+        "BUILD a class": mesh + b"}" + text("__reduce__") + command + b"sb",
+        "BUILD its slots": mesh + b")\x81N}" + text("args") + SYSTEM + b"s\x86b",
+        "BUILD __setstate__": mesh + b")\x81}" + text("__setstate__") + SYSTEM + b"sb" + b"}b",
+        "BUILD a dtype": b"ctorch\nbfloat16\nN}" + text("name") + command + b"s\x86b",
+        "BUILD a dict": b"}}" + text("__class__") + SYSTEM + b"sb",
+        "BUILD a callable": b"ctorch\nSize\n}" + text("_function") + SYSTEM + b"sb",
+        "APPEND to a class": mesh + command + b"a",
+        "SETITEM on a class": mesh + command + SYSTEM + b"s",
+        "ADDITEMS on a class": mesh + b"(" + command + b"\x90",
+        "NEXT_BUFFER": b"\x97" + command + b"\x85R",
+        "READONLY_BUFFER": b"}\x98" + command + b"\x85R",
+        "READONLY_BUFFER that grows": (
+            b"\x96" + bytes(8) + b"q\0h\0\x98q\1h\0(K\1K\2e" + command + b"\x85R"
+        ),
+        "a FRAME that lies": b"\x95" + b"\xff" * 8 + SYSTEM + command + b"\x85R",
+        "a short FRAME": b"\x95" + struct.pack("<Q", 3) + SYSTEM + command + b"\x85R",
+    }
+    return {
+        f"{name}, protocol {protocol}": b"\x80" + bytes([protocol]) + b"}" + text("w") + way + b"s."
+        for name, way in ways.items()
+        for protocol in range(6)
+    }
+
+
+def test_nothing_ever_runs_whichever_opcode_asks_for_it(
+    tmp_path: Path, child: IsolatedParser
+) -> None:
+    ran = tmp_path / "ran"
+    codes = (0xF0, 0xF0F0, 0x70F0F0F0)
+    for number, code in enumerate(codes):  # as a library that is imported might
+        copyreg.add_extension("posix", f"{'system'[: 6 - number]}", code)
+    try:
+        for name, payload in payloads(text(f"touch {ran}")).items():
+            said = refused(tmp_path, pickled(payload))
+            asked = refused(tmp_path, pickled(payload), parse=child.read_pieces)
+            assert not ran.exists(), name
+            if "posix.system, refused" in said and "EXT" not in name:
+                assert asked == said
+            if name.startswith(("GLOBAL", "INST", "OBJ", "NEWOBJ,", "NEWOBJ_EX,", "EXT1", "BINP")):
+                assert "posix.system, refused" in said or "of text" in name, (name, said)
+    finally:
+        for number, code in enumerate(codes):
+            copyreg.remove_extension("posix", f"{'system'[: 6 - number]}", code)
+
+
+# -- tensors that cannot be --------------------------------------------------------------------
+
+
+NAMES: dict[str, tuple[object, str]] = {
+    "half a pair": ("\ud800", "key that is not text"),
+    "a million characters": ("x" * 1_000_000, "name of 1000000 characters"),
+    "NUL": ("a\0b", "control characters"),
+    "a newline": ("a\nb", "control characters"),
+    "an escape sequence": ("a\x1b[2J", "control characters"),
+    "of the format": ("__metadata__", "own metadata"),
+    "a huge number": (10**5000, "an? int is a key that is not text"),
+    "a tuple": (("a",) * 1000, "a tuple is a key that is not text"),
+}
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_name_that_no_file_should_hold_is_refused(
+    tmp_path: Path, child: IsolatedParser, kind: str
+) -> None:
+    name, match = NAMES[kind]
+    content = shard({name: tensor()})
+    said = refused(tmp_path, content, match=match)
+    assert refused(tmp_path, content, parse=child.read_pieces) == said
+    assert said.isprintable()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../up", "模型", "é" * 1000])
+def test_a_name_that_a_file_can_hold_is_read(
+    tmp_path: Path, child: IsolatedParser, name: str
+) -> None:
+    (tmp_path / "shard.pt").write_bytes(shard({name: tensor()}))
+    assert list(read(tmp_path / "shard.pt")) == [name]
+    assert list(read(tmp_path / "shard.pt", child.read_pieces)) == [name]
+
+
+def dtensor(
+    local: object = None,
+    shape: object = (2, 3),
+    mesh: object = None,
+    placements: object = (),
+    state: object = None,
+) -> Built:
+    given = {"_coordinate_on_dim": (), "_layout": None, "mesh": tensor((), ())}
+    device_mesh = Built(
+        Named("torch.distributed.device_mesh", "DeviceMesh"), (), given if mesh is None else mesh
+    )
+    spec = Built(
+        Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
+        (),
+        {"mesh": device_mesh, "placements": placements},
+    )
+    return Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Named("torch._utils", "_rebuild_wrapper_subclass"),
+            Named("torch.distributed.tensor", "DTensor"),
+            (None, None, shape),
+            {"_local_tensor": local or tensor(), "_spec": spec} if state is None else state,
+        ),
+    )
+
+
+def on_mesh(**layout: object) -> Built:
+    flat = Built(Named("torch.distributed._mesh_layout", "_MeshLayout"), (), layout)
+    return dtensor(mesh={"_coordinate_on_dim": (0,), "_layout": flat}, placements=(None,))
+
+
+def placed(value: object) -> Built:
+    mesh = {"_coordinate_on_dim": (0,), "mesh": tensor((4,), (1,))}
+    return dtensor(mesh=mesh, placements=(value,))
+
+
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+LOOP: dict[Any, Any] = {}
+LOOP["state"] = LOOP
+DEEP: Any = ()
+for _ in range(400):  # as deep as python's own pickler goes; deeper ones are written by hand
+    DEEP = (DEEP,)
+MANY = tuple(range(1, 100_000))
+HUGE = 10**5000
+
+IMPOSSIBLE: dict[str, object] = {
+    "a size of 2**63": tensor((2**63,), (1,)),
+    "a size of thousands of digits": tensor((HUGE,), (1,)),
+    "a stride of thousands of digits": tensor((2, 3), (HUGE, 1)),
+    "a negative size": tensor((-1, 3), (3, 1)),
+    "a size that is a bool": tensor((True, 3), (3, 1)),
+    "a size that is a float": tensor((2.0, 3), (3, 1)),  # type: ignore[arg-type]
+    "many dimensions": tensor((1,) * 100_000, (1,) * 100_000),
+    "more bytes than numbers": tensor((2**62, 2**62, 2**62), (2**124, 2**62, 1)),
+    "a shape in itself": tensor(ITSELF, (1,)),  # type: ignore[arg-type]
+    "an offset of 2**63": tensor(offset=2**63),
+    "an offset past the record": tensor(offset=2**62),
+    "an offset of thousands of digits": tensor(offset=HUGE),
+    "an offset that is text": tensor(offset="0"),
+    "a storage of a strange name": tensor(key="0\n"),
+    "a storage of a long name": tensor(key="0" * 100_000),
+    "a storage of no text": tensor(key="\ud800"),
+    "a list in itself": ITSELF,
+    "a dict in itself": LOOP,
+    "a deep tuple": DEEP,
+    "a number": HUGE,
+    "a DTensor of no state": dtensor(state={"_spec": None}),
+    "a DTensor of a state in itself": dtensor(state=LOOP),
+    "a DTensor of a huge shape": dtensor(shape=(2**63,)),
+    "a DTensor of many dimensions": dtensor(shape=(1,) * 100_000),
+    "a mesh in itself": on_mesh(shape=(ITSELF,)),
+    "a mesh of many ranks": on_mesh(sizes=(MANY,)),
+    "a mesh of many dimensions": on_mesh(axes=MANY),
+    "a mesh of deep tuples": on_mesh(sizes=(DEEP,)),
+    "a mesh of a huge size": on_mesh(sizes=HUGE),
+    "a mesh of nothing": on_mesh(),
+    "a tensor that is given attributes": Built(
+        Named("torch._utils", "_rebuild_tensor_v2"), tensor().args, {"dtype": {}}
+    ),
+    "a tensor that is given a list": Built(
+        Named("torch._utils", "_rebuild_tensor_v2"), tensor().args, [1, {}, 3, 4, 5]
+    ),
+    "a type of nothing": Built(Named("torch._tensor", "_rebuild_from_type_v2"), (1, 2, 3, 4)),
+    "too few arguments": Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (1, Named("torch.distributed.tensor", "DTensor"), (), {}),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_a_tensor_that_cannot_be_is_refused_in_few_words(
+    tmp_path: Path, child: IsolatedParser, kind: str
+) -> None:
+    content = shard({"weight": IMPOSSIBLE[kind]})
+    said = refused(tmp_path, content)
+    assert refused(tmp_path, content, parse=child.read_pieces) == said
+
+
+STRANGE = dict(
+    enumerate(
+        [
+            HUGE,
+            DEEP,
+            Built(Named("torch.distributed.tensor.placement_types", "Shard"), (HUGE,)),
+            Built(
+                Named("torch.distributed.tensor.placement_types", "Partial"), (HUGE, "x\n" * 9999)
+            ),
+            Built(
+                Named("torch.distributed.tensor.placement_types", "Partial"), (), {HUGE: "\ud800"}
+            ),
+            Built(Named("torch.distributed.tensor.placement_types", "Partial"), MANY),
+        ]
+    )
+)
+
+
+@pytest.mark.parametrize("number", STRANGE)
+def test_a_placement_of_any_kind_is_told_in_few_words(
+    tmp_path: Path, child: IsolatedParser, number: int
+) -> None:
+    (tmp_path / "shard.pt").write_bytes(shard({"weight": placed(STRANGE[number])}))
+    found = read(tmp_path / "shard.pt")
+    assert read(tmp_path / "shard.pt", child.read_pieces) == found
+    weight = found["weight"]
+    assert isinstance(weight, Local)
+    assert weight.layout is not None
+    assert len(str(weight.layout.placements[0])) <= 200
+    assert str(weight.layout.placements[0]).isprintable()
+
+
+@pytest.mark.parametrize("opening", [b"(", b"]", b"\x85", b"}K\0"])
+def test_deep_nesting_is_refused(tmp_path: Path, child: IsolatedParser, opening: bytes) -> None:
+    depth = 10_000
+    closing = {b"(": b"t", b"]": b"a", b"\x85": b"", b"}K\0": b"s"}[opening]
+    inner = b")" if opening == b"\x85" else b"N"
+    value = inner + opening * depth if opening == b"\x85" else opening * depth + inner
+    content = pickled(b"\x80\x02}" + text("w") + value + closing * depth + b"s.")
+    said = refused(tmp_path, content, match="not a tensor")
+    assert refused(tmp_path, content, parse=child.read_pieces) == said
+
+
+def test_more_tensors_than_there_can_be_are_refused(tmp_path: Path) -> None:
+    items = b"".join(b"J" + struct.pack("<L", number) + b"N" for number in range(1_000_001))
+    content = pickled(b"\x80\x02}(" + items + b"u.")
+    refused(tmp_path, content, match="has 1000001 tensors, over the limit")
+
+
+def test_a_record_that_two_tensors_share_is_read_for_both(tmp_path: Path) -> None:
+    (tmp_path / "shard.pt").write_bytes(
+        shard(OrderedDict(a=tensor(), b=tensor((3,), (1,), offset=3)))
+    )
+    assert [local.nbytes for local in read(tmp_path / "shard.pt").values()] == [24, 12]  # type: ignore[union-attr]
+
+
+def test_no_pickle_at_all_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"\x80", b".", b"\x80\x06}.", b"N.", b"}", b"\xff" * 99):
+        refused(tmp_path, zipped({"a/data.pkl": content}))

@@ -1,0 +1,439 @@
+"""Reading in a child process: what it cannot do to this one, and who is to blame for what."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncd.checkpoint import wire
+from syncd.checkpoint.isolated import IsolatedParser, Limits
+from syncd.checkpoint.pieces import Piece, read_pieces
+from syncd.checkpoint.placement import Unmergeable
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import read_fields
+from syncd.checkpoint.save import look_at_save, open_save
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
+from syncd.protocol.layout import shard_name
+from syncd.protocol.records import Quarantine, parse
+from syncd.storage.fsio import Storage
+from tests.jobs import Job, nothing, weights
+from tests.shards import pickled, shard
+from tests.storages import Clock
+
+STORAGE = Storage(durable=False)
+FIXTURES = sorted((Path(__file__).resolve().parents[1] / "fixtures").glob("*/*/model_*.pt"))
+MIB = 1024 * 1024
+
+
+def children() -> set[int]:
+    """The processes that this one has started and not waited for."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        found.update(map(int, (task / "children").read_text().split()))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = children(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert (children(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.fixture
+def child() -> Iterator[IsolatedParser]:
+    with IsolatedParser(cancel=nothing, limits=Limits(cpu_seconds=1)) as parser:
+        yield parser
+
+
+# -- the same as here --------------------------------------------------------------------------
+
+
+def test_a_child_reads_what_this_process_reads(child: IsolatedParser) -> None:
+    assert FIXTURES
+    for path in FIXTURES:
+        with ShardFile.open(STORAGE, path) as here, ShardFile.open(STORAGE, path) as there:
+            assert list(there.tensors(parse=child.read_pieces).items()) == list(
+                here.tensors().items()
+            )
+    pid = child.pid
+    header = weights(1.0, 2.0, name="模型")[:-8]
+    assert child.read_fields(header, "x") == read_fields(header, "x")
+    assert child.pid == pid
+
+
+def test_every_kind_of_piece_comes_back_as_it_was() -> None:
+    for path in FIXTURES:
+        with ShardFile.open(STORAGE, path) as opened:
+            pieces = read_pieces(opened._pickle(), "x", intact=True)
+        pieces |= {"ünmergeable": Unmergeable("is of a kind")}
+        frames = b"".join(wire.frames(wire.piece_row(*item) for item in pieces.items()))
+        rows = []
+        while frames:
+            tag, length = wire.FRAME.unpack_from(frames)
+            rows += wire.read_rows(frames[5 : 5 + length]) if tag == wire.ROWS else []
+            frames = frames[5 + length :]
+        known: dict[Any, Any] = {}
+        assert dict(wire.read_piece(row, known) for row in rows) == pieces
+
+
+def test_as_many_tensors_as_a_large_model_has_are_read_within_the_limits(tmp_path: Path) -> None:
+    rebuild = (
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nFloatStorage\n"
+        b"X\1\0\0\x000X\3\0\0\0cpuK\6tQK\0K\2\x85K\1\x85\x89ccollections\nOrderedDict\n)RtR"
+    )
+    names = [f"model.layers.{n}.mlp.experts.gate_proj.weight".encode() for n in range(20_000)]
+    items = b"".join(b"X" + struct.pack("<L", len(name)) + name + rebuild for name in names)
+    (tmp_path / "shard.pt").write_bytes(pickled(b"\x80\x02}(" + items + b"u."))
+    with IsolatedParser(cancel=nothing) as child:
+        for _ in range(2):
+            with ShardFile.open(STORAGE, tmp_path / "shard.pt") as opened:
+                assert len(opened.tensors(parse=child.read_pieces)) == 20_000
+
+
+# -- bombs -------------------------------------------------------------------------------------
+
+#: A dict of 10,000 numbers, then copies of it, a few bytes each.
+COPIES = (
+    b"\x80\x02ccollections\nOrderedDict\nq\0}("
+    + b"".join(b"M" + struct.pack("<H", number) + b"N" for number in range(10_000))
+    + b"uq\1]("
+    + b"h\0h\1\x85R" * 10_000
+    + b"e."
+)
+BOMBS = {
+    # A tuple of itself twice, and that again, as a key: its hash visits 2 ** 60 of them.
+    "doubling": (
+        b"\x80\x02}" + b")" + b"q\0h\0\x86" * 60 + b"Ns.",
+        "more than 1 s of processor time",
+    ),
+    "copies": (COPIES, "more memory to read than 256 MiB"),
+    "a memo index": (b"\x80\x02}r\xff\xff\xff\xff.", "more memory|cannot be read"),
+    "BINBYTES8": (b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b".", "more memory|cannot be read"),
+    "BYTEARRAY8": (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "more memory|cannot be read"),
+    "BINUNICODE8": (b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b".", "cannot be read"),
+    "LONG4": (b"\x80\x02\x8b\xff\xff\xff\x7f.", "cannot be read"),
+    "LONG4, negative": (b"\x80\x02\x8b\xff\xff\xff\xff.", "cannot be read"),
+    "LONG of digits": (b"L" + b"9" * 100_000 + b"L\n.", "cannot be read"),
+    "FRAME": (b"\x80\x04\x95" + b"\xff" * 8 + b".", "cannot be read"),
+    # Its hash goes down a million tuples on the stack.
+    "deep": (b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.", "SIGSEGV|more memory"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_bomb_is_an_error_that_names_the_file_and_the_next_is_read(
+    child: IsolatedParser, kind: str
+) -> None:
+    data, match = BOMBS[kind]
+    with pytest.raises(ShardFormatError, match=match) as caught:
+        child.read_pieces(data, "/job/shard.pt", intact=True)
+    assert str(caught.value).startswith("/job/shard.pt")
+    assert "save it again" in str(caught.value)
+    assert child.read_pieces(b"\x80\x02}.", "next", intact=True) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b'{"a":' * 100_000, b"[" * 1_000_000, b'{"a": ' + b"9" * 10_000 + b"}", b"\xff", b"{}]"],
+)
+def test_a_header_that_is_a_bomb_is_an_error(child: IsolatedParser, text: bytes) -> None:
+    header = len(text).to_bytes(8, "little") + text
+    with pytest.raises(ShardFormatError, match=r"^/job/model.safetensors is not a whole"):
+        child.read_fields(header, "/job/model.safetensors")
+
+
+def test_a_header_that_takes_too_much_memory_is_an_error() -> None:
+    text = b'{"__metadata__":[' + b"[]," * 300_000 + b"0]}"
+    header = len(text).to_bytes(8, "little") + text
+    limits = Limits(memory=2 * MIB, memory_factor=2)
+    with (
+        IsolatedParser(cancel=nothing, limits=limits) as child,
+        pytest.raises(ShardFormatError, match="its header takes more memory to read than 2 MiB"),
+    ):
+        child.read_fields(header, "/job/model.safetensors")
+
+
+def test_the_child_is_confined_and_each_file_has_its_own_time(child: IsolatedParser) -> None:
+    text = b"}." + bytes(MIB)
+    spent = []
+    for _ in range(2):
+        child.read_pieces(text, "x", intact=True)
+        told = Path(f"/proc/{child.pid}/limits").read_text().splitlines()
+        limits = {line[:26].strip(): line[26:].split()[:2] for line in told[1:]}
+        user, system = map(int, Path(f"/proc/{child.pid}/stat").read_text().split()[13:15])
+        spent.append((user + system) / os.sysconf("SC_CLK_TCK"))
+        soft, hard = limits["Max cpu time"]
+        assert int(soft) <= spent[-1] + 1 + 1  # for this file, and the second that has begun
+        soft, hard = map(int, limits["Max address space"])
+        assert 256 * MIB + 32 * len(text) <= soft <= 512 * MIB + 32 * len(text)
+        assert hard <= 4096 * MIB + 512 * MIB
+        for nothing_of in ("Max core file size", "Max file size", "Max processes"):
+            assert limits[nothing_of] == ["0", "0"]
+    opened = {os.readlink(entry) for entry in Path(f"/proc/{child.pid}/fd").iterdir()}
+    assert len(opened) == 3
+    assert "/dev/null" in opened
+    assert Path(f"/proc/{child.pid}/oom_score_adj").read_text() == "1000\n"
+
+
+def test_a_save_of_another_trainer_that_is_a_bomb_is_quarantined_and_the_next_published(
+    job: Job, clock: Clock
+) -> None:
+    actor = job.layout.actor(4)
+    actor.mkdir(parents=True)
+    job.put(actor / shard_name(1, 0), shard({}, **{"data.pkl": COPIES}))
+    job.point(4)
+    with job.daemon(clock=clock) as loop:
+        for _ in range(3):
+            loop.run_once()
+            clock.advance(2)
+        assert job.outcomes == {4: "quarantined"}
+        (record,) = job.layout.quarantine.iterdir()
+        reason = parse(Quarantine, record.read_bytes(), record).reason
+        assert reason.startswith(str(actor / shard_name(1, 0)))
+        assert "more memory" in reason
+        job.save(5, receipts=False)
+        for _ in range(3):
+            loop.run_once()
+            clock.advance(2)
+        assert job.latest.step == 5
+
+
+# -- who ends it -------------------------------------------------------------------------------
+
+
+def test_cancel_is_heard_while_the_child_works() -> None:
+    asked = []
+
+    def cancel() -> None:
+        asked.append(parser.pid)
+        if len(asked) > 5:
+            raise CancelledError("asked to stop")
+
+    with IsolatedParser(cancel=cancel) as parser:
+        with pytest.raises(CancelledError):
+            parser.read_pieces(BOMBS["doubling"][0], "x", intact=True)
+        assert parser.pid is None
+        assert not children() & {pid for pid in asked if pid}
+
+
+def test_the_child_ends_with_the_save_also_after_an_error(job: Job) -> None:
+    job.save(4, receipts=False)
+    save = look_at_save(job.storage, job.layout.actor(4), 4)
+    before = children()
+    with open_save(job.storage, job.layout.actor(4), save):
+        assert len(children() - before) == 1
+    assert children() == before
+    job.put(job.layout.actor(4) / "model.safetensors", b"\2\0\0\0\0\0\0\0[]")
+    with pytest.raises(CheckpointError), open_save(job.storage, job.layout.actor(4), save):
+        pass
+    assert children() == before
+
+
+def test_a_save_with_receipts_needs_no_child(job: Job) -> None:
+    job.save(4)
+    save = look_at_save(job.storage, job.layout.actor(4), 4)
+    before = children()
+    with open_save(job.storage, job.layout.actor(4), save):
+        assert children() == before
+
+
+def test_many_saves_are_read_at_a_time_by_many_threads() -> None:
+    found: list[object] = []
+
+    def run() -> None:
+        with IsolatedParser(cancel=nothing) as parser:
+            found.append(parser.read_pieces(b"\x80\x02}.", "x", intact=True))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{}] * 4
+
+
+def test_a_signal_to_the_whole_service_does_not_blame_the_file(child: IsolatedParser) -> None:
+    child.read_pieces(b"}.", "x", intact=True)
+    pid = child.pid
+    assert pid is not None
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(pid, number)
+    assert child.read_pieces(b"}.", "x", intact=True) == {}
+    assert child.pid == pid
+
+
+# -- a child that was taken over, and one that cannot live -------------------------------------
+
+
+def impostor(folder: Path, body: str) -> str:
+    """An interpreter that says something else."""
+    path = folder / "python"
+    path.write_text(f"#!{sys.executable} -IS\nimport os, signal, struct, sys, time\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def frame(tag: bytes, content: bytes = b"") -> bytes:
+    return wire.frame(tag, content)
+
+
+def rows(*given: object) -> bytes:
+    return frame(wire.ROWS, json.dumps(given).encode()) + frame(wire.DONE)
+
+
+GOOD: list[object] = ["w", "F32", [2], "0", 0, [[4], [2], [0], [0]]]
+
+
+def changed(at: int, value: object) -> bytes:
+    return rows([*GOOD[:at], value, *GOOD[at + 1 :]])
+
+
+RUBBISH = {
+    "no frame": b"\0" * 99,
+    "a frame over the limit": wire.FRAME.pack(wire.ROWS, 2**32 - 1),
+    "no JSON": frame(wire.ROWS, b"{"),
+    "deep JSON": frame(wire.ROWS, b"[" * 500_000),
+    "no list": frame(wire.ROWS, b"7"),
+    "no row": rows(7),
+    "an empty row": rows([]),
+    "a long row": rows([*GOOD, 1]),
+    "a name twice": rows(GOOD, GOOD),
+    "a name that is none": changed(0, "\ud800"),
+    "a name that is a number": changed(0, 7),
+    "a dtype that is none": changed(1, "F33"),
+    "a dtype that is a list": changed(1, []),
+    "a size that is a bool": changed(2, [True]),
+    "a size of 2**63": changed(2, [2**63]),
+    "a negative size": changed(2, [-1]),
+    "a size that is a float": changed(2, [2.0]),
+    "a shape of many dimensions": changed(2, [1] * 65),
+    "a long key": changed(3, "0" * 201),
+    "a negative offset": changed(4, -1),
+    "an offset that is text": changed(4, "0"),
+    "a layout that is text": changed(5, "abcd"),
+    "a layout that is 0": changed(5, 0),
+    "a layout of lists of lists": changed(5, [[[]], [[]], [[]], [[]]]),
+    "a layout of too few": changed(5, [[4], [2], [0]]),
+    "a layout that disagrees": changed(5, [[4], [2, 2], [0], [0]]),
+    "a rank out of its mesh": changed(5, [[4], [2], [2], [0]]),
+    "a placement that is a list": changed(5, [[4], [2], [0], [[]]]),
+    "a placement of a huge dimension": changed(5, [[4], [2], [0], [2**63]]),
+    "an error of no kind": frame(wire.FAILED, b'["SystemExit", "x"]'),
+    "an error of no text": frame(wire.FAILED, b'["ShardFormatError", 7]'),
+    "no error": frame(wire.FAILED, b"{}"),
+    "ready again": frame(wire.READY),
+}
+SPEAK = "os.write(1, {ready!r}); os.read(0, 99); os.write(1, {answer!r}); {then}"
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_an_answer_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, kind: str) -> None:
+    body = SPEAK.format(ready=frame(wire.READY), answer=RUBBISH[kind], then="os.read(0, 99)")
+    with (
+        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        pytest.raises(ShardFormatError, match=r"^/job/shard.pt: its data.pkl made the process"),
+    ):
+        child.read_pieces(b"}.", "/job/shard.pt", intact=True)
+
+
+def test_an_answer_as_it_should_be_is_taken(tmp_path: Path) -> None:
+    body = SPEAK.format(ready=frame(wire.READY), answer=rows(GOOD), then="os.read(0, 99)")
+    with IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child:
+        piece = child.read_pieces(b"}.", "x", intact=True)["w"]
+    assert isinstance(piece, Piece)
+    assert piece[:4] == ("F32", (2,), "0", 0)
+
+
+def test_an_entry_of_a_header_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    body = SPEAK.format(
+        ready=frame(wire.READY), answer=rows(["w", "F32", [2], 0, 9]), then="os.read(0, 99)"
+    )
+    (tmp_path / "model.safetensors").write_bytes(weights(1.0))
+    with (
+        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        pytest.raises(ShardFormatError, match="its header made the process"),
+    ):
+        SafetensorsFile.open(STORAGE, tmp_path / "model.safetensors", parse=child.read_fields)
+
+
+def test_what_a_child_says_of_a_file_cannot_leave_its_line(tmp_path: Path) -> None:
+    said = json.dumps(["ShardFormatError", "bad\n\x1b[2JERROR " + "x" * 1_000]).encode()
+    body = SPEAK.format(
+        ready=frame(wire.READY), answer=frame(wire.FAILED, said), then="os.read(0, 99)"
+    )
+    with (
+        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        pytest.raises(ShardFormatError) as caught,
+    ):
+        child.read_pieces(b"}.", "/job/shard.pt", intact=True)
+    assert str(caught.value).startswith("/job/shard.pt: bad\\n")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("then", "match"),
+    [
+        ("os._exit(3)", "exit status 3"),
+        ("os._exit(0)", "exit status 0"),
+        ("os._exit(70)", "more memory"),
+        ("os.kill(os.getpid(), signal.SIGABRT)", "SIGABRT"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "where memory is short"),
+        ("os.close(1); os.read(0, 99)", "where memory is short"),
+    ],
+)
+def test_a_child_that_ends_is_an_error_of_the_file(tmp_path: Path, then: str, match: str) -> None:
+    body = SPEAK.format(ready=frame(wire.READY), answer=b"", then=then)
+    with (
+        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        pytest.raises(ShardFormatError, match=match),
+    ):
+        child.read_pieces(b"}.", "/job/shard.pt", intact=True)
+
+
+def start(python: str, clock: Callable[[], float] | None = None) -> OSError:
+    more: dict[str, Any] = {"clock": clock} if clock else {}
+    with (
+        IsolatedParser(cancel=nothing, python=python, **more) as child,
+        pytest.raises(OSError, match="process") as caught,
+    ):
+        child.read_pieces(b"}.", "/job/shard.pt", intact=True)
+    assert caught.value.filename == "/job/shard.pt"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["", "sys.exit(1)", "import nothing_of_this_name", "1 +", "os.write(1, b'\\xff' * 9)"],
+)
+def test_a_child_that_cannot_start_says_nothing_about_the_file(tmp_path: Path, body: str) -> None:
+    assert start(impostor(tmp_path, body)).errno == errno.EAGAIN
+
+
+def test_a_python_that_is_gone_is_not_a_file_that_is_gone(tmp_path: Path) -> None:
+    assert start(str(tmp_path / "python")).errno == errno.EAGAIN
+
+
+@pytest.mark.parametrize("ready", [b"", frame(wire.READY)])
+def test_a_machine_that_stands_still_says_nothing_about_the_file(
+    tmp_path: Path, ready: bytes
+) -> None:
+    clock = Clock()
+
+    def hours() -> float:
+        clock.advance(600)
+        return clock()
+
+    body = f"os.write(1, {ready!r}); time.sleep(600)"
+    assert start(impostor(tmp_path, body), hours).errno == errno.ETIMEDOUT
