@@ -94,14 +94,15 @@ class Collector:
             yield layout.sessions / name
         for folder in (layout.drafts, layout.explorers, layout.quarantine):
             yield from self._temporaries(folder)
-        for folder in (layout.state, layout.published, layout.leases):
+        for folder in (layout.state, layout.published, layout.leases, layout.epochs):
             yield from self._temporaries(folder)
         if not self._steps:
             names = (parse_step_folder(name) for name in self._storage.names(layout.root))
             self._steps.extend(sorted((s for s in names if s is not None), reverse=True))
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
-            actor = layout.actor(self._steps.popleft())
-            for folder in (actor, actor / RECEIPTS, actor / HUGGINGFACE):
+            step = self._steps.popleft()
+            actor = layout.actor(step)
+            for folder in (layout.step(step), actor, actor / RECEIPTS, actor / HUGGINGFACE):
                 yield from self._temporaries(folder)
 
     def _temporaries(self, folder: Path) -> Iterator[Path]:
