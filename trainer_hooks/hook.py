@@ -145,7 +145,11 @@ class TrainerHook:
             self._wait()
         finally:
             self._thread.shutdown()
-            self._report(RunningStatus.STOPPED, self._last_sync_step)
+            try:
+                self._report(RunningStatus.STOPPED, self._last_sync_step)
+            except OSError as error:
+                # Why a save failed, or training did, says more.
+                log.warning("storage does not take that this trainer has stopped: %s", error)
 
     def __enter__(self) -> Self:
         return self

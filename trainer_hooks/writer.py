@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import tempfile
 import threading
 import time
@@ -39,7 +40,7 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode, parse
-from syncd.storage.fsio import PASSING, Draft, Storage, is_gone
+from syncd.storage.fsio import NOT_EMPTY, PASSING, Draft, Storage, is_gone
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,9 @@ class RankWriter:
                 f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
                 "it was not announced, and the version before it stays"
             ) from error
+        except BaseException:
+            self._say_failed(save_id)  # a tokenizer that cannot be saved, say
+            raise
         return written
 
     def stop_waiting(self) -> None:
@@ -155,8 +159,9 @@ class RankWriter:
         receipts = actor / RECEIPTS
         # One by one: a client that remembers a folder by its handle could go on inside one that
         # the pruner has set aside.
-        for folder in (self._layout.step(step), actor, receipts):
-            self._storage.make_folder(folder, below=self._layout.root)
+        self._make_step_folder(step)
+        for folder in (actor, receipts):
+            self._storage.make_folder(folder, below=self._layout.step(step))
         self._mark(self._layout.step(step) / SAVING)
         # What is about to be replaced is not whole any more: nobody may resume from it.
         self._storage.unlink_if_there(self._layout.step(step) / FULL)
@@ -183,6 +188,23 @@ class RankWriter:
                     files.append(self._write_tensors(actor / name, part))
             self._write_receipt(receipts / full_receipt_name(rank), save_id, files)
         return sum(file.size for file in files)
+
+    def _make_step_folder(self, step: int) -> None:
+        """Make the step's folder, if it is not there, by a rename out of a folder of ours.
+
+        Where the job is not mounted its place may be an empty folder: nothing is made in that.
+        """
+        folder = self._layout.step(step)
+        draft = self._layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
+        self._storage.mkdir(draft)
+        try:
+            self._storage.rename(draft, folder)
+        except OSError as error:
+            self._storage.rmdir(draft)
+            if error.errno not in NOT_EMPTY:
+                raise
+        else:
+            self._storage.sync_folder(folder.parent)
 
     def _mark(self, path: Path) -> None:
         try:
@@ -225,7 +247,7 @@ class RankWriter:
             for source in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
                 content = source.read_bytes()
                 name = source.relative_to(scratch).as_posix()
-                self._storage.make_folder((folder / name).parent, below=self._layout.root)
+                self._storage.make_folder((folder / name).parent, below=folder.parent)
                 self._storage.replace(folder / name, content)
                 files.append(
                     ReceiptFile(

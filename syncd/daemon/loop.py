@@ -248,9 +248,10 @@ class Loop:
             self._trying, self._failures, self._publish_again_at = save.identity, 0, 0.0
         if self._clock() < self._publish_again_at:
             return self._said
-        self._report("merging", f"step {save.step}")
         begun = self._clock()
         try:
+            self._publisher.check_room(save)
+            self._report("merging", f"step {save.step}")
             manifest = self._publisher.publish(save)
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(str(error))

@@ -19,9 +19,10 @@ from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, NO_ROOM, Storage, is_gone
 from syncd.storage.job import check_folders
 from syncd.storage.leases import DaemonLock, Judge, Session
+from syncd.storage.reserve import Reserve
 
 
 def would_prune(
@@ -67,6 +68,18 @@ def prune_now(
         JobUnavailableError: a daemon is working on this job, or this is none.
     """
     storage = storage or Storage(layout.root)
+    try:
+        return _prune(storage, layout, config, sleep)
+    except OSError as error:
+        # A full disk must not keep out who would make room on it.
+        if error.errno not in NO_ROOM or not Reserve(storage, layout).give_up():
+            raise
+    return _prune(storage, layout, config, sleep)
+
+
+def _prune(
+    storage: Storage, layout: JobLayout, config: DaemonConfig, sleep: Callable[[float], None]
+) -> list[Pruning]:
     lease_time = _lease_time(storage, layout)
     with Session(layout, lease_time) as session:
         judge = Judge(storage, lease_time)

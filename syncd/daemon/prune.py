@@ -14,6 +14,7 @@ from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
     SAVING,
+    TEMPORARY,
     JobLayout,
     parse_step_folder,
     parse_version_folder,
@@ -97,6 +98,8 @@ class Pruner:
         """
         step = action.seen.step
         folder = self._layout.step(step)
+        # The pointer that passed it may not be synced yet: it must not go back to what is gone.
+        self._storage.sync_folder(self._layout.root)
         try:
             trash = self._epoch.set_aside(folder)
         except FileNotFoundError:
@@ -193,12 +196,14 @@ class Pruner:
         self._storage.refresh(trash)  # what is remembered of a folder moved with it
         for name, kind in self._storage.kinds(trash).items():
             if kind is Kind.FOLDER:
-                self._link_back(trash / name, folder / name)
+                if not name.startswith(TEMPORARY):  # a probe of Storage.refresh
+                    self._link_back(trash / name, folder / name)
             elif name != SAVING:  # a trainer at work there has its own
                 try:
                     self._storage.link(trash / name, folder / name)
                 except FileExistsError:
                     pass  # the newer one stays
+        self._storage.sync_folder(folder)  # before the other names are deleted
 
     def _audit(self) -> int:
         try:
@@ -216,6 +221,8 @@ class Pruner:
             fd = self._audit()
             with self._storage.closing(fd):
                 self._storage.write_all(fd, encode(line))
+                self._storage.fsync(fd)  # before what it tells of is deleted
+            self._storage.sync_folder(self._layout.state)  # the file may be new
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

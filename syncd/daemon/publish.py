@@ -128,13 +128,11 @@ class Publisher:
 
         Raises:
             SaveNotReadyError: the save changed meanwhile; nothing was published.
-            NoRoomError: the disk has no room for it; nothing was begun.
             CheckpointError: it can never be published as it is.
             SupersededError: another daemon has taken over.
         """
         if save.identity is None:
             raise SaveNotReadyError(save.reason)
-        self._check_room(save)
         sequence = self._next_sequence()
         notice = PublishNotice(sequence=sequence, step=save.step, session=self._session)
         folder = self._epoch.start_version(sequence)
@@ -258,8 +256,12 @@ class Publisher:
         else:
             self._unwritten = False
 
-    def _check_room(self, save: Save) -> None:
-        """Not to begin what cannot end. A quota that the filesystem hides is met on the way."""
+    def check_room(self, save: Save) -> None:
+        """Not to begin what cannot end. A quota that the filesystem hides is met on the way.
+
+        Raises:
+            NoRoomError: the disk has no room for this version.
+        """
         needed = _SMALL_FILES
         for name in save.weights:
             status = self._storage.status(self._layout.actor(save.step) / name)

@@ -83,6 +83,8 @@ class Epoch:
             raise SupersededError(f"epoch {number} of {layout.root} was taken over as it began")
         for folder in (epoch._doomed, epoch._trash, epoch.building):
             epoch._within(storage.mkdir, folder)
+        # Before anything is moved in: what is in a folder that is lost is lost with it.
+        epoch._within(storage.sync_folder, epoch._room)
         storage.sync_folder(layout.epochs)
         for lower in rooms:
             if lower != epoch._room.name:

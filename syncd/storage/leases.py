@@ -59,7 +59,7 @@ class Session:
         self._closed = threading.Event()
         self._changing = threading.Lock()
         self._lock = _lease_file(layout.session(self.id), lease_time, self._renew_soon)
-        self._lock.acquire(timeout=0)
+        _acquire(self._lock)
 
     def close(self) -> None:
         """Take the heartbeat away; what this session held may be broken from now on."""
@@ -80,7 +80,7 @@ class Session:
                     return
                 try:
                     self._lock.release()
-                    self._lock.acquire(timeout=0)
+                    _acquire(self._lock)
                 except (OSError, Timeout) as error:
                     log.debug("session %s cannot be renewed yet: %s", self.id, error)
                     continue
@@ -219,12 +219,16 @@ class DaemonLock:
         self._lock = _lease_file(self._path, lease_time)
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free, or if its holder is dead. Never waits."""
+        """Take the lock if it is free, or if its holder is dead. Never waits.
+
+        Raises:
+            FileNotFoundError: the job is not there: unmounted, say.
+        """
         if self._judge.look(self._path) is Liveness.DEAD:
             self._judge.break_dead(self._path)
         try:
             # filelock itself breaks a lock whose process it can prove to be gone from this host.
-            self._lock.acquire(timeout=0)
+            _acquire(self._lock)
         except Timeout:
             return False
         return True
@@ -288,8 +292,26 @@ class Lease:
         return cls(storage, path, sequence)
 
     def release(self) -> None:
-        """Let the version go. Safe to call twice."""
-        self._storage.unlink_if_there(self._path)
+        """Let the version go. Safe to call twice.
+
+        Raises:
+            OSError: storage refused it, or the job is not there now: it is still held.
+        """
+        if self._storage.unlink_if_there(self._path):
+            return
+        leases = self._path.parent.parent
+        if not self._storage.exists(leases):  # unmounted, say: our marker is not gone
+            raise FileNotFoundError(errno.ENOENT, "the job is not there now", str(leases))
+
+
+def _acquire(lock: SoftFileLease) -> None:
+    """Take a lock in a folder that is there, without waiting.
+
+    filelock would make the folder, and those above it: also in the empty folder that is there while
+    the job is not mounted.
+    """
+    os.stat(os.path.dirname(lock.lock_file))
+    lock.acquire(timeout=0)
 
 
 def _lease_file(

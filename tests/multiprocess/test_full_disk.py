@@ -1,0 +1,421 @@
+"""Disks that are really full, by bytes or by inodes: waited for, said, and gone on from."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from explorer_hooks import ExplorerHook, Reader, TorchModule
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from tests.jobs import Job
+from tests.multiprocess.mounts import Filler, Kind, tmpfs
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    LEASE_TIME,
+    Daemon,
+    epoch_content,
+    latest,
+    report,
+    wait_for_step,
+    wait_until,
+)
+from tests.multiprocess.saves import Constant, save, trainer
+from tests.storages import Clock, RuledStorage
+from trainer_hooks.writer import Contents, RankWriter
+
+#: One tensor a file: so that a version has many files.
+FILES = ["--max-shard-size", "1000"]
+KINDS: list[Kind] = ["bytes", "inodes"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with tmpfs(tmp_path / "disk", megabytes=64, inodes=1000) as path:
+        yield path
+
+
+@pytest.fixture
+def filler(disk: Path) -> Filler:
+    return Filler(disk)
+
+
+@pytest.fixture
+def job(disk: Path) -> Path:
+    path = disk / "job"
+    path.mkdir()
+    open_job(Storage(path), JobLayout(path), lease_time=LEASE_TIME)
+    return path
+
+
+def syncd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "syncd", *map(str, arguments)],
+        capture_output=True, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+
+
+def detail(job: Path) -> str:
+    found = report(job)
+    return found.detail if found is not None else ""
+
+
+def status(job: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(syncd("status", job, "--json").stdout)
+    return found
+
+
+def published(job: Path) -> list[str]:
+    return sorted(os.listdir(JobLayout(job).published))
+
+
+def verified(job: Path, sequence: int) -> None:
+    with Reader(job, "checker") as reader:
+        version = reader.next_version(sequence - 1, DEADLINE)
+        version.verify()
+        assert version.sequence == sequence
+        version.release()
+
+
+def verified_in_place(job: Path, sequence: int) -> None:
+    """LATEST names it, and all of it can be read, where there is no room for a lease."""
+    found = latest(job)
+    assert found is not None
+    assert found.sequence == sequence
+    folder = JobLayout(job).version(sequence)
+    verify_version(Storage(job), folder, read_manifest(Storage(job), folder))
+
+
+def nothing_half_made(job: Path) -> None:
+    layout = JobLayout(job)
+    wait_until(
+        lambda: not layout.publish_lock.exists() and not any(epoch_content(job).values()),
+        f"nothing is left in any epoch: {epoch_content(job)}",
+    )
+    wait_until(lambda: not temporaries(job), f"no temporary is left: {temporaries(job)}")
+
+
+def temporaries(job: Path) -> list[str]:
+    return [
+        os.path.join(folder, name)
+        for folder, folders, files in os.walk(job)
+        for name in (*folders, *files)
+        if name.startswith(".tmp-")
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("relief", ["others make room", "what was leased may go"])
+def test_a_version_that_does_not_fit_waits_says_so_and_is_published_when_there_is_room(
+    job: Path, filler: Filler, kind: Kind, relief: str
+) -> None:
+    layout = JobLayout(job)
+    with Daemon(job, "--keep", "1", *FILES) as daemon, Reader(job, "slow") as slow:
+        save(job, Constant(megabytes=16, tensors=40), 1, 1)
+        held = slow.next_version(0, DEADLINE)
+        save(job, Constant(), 2, 2)
+        wait_for_step(job, 2)
+        wait_until(lambda: not layout.step(1).exists(), "step 1 is pruned")
+        nothing_half_made(job)
+        daemon.pause()
+        save(job, Constant(megabytes=8), 3, 3)
+        filler.fill(kind)
+        daemon.resume()
+        why = "step 3 needs" if kind == "bytes" else "is out of inodes"
+        assert "waiting: " in daemon.wait_for_log(why)
+        # Not at each moment: whenever it tries again it says so.
+        wait_until(lambda: why in status(job)["daemon"]["detail"], "status says why it waits")
+        wait_until(lambda: not layout.step(2).exists(), "what may be pruned is pruned")
+        assert published(job) == ["v000001", "v000002"]
+        nothing_half_made(job)
+        verified_in_place(job, 2)
+        held.verify()
+        if relief == "others make room":
+            filler.clear()
+        else:
+            held.release()
+        assert wait_for_step(job, 3).sequence == 3
+        verified(job, 3)
+        held.release()
+        wait_until(lambda: published(job) == ["v000003"], "only LATEST is kept")
+        nothing_half_made(job)
+        wait_until(lambda: not detail(job), "nothing is waited for any more")
+        assert daemon.terminate() == 0
+        assert sum("in epoch" in line for line in daemon.log) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_that_starts_on_a_full_disk_gives_up_its_reserve_prunes_and_publishes(
+    job: Path, filler: Filler, kind: Kind
+) -> None:
+    full_at_start(job, filler, kind)
+    with Daemon(job, "--keep", "1", *FILES) as daemon:
+        assert wait_for_step(job, 4).sequence == 4
+        assert any("is given up" in line for line in daemon.log)
+        wait_until(lambda: published(job) == ["v000004"], "what may be pruned is pruned")
+        nothing_half_made(job)
+        verified(job, 4)
+        assert daemon.terminate() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_daemon_that_starts_on_a_full_disk_without_a_reserve_goes_on_when_there_is_room(
+    job: Path, filler: Filler, kind: Kind
+) -> None:
+    full_at_start(job, filler, kind)
+    for kept in JobLayout(job).reserve.iterdir():
+        kept.unlink()
+    filler.fill(kind)
+    before = published(job)
+    with Daemon(job, "--keep", "1", *FILES) as daemon:
+        daemon.wait_for_log(f"paused: [Errno {errno.ENOSPC}]")
+        assert published(job) == before
+        filler.clear()
+        assert wait_for_step(job, 4).sequence == 4
+        nothing_half_made(job)
+        assert daemon.terminate() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_syncd_prune_makes_room_on_a_full_disk(job: Path, filler: Filler, kind: Kind) -> None:
+    full_at_start(job, filler, kind)
+    done = syncd("prune", job, "--keep", "1")
+    assert done.returncode == 0, done.stderr
+    assert published(job) == ["v000003"]
+    nothing_half_made(job)
+
+
+def full_at_start(job: Path, filler: Filler, kind: Kind) -> None:
+    """Three versions and their steps, a save that is waiting, and no room at all."""
+    model = Constant(megabytes=4, tensors=16)
+    with Daemon(job, "--keep", "3", "--no-prune-steps", *FILES) as daemon:
+        for step in (1, 2, 3):
+            save(job, model, step, step)
+            wait_for_step(job, step)
+        assert daemon.terminate() == 0
+    assert any(JobLayout(job).reserve.iterdir())
+    save(job, model, 4, 4)
+    filler.fill(kind)
+    assert not filler.free(kind)
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_merge_keeps_the_version_before(
+    tmp_path: Path,
+) -> None:
+    with tmpfs(tmp_path / "disk", megabytes=600) as disk:
+        job, filler = disk / "job", Filler(disk)
+        job.mkdir()
+        open_job(Storage(job), JobLayout(job), lease_time=LEASE_TIME)
+        with Daemon(job, "--keep", "1") as daemon:
+            save(job, Constant(), 1, 1)
+            wait_for_step(job, 1)
+            model, step = Constant(megabytes=160), 1
+            while JobLayout(job).publish_lock.exists() is False:  # else it was faster than us
+                step += 1
+                save(job, model, step, step)
+                wait_until(lambda step=step: begun(job, step), "a merge has begun")
+                daemon.pause()
+            before = latest(job)
+            assert before is not None
+            assert before.step == step - 1
+            filler.fill("bytes")
+            daemon.resume()
+            daemon.wait_for_log("waiting: step")
+            nothing_half_made(job)
+            assert latest(job) == before
+            verified_in_place(job, before.sequence)
+            filler.clear()
+            assert wait_for_step(job, step).sequence == before.sequence + 1
+            verified(job, before.sequence + 1)
+            nothing_half_made(job)
+            assert daemon.terminate() == 0
+
+
+def begun(job: Path, step: int) -> bool:
+    found = latest(job)
+    return JobLayout(job).publish_lock.exists() or (found is not None and found.step == step)
+
+
+def at_each_write_of_weights(moment: int, action: Callable[[], None]) -> RuledStorage:
+    """A storage that does something before the ``moment``-th piece of weights, and once only."""
+    left = [moment]
+
+    def rule(called: str, _: tuple[Any, ...]) -> None:
+        if called in {"pwrite", "copy_file_range"}:
+            left[0] -= 1
+            if not left[0]:
+                action()
+
+    return RuledStorage(rule)
+
+
+def no_more_quota() -> None:
+    raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+@pytest.mark.parametrize("cause", ["bytes", "quota"])
+@pytest.mark.parametrize("moment", [1, 2, 5])
+def test_room_that_ends_between_two_pieces_of_a_merge_ends_only_that_merge(
+    disk: Path, filler: Filler, cause: str, moment: int
+) -> None:
+    root = disk / "in-process"
+    job = Job(root)
+    save(root, Constant(), 1, 1)
+    with job.daemon() as loop:
+        loop.run_once()
+    save(root, Constant(megabytes=8), 2, 2)
+    end = no_more_quota if cause == "quota" else lambda: filler.fill("bytes")
+    job.storage = at_each_write_of_weights(moment, end)
+    clock = Clock()
+    with job.daemon(DaemonConfig(max_shard_size=1_000_000), clock=clock) as loop:
+        loop.run_once()
+        assert job.latest.step == 1
+        assert published(root) == ["v000001"]
+        assert not any(epoch_content(root).values())
+        assert not job.layout.publish_lock.exists()
+        assert temporaries(root) == []
+        wait = report(root)
+        assert wait is None or "could not be merged" in wait.detail
+        filler.clear()
+        clock.advance(60.0)
+        loop.run_once()
+        assert job.latest.step == 2
+    verified(root, job.latest.sequence)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("room", ["none", "a little"])
+def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
+    job: Path, filler: Filler, kind: Kind, room: str
+) -> None:
+    layout = JobLayout(job)
+    model = Constant(megabytes=8)
+    little = 2_000_000 if kind == "bytes" else 5
+    with trainer(job, model) as hook:
+        hook.after_step(1)
+        hook.after_step(2)  # waits for the first one
+        wait_until(lambda: layout.state_pointer.read_text() == "2\n", "step 2 is announced")
+        filler.fill(kind, leave=little if room == "a little" else 0)
+        hook.after_step(3)
+        with pytest.raises(SaveFailedError, match=r"step 3.*No space left"):
+            hook.after_step(4)
+        assert layout.state_pointer.read_text() == "2\n"
+        assert temporaries(job) == []
+        filler.clear()
+        hook.after_step(5)
+    assert layout.state_pointer.read_text() == "5\n"
+    assert temporaries(job) == []
+    with Daemon(job) as daemon:
+        wait_for_step(job, 5)
+        verified(job, 1)
+        assert daemon.terminate() == 0
+
+
+def test_rank_0_is_told_of_a_rank_that_ran_out_of_room(job: Path, filler: Filler) -> None:
+    layout = JobLayout(job)
+    small, large = ({"weight": torch.ones(count)} for count in (10, 2_000_000))
+    zero, one = (
+        RankWriter(Storage(job), layout, rank, 2, save_timeout=10 * DEADLINE) for rank in (0, 1)
+    )
+    filler.fill("bytes", leave=2_000_000)
+    with pytest.raises(SaveFailedError, match=r"rank 1 .*No space left"):
+        one.save(SaveId("run", 1, 0), Contents(model=large))
+    with pytest.raises(SaveFailedError, match=r"rank 1 of 2 .*it failed there"):
+        zero.save(SaveId("run", 1, 0), Contents(model=small))
+    assert not layout.state_pointer.exists()
+    assert temporaries(job) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_that_ends_on_a_full_disk_says_what_failed(
+    job: Path, filler: Filler, kind: Kind
+) -> None:
+    hook = trainer(job, Constant(megabytes=8))
+    filler.fill(kind)
+    hook.after_step(1)
+    with pytest.raises(SaveFailedError, match="No space left"):
+        hook.close()
+    filler.clear()
+    hook.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_training_is_not_hidden_by_a_full_disk(
+    job: Path, filler: Filler, kind: Kind
+) -> None:
+    def train() -> None:
+        with trainer(job, Constant(megabytes=8)) as hook:
+            filler.fill(kind)
+            hook.after_step(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+
+def test_an_engine_goes_on_where_there_is_no_inode_for_a_lease(job: Path, filler: Filler) -> None:
+    model, held = Constant(), Constant()
+    with Daemon(job) as daemon:
+        save(job, model, 1, 1)
+        wait_for_step(job, 1)
+        with ExplorerHook(job, "explorer", TorchModule(held), poll=0.05) as hook:
+            assert hook.pull(DEADLINE).sequence == 1
+            save(job, model, 2, 2)
+            wait_for_step(job, 2)
+            assert daemon.terminate() == 0
+            filler.fill("inodes")
+            for _ in range(2):
+                with pytest.raises(OSError, match="No space left"):
+                    hook.pull(DEADLINE)
+                assert held.numbers() == {1.0}
+                assert hook.version is not None
+                assert hook.version.sequence == 1
+            filler.clear()
+            assert hook.pull(DEADLINE).sequence == 2
+            assert held.numbers() == {2.0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_version_is_pulled_where_there_is_no_room_to_report_it(
+    job: Path, filler: Filler, kind: Kind
+) -> None:
+    model, held = Constant(), Constant()
+    with Daemon(job) as daemon, ExplorerHook(job, "explorer", TorchModule(held)) as hook:
+        save(job, model, 1, 1)
+        wait_for_step(job, 1)
+        assert daemon.terminate() == 0
+        filler.fill(kind, leave=1 if kind == "inodes" else 0)  # one for the lease
+        assert hook.pull(DEADLINE).sequence == 1
+        assert held.numbers() == {1.0}
+        filler.clear()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merge_by_hand_onto_a_full_disk_says_so_and_leaves_nothing(
+    tmp_path: Path, disk: Path, job: Path, filler: Filler, kind: Kind
+) -> None:
+    save(job, Constant(megabytes=8), 1, 1)
+    filler.fill(kind, leave=4_000_000 if kind == "bytes" else 2)
+    out = disk / "out"
+    done = syncd("merge", JobLayout(job).actor(1), out, *FILES)
+    assert done.returncode
+    assert "No space left" in done.stderr
+    assert not out.exists()
+    assert temporaries(disk) == []
+    elsewhere = syncd("merge", JobLayout(job).actor(1), tmp_path / "out")
+    assert elsewhere.returncode == 0, elsewhere.stderr

@@ -1,0 +1,442 @@
+"""A job folder that goes away under running processes, and comes back.
+
+Nothing is concluded from it, and nothing deleted. An unmounted mount point is an *empty folder*:
+whoever was running makes nothing in it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from explorer_hooks import ExplorerHook, Reader, TorchModule
+from explorer_hooks.hook import Version
+from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
+from syncd.protocol.layout import RECEIPTS, JobLayout, receipt_name
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from syncd.storage.leases import Session
+from tests.crash.invariants import check, check_converged, files, look, restart
+from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.jobs import Job
+from tests.multiprocess.mounts import Detachable
+from tests.multiprocess.processes import (
+    DEADLINE,
+    Daemon,
+    epoch_content,
+    latest,
+    report,
+    wait_for_step,
+    wait_until,
+)
+from tests.multiprocess.saves import Constant, save, trainer
+from tests.storages import Clock, FastStorage, RuledStorage
+from trainer_hooks.writer import Contents, RankWriter
+
+#: Short: the job is away for longer.
+LEASE_TIME = 1.0
+DEEP = "SYNCD_DEEP" in os.environ
+
+
+all_ways = pytest.mark.parametrize("place", Detachable.ways, indirect=True)
+
+
+@pytest.fixture(params=Detachable.ways if DEEP else Detachable.ways[:1])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Detachable]:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    made = Detachable(folder, request.param)
+    try:
+        made.attach()
+        open_job(Storage(made.job), JobLayout(made.job), lease_time=LEASE_TIME)
+        yield made
+    finally:
+        made.detach()
+
+
+class Beats:
+    """A heartbeat of our own: while it is counted, as many lease times pass for everyone else."""
+
+    def __init__(self, place: Detachable) -> None:
+        self._session = Session(JobLayout(place.job), LEASE_TIME)
+        self._path = JobLayout(place.behind).session(self._session.id)
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            before = self._path.stat().st_mtime_ns
+            wait_until(lambda before=before: self._path.stat().st_mtime_ns != before, "a heartbeat")
+
+    def close(self) -> None:
+        self._session.close()
+
+
+@contextmanager
+def away(place: Detachable, *daemons: Daemon, beats: int = 4) -> Iterator[None]:
+    """The job is away in the block, and for more than a lease time; nothing comes into its place.
+
+    Daemons that were paused are resumed, and must say that they wait.
+    """
+    heart = Beats(place)
+    said = [len(daemon.log) for daemon in daemons]
+    place.leave()
+    try:
+        for daemon, lines in zip(daemons, said, strict=True):
+            daemon.resume()
+            wait_until(
+                lambda daemon=daemon, lines=lines: any("paused" in x for x in daemon.log[lines:]),
+                "the daemon says that it waits",
+            )
+        yield
+        heart.wait(beats)
+        assert place.what_was_made() == []
+    finally:
+        if place.what_was_made():
+            shutil.rmtree(place.job)
+            if place.behind.exists():
+                place.job.mkdir()
+        place.come_back()
+        heart.close()
+
+
+def converges(job: Path, step: int, sequence: int) -> None:
+    """The step is served, as this version, and nothing half made is left."""
+    layout = JobLayout(job)
+    assert wait_for_step(job, step).sequence == sequence
+    with Reader(job, "checker") as reader:
+        version = reader.next_version(sequence - 1, DEADLINE)
+        version.verify()
+        version.release()
+    wait_until(
+        lambda: (
+            not layout.publish_lock.exists()
+            and len(epoch_content(job)) == 1
+            and not any(epoch_content(job).values())
+        ),
+        f"nothing is left in any epoch: {epoch_content(job)}",
+    )
+
+
+@all_ways
+def test_a_daemon_at_rest_makes_nothing_where_its_job_was_and_goes_on(place: Detachable) -> None:
+    job, model = place.job, Constant()
+    with Daemon(job, "--keep", "1") as daemon:
+        save(job, model, 1, 1)
+        wait_for_step(job, 1)
+        with away(place, daemon):
+            pass
+        save(job, model, 2, 2)
+        converges(job, 2, 2)
+        assert daemon.terminate() == 0
+
+
+def test_a_daemon_that_stands_by_makes_nothing_where_its_job_was_and_takes_over_later(
+    place: Detachable,
+) -> None:
+    job, model = place.job, Constant()
+    with Daemon(job) as first, Daemon(job) as second:
+        save(job, model, 1, 1)
+        wait_for_step(job, 1)
+        wait_until(
+            lambda: any("standing by" in line for line in first.log + second.log), "one stands by"
+        )
+        with away(place, first, second):
+            pass
+        save(job, model, 2, 2)
+        converges(job, 2, 2)
+        found = report(job)
+        assert found is not None
+        working, other = (first, second) if found.pid == first.pid else (second, first)
+        working.kill()
+        save(job, model, 3, 3)
+        converges(job, 3, 3)
+        assert other.terminate() == 0
+
+
+@all_ways
+def test_a_job_that_goes_away_in_the_middle_of_a_merge_is_merged_when_it_is_back(
+    place: Detachable,
+) -> None:
+    job, layout = place.job, JobLayout(place.job)
+    with Daemon(job, "--keep", "1") as daemon:
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+        model, step = Constant(megabytes=120), 1
+        while not layout.publish_lock.exists():  # else it was faster than us
+            daemon.resume()
+            step += 1
+            save(job, model, step, step)
+            wait_until(
+                lambda step=step: layout.publish_lock.exists() or step_of(job) == step,
+                "a merge has begun",
+            )
+            daemon.pause()
+        with away(place, daemon):
+            assert step_of(place.behind) == step - 1
+        converges(job, step, step)
+        assert daemon.terminate() == 0
+
+
+def step_of(job: Path) -> int | None:
+    found = latest(job)
+    return found.step if found is not None else None
+
+
+def test_what_is_due_for_pruning_is_whole_while_the_job_is_away_and_goes_once_afterwards(
+    place: Detachable,
+) -> None:
+    job, layout, model = place.job, JobLayout(place.job), Constant()
+    with Daemon(job, "--keep", "1") as daemon:
+        with Reader(job, "slow") as slow:
+            save(job, model, 1, 1)
+            held = slow.next_version(0, DEADLINE)
+            for step in (2, 3):
+                save(job, model, step, step)
+                wait_for_step(job, step)
+            wait_until(lambda: not layout.version(2).exists(), "version 2 is pruned")
+            wait_until(lambda: not layout.step(2).exists(), "and step 2")
+            daemon.pause()
+            held.release()
+        audit = layout.audit.read_bytes()
+        with away(place, daemon):
+            behind = JobLayout(place.behind)
+            before = files(behind.published)
+        assert files(layout.published) == before or not layout.version(1).exists()
+        assert layout.audit.read_bytes().startswith(audit)
+        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned when it is back")
+        converges(job, 3, 3)
+        assert layout.audit.read_text().count('"name":"v000001"') == 1
+        assert sorted(os.listdir(layout.published)) == ["v000003"]
+        assert daemon.terminate() == 0
+
+
+def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
+    place: Detachable,
+) -> None:
+    job, model = place.job, Constant()
+    with Daemon(job) as daemon, trainer(job, model) as hook:
+        hook.after_step(1)
+        wait_for_step(job, 1)
+        with away(place, daemon):
+            for step in (2, 3):
+                hook.after_step(step)
+                with pytest.raises(SaveFailedError, match=rf"step {step} .*No such file"):
+                    hook._wait()
+        hook.after_step(4)
+        converges(job, 4, 2)
+        assert daemon.terminate() == 0
+
+
+@all_ways
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_writes_into_an_empty_folder(place: Detachable, rank: int) -> None:
+    storage = Storage(place.job)
+    writer = RankWriter(storage, JobLayout(place.job), rank, 2, save_timeout=0.2)
+    contents = Contents(model={"weight": torch.ones(1000)})
+    with away(place, beats=1), pytest.raises(SaveFailedError, match="step 2"):
+        writer.save(SaveId("run", 2, 0), contents)
+    if rank:
+        assert writer.save(SaveId("run", 2, 1), contents) > 4000
+
+
+def test_an_explorer_waits_while_its_job_is_away_and_gets_the_next_version(
+    place: Detachable,
+) -> None:
+    job, model, held = place.job, Constant(), Constant()
+    got: list[Version] = []
+    with (
+        Daemon(job) as daemon,
+        ExplorerHook(job, "explorer", TorchModule(held), poll=0.1) as hook,
+        Reader(job, "reader", poll=0.1) as reader,
+    ):
+        save(job, model, 1, 1)
+        hook.pull(DEADLINE)
+        waiting = threading.Thread(target=lambda: got.append(hook.pull(DEADLINE)))
+        with away(place, daemon):
+            waiting.start()
+            with pytest.raises(WaitTimeoutError):
+                reader.next_version(0, 0.5)
+            assert held.numbers() == {1.0}
+        assert waiting.is_alive()
+        save(job, model, 2, 2)
+        waiting.join(DEADLINE)
+        assert [version.step for version in got] == [2]
+        assert held.numbers() == {2.0}
+        converges(job, 2, 2)
+        assert daemon.terminate() == 0
+
+
+def test_a_version_stays_held_over_a_time_that_the_job_was_away(place: Detachable) -> None:
+    job, layout, model = place.job, JobLayout(place.job), Constant()
+    with Daemon(job, "--keep", "1", "--dead-reader-grace", "1") as daemon:
+        save(job, model, 1, 1)
+        with Reader(job, "slow") as slow:
+            held = slow.next_version(0, DEADLINE)
+            with away(place, daemon):
+                pass
+            save(job, model, 2, 2)
+            converges(job, 2, 2)
+            held.verify()
+            beat = Session(layout, LEASE_TIME)  # nor does it go within the next lease times
+            try:
+                path = layout.session(beat.id)
+                for _ in range(6):
+                    at = path.stat().st_mtime_ns
+                    wait_until(lambda at=at: path.stat().st_mtime_ns != at, "a heartbeat")
+            finally:
+                beat.close()
+            held.verify()
+            held.release()
+        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+        assert daemon.terminate() == 0
+
+
+def test_a_lease_that_cannot_be_released_while_its_job_is_away_is_released_later(
+    place: Detachable,
+) -> None:
+    job, layout, model = place.job, JobLayout(place.job), Constant()
+    with Daemon(job, "--keep", "1") as daemon, Reader(job, "slow") as slow:
+        save(job, model, 1, 1)
+        held = slow.next_version(0, DEADLINE)
+        with away(place, daemon), pytest.raises(OSError, match="not there"):
+            held.release()
+        held.release()
+        held.release()
+        save(job, model, 2, 2)
+        converges(job, 2, 2)
+        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+        assert daemon.terminate() == 0
+
+
+def test_a_rank_that_waits_for_the_others_waits_on_over_an_absence(place: Detachable) -> None:
+    layout = JobLayout(place.job)
+    contents = Contents(model={"weight": torch.ones(1000)})
+    save_id = SaveId("run", 1, 0)
+    zero, one = (
+        RankWriter(Storage(place.job), layout, rank, 2, save_timeout=DEADLINE) for rank in (0, 1)
+    )
+    with Daemon(place.job) as daemon:
+        daemon.wait_for_log("in epoch")
+        waiting = threading.Thread(target=zero.save, args=[save_id, contents])
+        waiting.start()
+        receipt = layout.actor(1) / RECEIPTS / receipt_name(0)
+        wait_until(receipt.exists, "rank 0 has written its part")
+        with away(place, daemon):
+            pass
+        assert waiting.is_alive()
+        one.save(save_id, contents)
+        waiting.join(DEADLINE)
+        converges(place.job, 1, 1)
+        assert daemon.terminate() == 0
+
+
+@all_ways
+def test_a_heartbeat_that_is_lost_while_its_job_is_away_is_not_begun_in_an_empty_folder(
+    place: Detachable,
+) -> None:
+    lease_time = 0.6
+    layout, behind = JobLayout(place.job), JobLayout(place.behind)
+    with Session(layout, lease_time) as session:
+        other = Beats(place)
+        place.leave()
+        try:
+            # As after a forced unmount: not even the open file answers.
+            behind.session(session.id).unlink()
+            other.wait(6)
+            made = place.what_was_made()
+        finally:
+            if place.what_was_made():
+                shutil.rmtree(place.job)
+                if place.behind.exists():
+                    place.job.mkdir()
+            place.come_back()
+            other.close()
+        assert made == []
+        path = layout.session(session.id)
+        wait_until(path.exists, "the heartbeat is back")
+        before = path.stat().st_mtime_ns
+        wait_until(lambda: path.stat().st_mtime_ns != before, "and it beats")
+
+
+#: What a process that is running does: to open a job is to begin, and makes what is missing.
+RUNNING = [scenario for scenario in SCENARIOS if scenario.name not in {"open", "merge alone"}]
+#: A guard against a child that hangs, in seconds.
+_HANGS = 60
+
+
+def goes_away(job: Job, scenario: Scenario, moment: int, behind: Path) -> int:
+    """Let a child work until the job goes away before the ``moment``-th call; how many it made.
+
+    An explorer that looks at LATEST has opened the job.
+    """
+    root, made = job.layout.root, behind.with_name("calls")
+    calls = [0]
+
+    def rule(_: str, given: tuple[Any, ...]) -> None:
+        if scenario.name != "explorer" or calls[0] or given[0] == job.layout.latest:
+            calls[0] += 1
+            if calls[0] == moment:
+                root.rename(behind)
+                root.mkdir()
+
+    pid = os.fork()
+    if not pid:
+        try:
+            signal.alarm(_HANGS)
+            job.storage = RuledStorage(rule)
+            try:
+                scenario.act(job, Clock())
+            except (OSError, SyncdError):
+                pass  # it says that it could not; what is left on disk is looked at
+            made.write_text(str(calls[0]))
+        except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    assert made.exists(), f"an error that is none of storage, after moment {moment}"
+    return int(made.read_text())
+
+
+@pytest.mark.parametrize("scenario", RUNNING, ids=str)
+def test_whatever_call_is_the_last_one_nothing_is_made_in_an_empty_folder(
+    tmp_path: Path, scenario: Scenario
+) -> None:
+    def attempt(moment: int) -> int:
+        root, behind = tmp_path / "job", tmp_path / "behind"
+        job = Job(root)
+        scenario.prepare(job)
+        before = look(job, rewritten=scenario.rewritten)
+        calls = goes_away(job, scenario, moment, behind)
+        try:
+            if behind.exists():
+                made = sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+                assert made == [], "made in an empty folder"
+                root.rmdir()
+                behind.rename(root)
+            check(job, before)
+            job.storage = FastStorage()
+            scenario.again(job, Clock())
+            restart(job, Clock())
+            check_converged(job, before)
+        except BaseException as error:
+            error.add_note(f"the job went away before call {moment} of {scenario}")
+            raise
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        return calls
+
+    calls = attempt(10**9)
+    stride = 1 if DEEP else max(1, calls // 5)
+    for moment in range(1, calls + 1, stride):
+        attempt(moment)
