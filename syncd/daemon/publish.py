@@ -150,8 +150,8 @@ class Publisher:
                 clock=self._clock,
             )
             self._epoch.open_leasing(sequence)
+            self._floor = sequence  # whatever comes of it: an error may hide that it was done
             self._epoch.publish_version(sequence)
-            self._floor = sequence
             self._announce(manifest)
         except OSError as error:
             self._epoch.raise_if_superseded(error)

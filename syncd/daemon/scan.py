@@ -275,11 +275,15 @@ class Scanner:
                     look = look_at_step(self._storage, self._layout.step(step), step, outcome)
                     if look is None:
                         vanished.append(step)
-                    else:
-                        seen.append(look)
-                elif pointer.step is not None and step < pointer.step:
+                        continue
+                    seen.append(look)
+                    if look.found in {None, outcome.identity}:
+                        continue
+                    # else it was saved again since, and that save may have been passed too
+                if pointer.step is not None and step < pointer.step:
                     save = self._skipped_save(step)
-                    if save is not None:
+                    # Without receipts, a trainer may be writing there in place at this moment.
+                    if save is not None and (outcome is None or save.receipts):
                         unrecorded.append(save)
             except OSError as error:
                 if not is_refused_here(error):
