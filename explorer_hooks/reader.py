@@ -28,7 +28,8 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
-from syncd.storage.fsio import Storage, is_gone, is_no_record
+from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from syncd.storage.leases import Clock, Lease, Session
 from syncd.storage.watch import Watcher

@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from syncd.storage.fsio import Kind, is_gone
+from syncd.storage.calls import Kind
+from syncd.storage.errnos import is_gone
 from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStorage
 
 T = TypeVar("T")

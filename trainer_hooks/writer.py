@@ -40,7 +40,8 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode, parse
-from syncd.storage.fsio import NOT_EMPTY, PASSING, Draft, Storage, is_gone
+from syncd.storage.errnos import NOT_EMPTY, PASSING, is_gone
+from syncd.storage.fsio import Draft, Storage
 
 log = logging.getLogger(__name__)
 

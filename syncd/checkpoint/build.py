@@ -15,7 +15,8 @@ from syncd.checkpoint.save import OpenSave, Save, confirm_unchanged, open_save
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE, MANIFEST
 from syncd.protocol.records import Manifest, VersionFile, encode
-from syncd.storage.fsio import Storage, is_gone, signature
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage, signature
 
 _NO_LINKS: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}

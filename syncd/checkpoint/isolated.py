@@ -27,7 +27,7 @@ from syncd.checkpoint.placement import Sharding, Unmergeable
 from syncd.checkpoint.safetensors_header import Entry
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
 from syncd.protocol.errors import CheckpointError, ShardFormatError
-from syncd.storage.fsio import GONE
+from syncd.storage.errnos import GONE
 
 #: Not ``-m``, which would look for modules in the working folder before all others; nor ``site``,
 #: which may run what others installed. The package comes last, so that it hides no module either.

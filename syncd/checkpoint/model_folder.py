@@ -15,7 +15,8 @@ from syncd.checkpoint.merge import Merged
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import MANIFEST, TEMPORARY
 from syncd.protocol.records import VersionFile
-from syncd.storage.fsio import Kind, Storage
+from syncd.storage.calls import Kind
+from syncd.storage.fsio import Storage
 
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3

@@ -35,7 +35,8 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, parse
-from syncd.storage.fsio import RECORD_LIMIT, Storage, is_gone
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import RECORD_LIMIT, Storage
 
 #: The most ranks of a save with receipts, and the most bytes of all of these: they are read at
 #: every look.

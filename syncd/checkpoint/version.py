@@ -14,7 +14,8 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.layout import MANIFEST
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, is_gone
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
 #: What :meth:`Storage.open_read` says of a link, a pipe, a device or a folder.
 _NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})

@@ -12,7 +12,8 @@ from syncd.checkpoint.save import look_at_save
 from syncd.cli import options
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.layout import TEMPORARY, parse_step_folder
-from syncd.storage.fsio import NOT_EMPTY, Storage
+from syncd.storage.errnos import NOT_EMPTY
+from syncd.storage.fsio import Storage
 
 
 @click.command("merge", epilog="Example: syncd merge global_step_100/actor /tmp/step-100")

@@ -52,6 +52,14 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         help="How long the lease of a dead explorer is kept.",
     ),
     click.option(
+        "--leftover-grace",
+        type=click.FloatRange(min=0, min_open=True),
+        default=_DEFAULTS.leftover_grace,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long a temporary file of a killed process lies still before it goes.",
+    ),
+    click.option(
         "--lease-time",
         type=click.FloatRange(min=0, min_open=True, max=3600),
         default=_DEFAULTS.lease_time,

@@ -15,7 +15,9 @@ from syncd.protocol.layout import (
     JobLayout,
     parse_step_folder,
 )
-from syncd.storage.fsio import NOT_EMPTY, Kind, Storage, is_gone
+from syncd.storage.calls import Kind
+from syncd.storage.errnos import NOT_EMPTY, is_gone
+from syncd.storage.fsio import Storage
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,8 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout, parse_lease_marker
 from syncd.protocol.records import DaemonCounters, DaemonReport, encode
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import NO_ROOM, Storage
+from syncd.storage.errnos import NO_ROOM
+from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
 from syncd.storage.reserve import Reserve
 

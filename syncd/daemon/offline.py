@@ -19,7 +19,8 @@ from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import LONG_RECORD_LIMIT, NO_ROOM, Storage, is_gone
+from syncd.storage.errnos import NO_ROOM, is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import check_folders
 from syncd.storage.leases import DaemonLock, Judge, Session
 from syncd.storage.reserve import Reserve

@@ -22,8 +22,10 @@ from syncd.protocol.layout import (
     version_folder,
 )
 from syncd.protocol.records import AuditLine, SaveOutcome, encode
+from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch, move_away
-from syncd.storage.fsio import NO_ROOM, NOT_EMPTY, Kind, Storage, is_gone, is_no_record
+from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone, is_no_record
+from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
 

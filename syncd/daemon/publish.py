@@ -34,9 +34,7 @@ from syncd.protocol.records import (
     encode,
 )
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import (
-    Storage,
-)
+from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,8 @@ from syncd.protocol.records import (
     Saves,
     parse,
 )
-from syncd.storage.fsio import (
-    LONG_RECORD_LIMIT,
-    RECORD_LIMIT,
-    Storage,
-    is_gone,
-    is_no_record,
-    is_refused_here,
-)
+from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
+from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,8 @@ from syncd.protocol.layout import (
     parse_version_folder,
 )
 from syncd.protocol.records import SaveOutcome, TrainerReport, parse
-from syncd.storage.fsio import Signature, Storage, is_gone, is_refused_here
+from syncd.storage.errnos import is_gone, is_refused_here
+from syncd.storage.fsio import Signature, Storage
 from syncd.storage.leases import Clock, Judge, Liveness
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import NO_ROOM, Storage
+from syncd.storage.errnos import NO_ROOM
+from syncd.storage.fsio import Storage
 from syncd.storage.job import check_folders, open_job
 from syncd.storage.leases import DaemonLock, Judge, Session, sweep_broken
 from syncd.storage.reserve import Reserve

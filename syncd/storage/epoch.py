@@ -19,7 +19,9 @@ from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, SupersededError
 from syncd.protocol.layout import JobLayout, version_folder
-from syncd.storage.fsio import NOT_EMPTY, Draft, Kind, Storage, is_gone
+from syncd.storage.calls import Kind
+from syncd.storage.errnos import NOT_EMPTY, is_gone
+from syncd.storage.fsio import Draft, Storage
 
 log = logging.getLogger(__name__)
 

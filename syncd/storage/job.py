@@ -8,7 +8,8 @@ import stat
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Format, encode, parse
-from syncd.storage.fsio import Storage, is_gone, is_no_record
+from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.fsio import Storage
 
 
 def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = None) -> Format:

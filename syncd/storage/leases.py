@@ -26,7 +26,8 @@ from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from syncd.protocol.errors import VersionGoneError
 from syncd.protocol.layout import JobLayout, lease_marker
-from syncd.storage.fsio import Signature, Storage, is_gone, is_no_record, signature
+from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.fsio import Signature, Storage, signature
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ import logging
 from typing import Final
 
 from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import NO_ROOM, Storage
+from syncd.storage.errnos import NO_ROOM
+from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from syncd.storage.fsio import Kind
+from syncd.storage.calls import Kind
 from tests.lagging import LAG, AnswerLostLagging, LagClock, LaggingStorage, RuledLagging
 from tests.storages import FastStorage, refuse
 
