@@ -105,7 +105,7 @@ class Reader:
         clock: Clock = time.monotonic,
     ) -> None:
         self.name = checked_name(name, "the explorer's name")
-        self._layout = JobLayout(Path(job_dir))
+        self._layout = JobLayout(Path(job_dir).absolute())
         self._storage = storage or Storage(self._layout.root)
         self._poll = poll
         self._clock = clock

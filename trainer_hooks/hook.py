@@ -74,7 +74,7 @@ class TrainerHook:
         settings: SyncSettings | None = None,
         storage: Storage | None = None,
     ) -> None:
-        self._layout = JobLayout(Path(job_dir))
+        self._layout = JobLayout(Path(job_dir).absolute())
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -187,7 +187,7 @@ class TrainerHook:
         """In the thread: what storage does must not stop the training for longer than a copy."""
         # Announced first: what lies below a step that a resumed trainer is about to write again
         # is not for the pruner.
-        self._report(RunningStatus.RUNNING, save_id.step)
+        self._writer.again(save_id, lambda: self._report(RunningStatus.RUNNING, save_id.step))
         return self._writer.save(save_id, contents)
 
     def _wait(self) -> int | None:

@@ -113,14 +113,18 @@ class RankWriter:
             SaveFailedError: the save did not become whole; the pointer was not moved.
         """
         try:
-            written = self._again(save_id, lambda: self._write(save_id, contents))
+            files = self.again(save_id, lambda: self._write(save_id, contents))
+            if contents.is_full:
+                # By itself: what is whole may be announced by now, and must not be taken back.
+                files = self.again(save_id, lambda: self._write_full(save_id, contents, files))
+            written = sum(file.size for file in files)
             if self._rank == 0:
-                self._again(save_id, lambda: self._announce(save_id, contents.is_full))
+                self.again(save_id, lambda: self._announce(save_id, contents.is_full))
         except OSError as error:
             self._say_failed(save_id)
             raise SaveFailedError(
                 f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
-                "it was not announced, and the version before it stays"
+                "what of it was not announced is never served, and the version before it stays"
             ) from error
         except BaseException:
             self._say_failed(save_id)  # a tokenizer that cannot be saved, say
@@ -139,7 +143,7 @@ class RankWriter:
         except OSError as error:
             log.warning("rank %d cannot tell the others that it failed: %s", self._rank, error)
 
-    def _again(self, save_id: SaveId, work: Callable[[], T]) -> T:
+    def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
         """Do something that storage may refuse for a moment, from its start, a few times.
 
         A folder that the pruner took away under us is made again. What an fsync has refused is
@@ -154,7 +158,7 @@ class RankWriter:
                 log.warning("step %d: trying again: %s", save_id.step, error)
         return work()
 
-    def _write(self, save_id: SaveId, contents: Contents) -> int:
+    def _write(self, save_id: SaveId, contents: Contents) -> list[ReceiptFile]:
         step, rank, world_size = save_id.step, self._rank, self._world_size
         actor = self._layout.actor(step)
         receipts = actor / RECEIPTS
@@ -180,15 +184,22 @@ class RankWriter:
             self._storage.replace(actor / FSDP_CONFIG, json.dumps(config).encode())
             files.extend(self._write_model_files(actor / HUGGINGFACE, contents.model_files))
         self._write_receipt(receipts / receipt_name(rank), save_id, files)
-        if contents.is_full:
-            for name, part in (
-                (optimizer_name(world_size, rank), contents.optimizer),
-                (extra_state_name(world_size, rank), contents.extra),
-            ):
-                if part is not None:
-                    files.append(self._write_tensors(actor / name, part))
-            self._write_receipt(receipts / full_receipt_name(rank), save_id, files)
-        return sum(file.size for file in files)
+        return files
+
+    def _write_full(
+        self, save_id: SaveId, contents: Contents, files: list[ReceiptFile]
+    ) -> list[ReceiptFile]:
+        """What is needed to resume, beside the model's part."""
+        actor = self._layout.actor(save_id.step)
+        files = [*files]
+        for name, part in (
+            (optimizer_name(self._world_size, self._rank), contents.optimizer),
+            (extra_state_name(self._world_size, self._rank), contents.extra),
+        ):
+            if part is not None:
+                files.append(self._write_tensors(actor / name, part))
+        self._write_receipt(actor / RECEIPTS / full_receipt_name(self._rank), save_id, files)
+        return files
 
     def _make_step_folder(self, step: int) -> None:
         """Make the step's folder, if it is not there, by a rename out of a folder of ours.

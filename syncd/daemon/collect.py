@@ -1,4 +1,4 @@
-"""Collecting what killed processes left: temporary files, heartbeats, probes."""
+"""Collecting what killed processes left: temporary files and heartbeats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from syncd.protocol.layout import (
     parse_step_folder,
 )
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import NOT_EMPTY, is_gone
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 _STEPS_PER_ROUND: Final = 64
 #: How many leftovers are watched at a time; the rest wait for the next round.
 _MOST: Final = 1000
+#: How many folders below ``huggingface/`` are looked into; tokenizers have templates in some.
+_DEEPEST: Final = 4
 
 
 class Collector:
@@ -46,7 +48,8 @@ class Collector:
         self._storage = storage
         self._layout = layout
         self._clock = clock
-        self._judge = Judge(storage, grace, clock=clock)
+        # Merges may follow each other for hours, and nobody looks meanwhile.
+        self._judge = Judge(storage, grace, clock=clock, counts_pauses=True)
         # A little more often than the stopwatch needs to run.
         self._period = grace / (LOOKS_PER_LEASE + 1)
         self._at = clock()
@@ -67,7 +70,7 @@ class Collector:
         self._at = self._clock()
         kept = {self._layout.session(session) for session in leased}
         for path in self._found():
-            if len(self._watched) < _MOST:
+            if path not in kept and len(self._watched) < _MOST:
                 self._watched.add(path)
         self._watched -= kept
         removed = sum([self._removed(path) for path in sorted(self._watched)])
@@ -90,24 +93,25 @@ class Collector:
         return False
 
     def _found(self) -> Iterator[Path]:
-        """Leftovers (filelock's too), and all heartbeats; folders of probes go at once."""
+        """Leftovers (filelock's too), and all heartbeats."""
         layout = self._layout
-        for name in self._storage.names(layout.sessions):
-            yield layout.sessions / name
         for folder in (layout.drafts, layout.explorers, layout.quarantine):
             yield from self._temporaries(folder)
-        for folder in (layout.state, layout.published, layout.leases, layout.epochs):
-            yield from self._temporaries(folder)
+        yield from self._temporaries(layout.state)
         if not self._steps:
             names = (parse_step_folder(name) for name in self._storage.names(layout.root))
             self._steps.extend(sorted((s for s in names if s is not None), reverse=True))
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
             step = self._steps.popleft()
             actor = layout.actor(step)
-            for folder in (layout.step(step), actor, actor / RECEIPTS, actor / HUGGINGFACE):
+            for folder in (actor, actor / RECEIPTS):
                 yield from self._temporaries(folder)
+            yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
+        # Last: thousands that live must not take the places of what is to go.
+        for name in self._storage.names(layout.sessions):
+            yield layout.sessions / name
 
-    def _temporaries(self, folder: Path) -> Iterator[Path]:
+    def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:
             found = self._storage.kinds(folder)
         except OSError as error:
@@ -117,13 +121,5 @@ class Collector:
         for name, kind in found.items():
             if kind is Kind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):
                 yield folder / name
-            elif name.startswith(TEMPORARY) and kind is Kind.FOLDER:
-                self._remove_probe(folder / name)
-
-    def _remove_probe(self, path: Path) -> None:
-        """An empty folder that ``Storage.refresh`` made; that it goes is all that it is for."""
-        try:
-            self._storage.rmdir(path)
-        except OSError as error:
-            if not is_gone(error) and error.errno not in NOT_EMPTY:
-                raise
+            elif kind is Kind.FOLDER and depth:
+                yield from self._temporaries(folder / name, depth=depth - 1)

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 #: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
 _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
+#: Seconds between two looks whether the reserve is whole.
+_KEEP_ROOM_AGAIN: Final = 60.0
 
 
 class Loop:
@@ -117,6 +119,7 @@ class Loop:
             clock=clock,
         )
         self._reserve = Reserve(storage, layout)
+        self._kept_room_at = clock()
         self._untidy = False
         self._trying: str | None = None
         self._publish_again_at = 0.0
@@ -125,7 +128,13 @@ class Loop:
     def begin(self) -> None:
         """After the take-over: recover what the daemon before us left."""
         self._publisher.recover()
-        self._pruner.sweep()
+        try:
+            self._pruner.sweep()
+        except OSError as error:  # what cannot be deleted now keeps nobody from new weights
+            log.warning("what was left behind cannot be removed now: %s", error)
+            self._untidy = True
+            if error.errno in NO_ROOM:
+                self._reserve.give_up()
         self._keep_room()
         self._report("watching")
         log.info("working on %s in epoch %d", self._layout.root, self._epoch.number)
@@ -171,7 +180,10 @@ class Loop:
 
     def end(self) -> None:
         """Leave nothing half made; the lock is the caller's to release."""
-        self._pruner.sweep()
+        try:
+            self._pruner.sweep()
+        except OSError as error:
+            log.warning("what was left behind cannot be removed now: %s", error)
         self._report("stopped")
 
     def _act(self, action: Action) -> str:
@@ -216,12 +228,13 @@ class Loop:
         """Finish what storage refused before; collect what killed processes left."""
         sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
         try:
+            if self._clock() - self._kept_room_at >= _KEEP_ROOM_AGAIN:
+                self._keep_room()
+            self._collector.run_once(marker[1] for marker in sessions if marker)
             self._publisher.write_again()
             if self._untidy:
                 self._pruner.sweep()
             self._untidy = bool(refused)
-            if self._collector.run_once(marker[1] for marker in sessions if marker):
-                self._keep_room()
         except OSError as error:
             if not self._storage.exists(self._layout.format):
                 raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
@@ -229,6 +242,7 @@ class Loop:
             refused.setdefault("tidy", f"what was left behind cannot be removed now: {error}")
 
     def _keep_room(self) -> None:
+        self._kept_room_at = self._clock()
         try:
             self._reserve.fill()
         except OSError as error:
@@ -242,7 +256,7 @@ class Loop:
             outcomes=self._publisher.outcomes,
         )
 
-    def _publish(self, action: Publish) -> str:
+    def _publish(self, action: Publish) -> str:  # noqa: PLR0911 - one return for each way it ends
         """Publish, or quarantine, or say why it has to wait."""
         save = action.save
         if save.identity != self._trying:
@@ -268,6 +282,8 @@ class Loop:
             return self._try_later(f"step {save.step} could not be merged: {error}")
         except SyncdError:
             raise
+        except MemoryError:
+            return self._try_later(f"step {save.step}: not enough memory to merge it now")
         except Exception as error:  # a fault of ours: the next save is served
             path = self._quarantine(save, error)
             log.exception("step %d cannot be published: a fault of syncd (%s)", save.step, path)

@@ -14,7 +14,6 @@ from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
     SAVING,
-    TEMPORARY,
     JobLayout,
     parse_step_folder,
     parse_version_folder,
@@ -60,6 +59,7 @@ class Pruner:
         self._session = session
         self._needed = needed
         self._wall = wall
+        self._on_record: set[str] = set()
 
     def retire_version(self, action: RetireVersion) -> bool:
         """End the leasing of a version, then delete it.
@@ -141,11 +141,14 @@ class Pruner:
             except (IsADirectoryError, NotADirectoryError) as error:
                 log.error("%s cannot be put back, and stays there: %s", trash, error)
         for doomed in self._epoch.condemned():
+            if doomed.name in self._on_record:
+                continue
             name = doomed.name.partition("-")[0]
             if parse_step_folder(name) is not None:
                 self._record("step", name, _LEFT)
             elif parse_version_folder(name) is not None:
                 self._record("version", name, _LEFT)
+            self._on_record.add(doomed.name)
         self._epoch.sweep()
 
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
@@ -198,8 +201,7 @@ class Pruner:
         self._storage.refresh(trash)  # what is remembered of a folder moved with it
         for name, kind in self._storage.kinds(trash).items():
             if kind is Kind.FOLDER:
-                if not name.startswith(TEMPORARY):  # a probe of Storage.refresh
-                    self._link_back(trash / name, folder / name)
+                self._link_back(trash / name, folder / name)
             elif name != SAVING:  # a trainer at work there has its own
                 try:
                     self._storage.link(trash / name, folder / name)

@@ -261,7 +261,9 @@ class Publisher:
             NoRoomError: the disk has no room for this version.
         """
         needed = _SMALL_FILES
-        for name in save.weights:
+        # A full state dict of our hook takes no room: it is given a second name.
+        linked = save.is_full_state_dict and save.receipts
+        for name in () if linked else save.weights:
             status = self._storage.status(self._layout.actor(save.step) / name)
             needed += status.st_size if status else 0
         free = self._storage.free(self._layout.epochs)

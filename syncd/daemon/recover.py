@@ -61,8 +61,13 @@ def look_back(storage: Storage, layout: JobLayout) -> Found:
         OSError: storage does not answer, which says nothing about what is there.
     """
     # What this client remembers of these may be older than the take-over.
-    for folder in (layout.state, layout.published, layout.leases, layout.explorers):
+    for folder in (layout.state, layout.published, layout.leases):
         storage.refresh(folder)
+    try:
+        storage.refresh(layout.explorers)
+    except OSError as error:  # the explorers' own folder: it says no more than a number
+        if not (is_gone(error) or is_refused_here(error)):
+            raise
     look = _Look(storage, layout)
     found = Found(latest=look.record(Latest, layout.latest))
     saves = look.record(Saves, layout.saves, LONG_RECORD_LIMIT)

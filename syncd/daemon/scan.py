@@ -155,9 +155,11 @@ class Scanner:
     def is_needed(self, step: int) -> bool:
         """Whether a pointer names a step, or its trainer has announced it or one below it.
 
-        Asked when the step is out of sight already. Each file is opened twice: on storage whose
-        first open may be of what was replaced, the second one is not.
+        Asked when the step is out of sight already, of the server. Each file is opened twice: on
+        storage whose first open may be of what was replaced, the second one is not.
         """
+        for folder in (self._layout.root, self._layout.state):
+            self._storage.refresh(folder)
         for _ in range(2):
             pointer, _ = self._pointer(self._layout.root / self._config.pointer)
             checkpoint, _ = self._pointer(self._layout.checkpoint_pointer)

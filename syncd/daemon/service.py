@@ -45,6 +45,7 @@ class Service:
     """
 
     def __init__(self, root: Path, config: DaemonConfig, *, storage: Storage | None = None) -> None:
+        root = root.absolute()
         self._layout = JobLayout(root)
         self._config = config
         self._storage = storage or Storage(root)
@@ -80,7 +81,7 @@ class Service:
                     self._say(f"paused: {error}")
                 except OSError as error:
                     # Whatever storage says, nothing is concluded from it and nothing deleted.
-                    self._say(f"paused: {error}")
+                    self._say(f"paused: {error}", f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
                 if not self._stopping:
@@ -161,10 +162,10 @@ class Service:
         if self._stopping:
             raise CancelledError("asked to stop")
 
-    def _say(self, what: str) -> None:
-        """Log once per change."""
-        if what != self._said:
-            self._said = what
+    def _say(self, what: str, change: str = "") -> None:
+        """Log once per change; ``change`` where names in the message are new ones each time."""
+        if (change or what) != self._said:
+            self._said = change or what
             log.warning("%s", what)
 
 

@@ -30,7 +30,7 @@ class Beneath:
     """
 
     def __init__(self, root: Path | None) -> None:
-        self._root = "" if root is None else os.path.abspath(root)
+        self._root = "" if root is None else _absolute(os.fspath(root))
 
     @contextmanager
     def at(self, path: Path) -> Iterator[Place]:
@@ -40,7 +40,7 @@ class Beneath:
             OSError: ``ELOOP`` where a folder on the way is a link; as the system says otherwise.
         """
         text = os.fspath(path)
-        parts = self._parts(os.path.abspath(text))
+        parts = self._parts(_absolute(text))
         if not parts:
             yield text, None
             return
@@ -80,7 +80,15 @@ class Beneath:
         """The names on the way from the root to a path; none for what is not below it."""
         if not self._root or not text.startswith(f"{self._root}/"):
             return []
-        return text[len(self._root) + 1 :].split("/")
+        parts = text[len(self._root) + 1 :].split("/")
+        if ".." in parts:
+            raise OSError(errno.EINVAL, "a path that leads back out", text)
+        return parts
+
+
+def _absolute(text: str) -> str:
+    """Not ``os.path.abspath``: what ``..`` behind a link is, only the system knows."""
+    return text if text.startswith("/") else os.path.join(os.getcwd(), text)
 
 
 def _step_into(name: str, folder: int, whole: str, flags: int) -> int:

@@ -76,6 +76,11 @@ class Calls:
         with self._beneath.at(path) as (name, folder):
             os.unlink(name, dir_fd=folder)
 
+    def utime(self, path: Path) -> None:
+        """Set the times of a file or folder to now."""
+        with self._beneath.at(path) as (name, folder):
+            os.utime(name, dir_fd=folder, follow_symlinks=False)
+
     def create(self, path: Path) -> int:
         """A descriptor of a new, empty file. Raises FileExistsError where the name is taken."""
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)

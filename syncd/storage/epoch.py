@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 _LAST_ROOM: Final = 10**17
 #: The most bytes of a name that are kept where something is set aside.
 _LONGEST: Final = 200
+#: How often a lower room is emptied before its folder is believed to be in the way.
+_ROUNDS: Final = 100
 #: The suffix makes a room's name one that was never used: a paused daemon whose room was removed
 #: must not find another's in its place.
 _ROOM: Final = re.compile(r"([1-9][0-9]{0,17})-([0-9a-f]{8})", re.ASCII)
@@ -83,14 +85,18 @@ class Epoch:
                     raise
                 # else: the later one was faster
             raise SupersededError(f"epoch {number} of {layout.root} was taken over as it began")
-        for folder in (epoch._doomed, epoch._trash, epoch.building):
-            epoch._within(storage.mkdir, folder)
-        # Before anything is moved in: what is in a folder that is lost is lost with it.
-        epoch._within(storage.sync_folder, epoch._room)
-        storage.sync_folder(layout.epochs)
-        for lower in rooms:
-            if lower != epoch._room.name:
-                epoch._close_room(layout.epochs / lower)
+        try:
+            for folder in (epoch._doomed, epoch._trash, epoch.building):
+                epoch._within(storage.mkdir, folder)
+            # Before anything is moved in: what is in a folder that is lost is lost with it.
+            epoch._within(storage.sync_folder, epoch._room)
+            storage.sync_folder(layout.epochs)
+            for lower in rooms:
+                if lower != epoch._room.name:
+                    epoch._close_room(layout.epochs / lower)
+        except BaseException:
+            epoch._leave()
+            raise
         return epoch
 
     def start_version(self, sequence: int) -> Path:
@@ -201,9 +207,15 @@ class Epoch:
 
     def sweep(self) -> None:
         """Delete what was condemned and what was half built."""
+        refused: OSError | None = None
         for folder in (self._doomed, self.building):
             for name in self._storage.names(folder):
-                self._storage.remove_tree(folder / name)
+                try:
+                    self._storage.remove_tree(folder / name)
+                except OSError as error:
+                    refused = refused or error
+        if refused is not None:
+            raise refused
 
     def is_live(self) -> bool:
         """Whether this room is still there; for messages, never to decide whether to commit."""
@@ -221,6 +233,14 @@ class Epoch:
                 f"another daemon has taken over {self._layout.root}: epoch {self.number} is gone"
             ) from error
 
+    def _leave(self) -> None:
+        """Remove what is empty of this room: take-overs that fail must not fill the disk."""
+        for folder in (self.building, self._trash, self._doomed, self._room):
+            try:
+                self._storage.rmdir(folder)
+            except OSError as error:
+                log.debug("%s stays: %s", folder, error)
+
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it: all that is not finished there ends here.
 
@@ -237,7 +257,7 @@ class Epoch:
         if not _is_folder(self._storage, room):
             return  # no daemon ever worked there
         gone = False
-        while not gone:  # its daemon may make something new in it, but not for ever
+        for _ in range(_ROUNDS):  # its daemon may make something new in it, but not for ever
             for folder, home in homes.items():
                 if folder != room and not _is_folder(self._storage, folder):
                     continue  # a link, say, is found in the room, and taken
@@ -245,6 +265,10 @@ class Epoch:
                     if kind is not Kind.FOLDER or folder / name not in homes:
                         self._take(folder / name, home)
                 gone = self._removed(folder)
+            if gone:
+                break
+        else:
+            raise JobUnavailableError(f"{room} cannot be emptied: what is in it does not go")
         self._storage.sync_folder(room.parent)
 
     def _found(self, folder: Path) -> list[tuple[str, Kind]]:

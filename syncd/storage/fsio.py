@@ -130,16 +130,11 @@ class Storage(Calls):
     def refresh(self, path: Path) -> None:
         """Let this client ask the server for the names in a folder, and not its cache.
 
-        Listings and names that were not there are remembered by clients of network filesystems (by
-        NFS for up to a minute); a change of one's own in the folder makes them forget.
+        Clients of network filesystems remember that a name was not there, and what it stood for; on
+        NFS 4.2 even rmdir is not asked of the server then (measured). A change of one's own in the
+        folder makes them forget: that of its times is enough, and needs no room.
         """
-        probe = path / f"{TEMPORARY}look-{secrets.token_hex(6)}"
-        self.mkdir(probe)
-        try:
-            self.rmdir(probe)
-        except OSError as error:
-            if not is_gone(error):  # else it was collected: that is a change in the folder too
-                raise
+        self.utime(path)
 
     def unlink_if_there(self, path: Path) -> bool:
         """Remove a file's name; False where it was not there."""
@@ -156,6 +151,7 @@ class Storage(Calls):
         # Not by recursion: a tree may be deeper than Python's stack. Nor by ever longer paths: what
         # is deep down comes up first, or the way there would take longer each time.
         pending, emptied = [(path, 0)], []
+        refused: OSError | None = None  # one name that stays keeps nobody from the rest
         while pending:
             folder, depth = pending.pop()
             try:
@@ -168,15 +164,18 @@ class Storage(Calls):
                 self.unlink_if_there(folder)
                 continue
             except OSError as error:
-                if is_gone(error):
-                    continue
-                raise
+                if not is_gone(error):
+                    refused = refused or error
+                continue
             emptied.append(folder)
             for name, kind in found.items():
                 if kind is Kind.FOLDER:
                     pending.append((folder / name, depth + 1))
-                else:
+                    continue
+                try:
                     self.unlink_if_there(folder / name)
+                except OSError as error:
+                    refused = refused or error
         for folder in reversed(emptied):
             try:
                 self.rmdir(folder)
@@ -184,7 +183,9 @@ class Storage(Calls):
                 # NFS keeps a .nfs… file while someone on this client reads what was just removed;
                 # the next sweep finds the rest.
                 if not is_gone(error) and error.errno not in NOT_EMPTY:
-                    raise
+                    refused = refused or error
+        if refused is not None:
+            raise refused
 
     def pread_all(self, fd: int, count: int, offset: int) -> bytes:
         """``count`` bytes from an offset; fewer only at the end of the file."""

@@ -120,6 +120,8 @@ class Judge:
         storage: the shared storage.
         lease_time: seconds.
         clock: seconds, monotonic.
+        counts_pauses: whether a longer time between two looks counts as a third of a lease, and not
+            as nothing: for what may be judged wrongly without harm.
     """
 
     def __init__(
@@ -128,10 +130,12 @@ class Judge:
         lease_time: float,
         *,
         clock: Clock = time.monotonic,
+        counts_pauses: bool = False,
     ) -> None:
         self._storage = storage
         self._lease_time = lease_time
         self._clock = clock
+        self._counts_pauses = counts_pauses
         self._watched: dict[Path, _Watch] = {}
         self._said: set[Path] = set()
 
@@ -160,8 +164,9 @@ class Judge:
         if watch is None or watch.key != key:
             self._watched[path] = _Watch(key, 0.0, now)
             return Liveness.ALIVE  # its first look, or a heartbeat since the last one
-        if now - watch.looked <= self._lease_time / LOOKS_PER_LEASE:
-            watch.still += now - watch.looked
+        longest = self._lease_time / LOOKS_PER_LEASE
+        if now - watch.looked <= longest or self._counts_pauses:
+            watch.still += min(now - watch.looked, longest)
         watch.looked = now
         return Liveness.DEAD if watch.still >= self._lease_time else Liveness.ALIVE
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 from typing import Any
 
@@ -267,10 +266,7 @@ def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
 ) -> None:
     published(ruled, 2)
     storage.rules.append(refuse("unlink", errno.EIO, where="doomed"))
-    with (
-        pytest.raises(OSError, match=os.strerror(errno.EIO)),
-        ruled.daemon(DaemonConfig(keep=1, prune_steps=False)) as loop,
-    ):
+    with ruled.daemon(DaemonConfig(keep=1, prune_steps=False)) as loop:
         loop.run_once()
     storage.rules.clear()
     round_of(ruled, prune_steps=False)
