@@ -16,7 +16,7 @@ from syncd.protocol.layout import (
     parse_step_folder,
 )
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_gone
+from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
@@ -121,5 +121,15 @@ class Collector:
         for name, kind in found.items():
             if kind is Kind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):
                 yield folder / name
+            elif kind is Kind.FOLDER and name.startswith(TEMPORARY):
+                self._remove_empty(folder / name)
             elif kind is Kind.FOLDER and depth:
                 yield from self._temporaries(folder / name, depth=depth - 1)
+
+    def _remove_empty(self, path: Path) -> None:
+        """A folder that a trainer was about to rename: it makes another one."""
+        try:
+            self._storage.rmdir(path)
+        except OSError as error:
+            if not is_gone(error) and error.errno not in NOT_EMPTY:
+                raise

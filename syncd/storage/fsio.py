@@ -98,9 +98,17 @@ class Storage(Calls):
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
         """Replace a file by one rename, durably; ``room`` is where its temporary name is."""
-        with Draft(self, path, room=room) as draft:
-            draft.write(data)
-            draft.commit()
+        for is_last in (False, True):
+            try:
+                with Draft(self, path, room=room) as draft:
+                    draft.write(data)
+                    draft.commit()
+            except FileNotFoundError:
+                # Whoever stood still for very long finds its temporary file collected.
+                if is_last:
+                    raise
+            else:
+                return
 
     def make_folder(self, path: Path, *, below: Path) -> None:
         """Make a folder and those above it that are missing, durably.

@@ -351,3 +351,14 @@ def test_an_error_names_the_whole_path(tmp_path: Path) -> None:
         str(tmp_path / "a" / "b"),
         str(tmp_path / "b"),
     )
+
+
+def test_a_draft_that_was_collected_is_written_again(tmp_path: Path) -> None:
+    def collect(source: Path, _: Path) -> None:
+        source.unlink()
+
+    storage = RuledStorage(once("rename", collect))
+    storage.replace(tmp_path / "file", b"one")
+    assert os.listdir(tmp_path) == ["file"]
+    with pytest.raises(FileNotFoundError):
+        storage.replace(tmp_path / "no folder" / "file", b"one")
