@@ -28,6 +28,8 @@ RECORD_LIMIT: Final = 1024 * 1024
 #: A record that grows with a job or a model: the manifest, the saves on record.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
+#: How often a small file is begun.
+_ATTEMPTS: Final = 5
 #: How many folders below the top a tree is removed in place.
 _DEEPEST: Final = 16
 
@@ -98,14 +100,14 @@ class Storage(Calls):
 
     def replace(self, path: Path, data: bytes, *, room: Path | None = None) -> None:
         """Replace a file by one rename, durably; ``room`` is where its temporary name is."""
-        for is_last in (False, True):
+        for left in reversed(range(_ATTEMPTS)):
             try:
                 with Draft(self, path, room=room) as draft:
                     draft.write(data)
                     draft.commit()
             except FileNotFoundError:
                 # Whoever stood still for very long finds its temporary file collected.
-                if is_last:
+                if not left:
                     raise
             else:
                 return
