@@ -56,41 +56,36 @@ class Collector:
         self._steps: deque[int] = deque()
         self._watched: set[Path] = set()
 
-    def run_once(self, leased: Iterable[str]) -> int:
+    def run_once(self, leased: Iterable[str]) -> None:
         """Look, now and then; remove what was still for long enough.
 
         Args:
             leased: the sessions that hold leases: what they hold is the pruner's to judge.
-
-        Returns:
-            How many were removed.
         """
         if self._clock() - self._at < self._period:
-            return 0
+            return
         self._at = self._clock()
         kept = {self._layout.session(session) for session in leased}
         for path in self._found():
             if path not in kept and len(self._watched) < _MOST:
                 self._watched.add(path)
         self._watched -= kept
-        removed = sum([self._removed(path) for path in sorted(self._watched)])
+        for path in sorted(self._watched):
+            self._look(path)
         self._judge.forget_all_but(self._watched)
-        return removed
 
-    def _removed(self, path: Path) -> bool:
+    def _look(self, path: Path) -> None:
+        """Look once, and remove what was still for long enough."""
         try:
             liveness = self._judge.look(path)
-            if liveness is Liveness.DEAD:
-                # A session may beat again at this very moment: that is looked at once more.
-                gone = self._judge.break_dead(path)
+            # A session may beat again at this very moment: that is looked at once more.
+            if liveness is Liveness.DEAD and self._judge.break_dead(path):
                 log.info("removed %s, which its process left behind", path)
-                return gone
         except OSError as error:
             log.debug("%s is left alone: %s", path, error)
             liveness = Liveness.MISSING
         if liveness is Liveness.MISSING:
             self._watched.discard(path)
-        return False
 
     def _found(self) -> Iterator[Path]:
         """Leftovers (filelock's too), and all heartbeats."""

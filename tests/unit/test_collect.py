@@ -1,0 +1,124 @@
+"""Leftovers go once they lie still, the reserve is kept, and nothing else is touched."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from syncd.daemon.collect import Collector
+from syncd.daemon.config import DaemonConfig
+from syncd.storage.reserve import Reserve
+from tests.jobs import Job
+from tests.storages import Clock, FastStorage, RuledStorage, refuse
+
+GRACE = 60.0
+
+
+def collector(job: Job, clock: Clock) -> Collector:
+    return Collector(FastStorage(), job.layout, GRACE, clock=clock)
+
+
+def rounds(found: Collector, clock: Clock, count: int = 8, step: float = GRACE / 4) -> None:
+    for _ in range(count):
+        clock.advance(step)
+        found.run_once(())
+
+
+def leftovers(job: Job) -> list[Path]:
+    layout = job.layout
+    actor = layout.actor(3)
+    (actor / ".receipts").mkdir(parents=True)
+    (actor / "huggingface" / "templates").mkdir(parents=True)
+    made = [
+        layout.drafts / ".tmp-trainer.json-1",
+        layout.explorers / ".tmp-explorer.json-1",
+        layout.state / ".tmp-format-1",
+        layout.state / "daemon.lock.break.7.0",
+        layout.session("dead-1"),
+        actor / ".tmp-model_world_size_1_rank_0.pt-1",
+        actor / ".receipts" / ".tmp-rank_0.json-1",
+        actor / "huggingface" / "templates" / ".tmp-tool.jinja-1",
+    ]
+    for path in made:
+        path.write_bytes(b"half")
+    return made
+
+
+def test_every_kind_of_leftover_goes_once_it_lies_still(job: Job, clock: Clock) -> None:
+    made = leftovers(job)
+    empty = job.layout.drafts / ".tmp-global_step_3-1"
+    empty.mkdir()
+    rounds(collector(job, clock), clock)
+    assert [path for path in (*made, empty) if path.exists()] == []
+
+
+def test_what_changes_and_what_has_a_committed_name_stays(job: Job, clock: Clock) -> None:
+    job.save(3)
+    before = sorted(job.layout.root.rglob("*"))
+    growing = job.layout.actor(3) / ".tmp-model_world_size_1_rank_0.pt-1"
+    found = collector(job, clock)
+    for number in range(12):
+        growing.write_bytes(bytes(number))
+        rounds(found, clock, 1)
+    growing.unlink()
+    assert sorted(job.layout.root.rglob("*")) == before
+
+
+def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: Job, clock: Clock) -> None:
+    job.layout.session("holder").write_text("still")
+    found = collector(job, clock)
+    for _ in range(12):
+        clock.advance(GRACE / 4)
+        found.run_once(["holder"])
+    assert job.layout.session("holder").exists()
+    rounds(found, clock)
+    assert not job.layout.session("holder").exists()
+
+
+def test_leftovers_go_also_where_nobody_looks_for_hours_at_a_time(job: Job, clock: Clock) -> None:
+    made = leftovers(job)
+    rounds(collector(job, clock), clock, count=5, step=7200)
+    assert [path for path in made if path.exists()] == []
+
+
+def test_thousands_that_live_do_not_keep_leftovers_from_going(job: Job, clock: Clock) -> None:
+    made = leftovers(job)
+    for number in range(1100):
+        job.layout.session(f"a-{number}").touch()
+    found = collector(job, clock)
+    for _ in range(8):
+        clock.advance(GRACE / 4)
+        found.run_once([f"a-{number}" for number in range(1100)])
+    assert [path for path in made if path.exists()] == []
+
+
+def test_the_reserve_is_given_up_on_a_full_disk_and_kept_again_when_there_is_room(
+    tmp_path: Path, clock: Clock
+) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    job.save(1)
+    with job.daemon(DaemonConfig(), clock=clock) as loop:
+        kept = os.listdir(job.layout.reserve)
+        assert len(kept) == 16
+        full = refuse("create", errno.ENOSPC)
+        storage.rules.append(full)
+        loop.run_once()
+        assert os.listdir(job.layout.reserve) == []
+        storage.rules.remove(full)
+        for _ in range(3):
+            clock.advance(61)
+            loop.run_once()
+        assert os.listdir(job.layout.reserve) == kept
+        assert job.latest.step == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_reserve_that_does_not_fit_takes_no_room(job: Job, code: int) -> None:
+    storage = RuledStorage()
+    storage.rules.append(refuse("create", code, where="reserve/07"))
+    Reserve(storage, job.layout).fill()
+    assert os.listdir(job.layout.reserve) == []
