@@ -10,6 +10,8 @@ import pytest
 
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import JobUnavailableError
+from syncd.storage.epoch import Epoch
 from syncd.storage.reserve import Reserve
 from tests.jobs import Job
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
@@ -122,3 +124,39 @@ def test_a_reserve_that_does_not_fit_takes_no_room(job: Job, code: int) -> None:
     storage.rules.append(refuse("create", code, where="reserve/07"))
     Reserve(storage, job.layout).fill()
     assert os.listdir(job.layout.reserve) == []
+
+
+def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(
+    tmp_path: Path, clock: Clock
+) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    storage.rules.append(refuse("unlink", errno.EACCES, where="doomed/global_step_1"))
+    for step in (1, 2, 3):
+        job.save(step)
+        with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
+            for _ in range(3):
+                loop.run_once()
+                clock.advance(5)
+        assert job.latest.step == step
+    assert job.versions == ["v000003"]
+    assert len([what for what in job.audit if what == ("step", "global_step_1")]) <= 3
+    assert list(job.layout.epochs.rglob("global_step_1*"))
+    storage.rules.clear()
+    with job.daemon(DaemonConfig(keep=1), clock=clock):
+        pass
+    assert not list(job.layout.epochs.rglob("global_step_1*"))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_take_over_that_cannot_end_ends_and_leaves_no_rooms(tmp_path: Path, code: int) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    (job.layout.epochs / "3-00000000" / "building" / "v000009").mkdir(parents=True)
+    storage.rules.append(refuse("rename", code, where="3-00000000/building/v000009"))
+    for _ in range(4):
+        with pytest.raises((OSError, JobUnavailableError)):
+            Epoch.take_over(storage, job.layout)
+    assert [path.name for path in job.layout.epochs.iterdir()] == ["3-00000000"]
+    storage.rules.clear()
+    assert Epoch.take_over(storage, job.layout).number == 4

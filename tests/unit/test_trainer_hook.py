@@ -334,3 +334,30 @@ def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: Job) -> None:
     first.stop_waiting()
     with pytest.raises(SaveFailedError, match="training ended"):
         first.save(SaveId("run", 4, 0), Contents(model={"weight": torch.zeros(3)}))
+
+
+def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
+    job: Job, storage: RuledStorage
+) -> None:
+    contents = Contents(
+        model={"weight": torch.zeros(3)}, optimizer={"state": torch.zeros(2)}, is_full=True
+    )
+    storage.rules.append(refuse("create", errno.EIO, where="optim_"))
+    writer = RankWriter(storage, job.layout, 1, 2, save_timeout=5, pauses=(0.0, 0.0))
+    with pytest.raises(SaveFailedError, match="could not write"):
+        writer.save(SaveId("run", 4, 0), contents)
+    assert (job.layout.actor(4) / ".receipts" / "rank_1.json").exists()
+    assert not (job.layout.actor(4) / ".receipts" / "full_rank_1.json").exists()
+
+
+def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+
+        def refused(*_: object) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        storage.rules.append(once("create", refused, where="trainer.json"))
+        hook.after_step(1)
+    assert job.layout.state_pointer.read_text() == "1\n"
