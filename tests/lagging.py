@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from syncd.storage.calls import Kind
+from syncd.storage.calls import Kind, kind_of
 from syncd.storage.errnos import is_gone
 from tests.storages import SEAM, AnswerLost, Clock, FastStorage, Rule, RuledStorage
 
@@ -397,7 +397,7 @@ class LaggingStorage(FastStorage):
         fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder.fd)
         try:
             with os.scandir(fd) as found:
-                kinds = {entry.name: _kind(entry) for entry in found}
+                kinds = {entry.name: kind_of(entry) for entry in found}
         finally:
             os.close(fd)
         self._listings[folder.key] = _Listing(kinds, self._until())
@@ -441,14 +441,6 @@ class AnswerLostLagging(LaggingStorage):
 
 def _error(code: int, path: Path) -> OSError:
     return OSError(code, os.strerror(code), os.fspath(path))
-
-
-def _kind(entry: os.DirEntry[str]) -> Kind:
-    if entry.is_symlink():
-        return Kind.LINK
-    if entry.is_dir(follow_symlinks=False):
-        return Kind.FOLDER
-    return Kind.FILE if entry.is_file(follow_symlinks=False) else Kind.OTHER
 
 
 class Hosts:

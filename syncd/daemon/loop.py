@@ -41,7 +41,6 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout, parse_lease_marker
 from syncd.protocol.records import DaemonCounters, DaemonReport, encode
 from syncd.storage.epoch import Epoch
-from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
 from syncd.storage.reserve import Reserve
@@ -133,8 +132,7 @@ class Loop:
         except OSError as error:  # what cannot be deleted now keeps nobody from new weights
             log.warning("what was left behind cannot be removed now: %s", error)
             self._untidy = True
-            if error.errno in NO_ROOM:
-                self._reserve.give_up()
+            self._reserve.relieve(error)
         self._keep_room()
         self._report("watching")
         log.info("working on %s in epoch %d", self._layout.root, self._epoch.number)
@@ -216,13 +214,11 @@ class Loop:
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
         """One thing that storage refuses keeps nobody from the rest; it is tried again."""
-        if not self._storage.exists(self._layout.format):
-            raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+        self._raise_if_away(error)
         what = type(action).__name__
         if what not in refused:
             refused[what] = f"{what} is refused by storage, and tried again: {error}"
-        if error.errno in NO_ROOM:
-            self._reserve.give_up()
+        self._reserve.relieve(error)
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
         """Finish what storage refused before; collect what killed processes left."""
@@ -236,10 +232,14 @@ class Loop:
                 self._pruner.sweep()
             self._untidy = bool(refused)
         except OSError as error:
-            if not self._storage.exists(self._layout.format):
-                raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+            self._raise_if_away(error)
             self._untidy = True
             refused.setdefault("tidy", f"what was left behind cannot be removed now: {error}")
+
+    def _raise_if_away(self, error: OSError) -> None:
+        """Say what an error means where the whole job is not there."""
+        if not self._storage.exists(self._layout.format):
+            raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
 
     def _keep_room(self) -> None:
         self._kept_room_at = self._clock()
@@ -275,10 +275,8 @@ class Loop:
             log.error("step %d cannot be published: %s (kept in %s)", save.step, error, path)
             return ""
         except OSError as error:
-            if not self._storage.exists(self._layout.format):
-                raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
-            if error.errno in NO_ROOM:
-                self._reserve.give_up()
+            self._raise_if_away(error)
+            self._reserve.relieve(error)
             return self._try_later(f"step {save.step} could not be merged: {error}")
         except SyncdError:
             raise
@@ -345,5 +343,4 @@ class Loop:
             # A full disk, say: what can be done goes on without a report of it.
             log.warning("the state cannot be reported: %s", error)
             self._reported = None
-            if error.errno in NO_ROOM:
-                self._reserve.give_up()
+            self._reserve.relieve(error)

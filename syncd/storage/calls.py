@@ -184,7 +184,7 @@ class Calls:
         fd = self._beneath.open_folder(path)
         try:
             with os.scandir(fd) as found:
-                return {entry.name: _kind(entry) for entry in found}
+                return {entry.name: kind_of(entry) for entry in found}
         finally:
             os.close(fd)
 
@@ -221,7 +221,8 @@ class Calls:
         return fd
 
 
-def _kind(entry: os.DirEntry[str]) -> Kind:
+def kind_of(entry: os.DirEntry[str]) -> Kind:
+    """What an entry of a listing stands for."""
     if entry.is_symlink():
         return Kind.LINK
     if entry.is_dir(follow_symlinks=False):

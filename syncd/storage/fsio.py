@@ -267,9 +267,6 @@ class Draft:
         self.size += length
         return length
 
-    def flush(self) -> None:
-        """Do nothing; file objects have it, and nothing is buffered here."""
-
     def finish(self) -> None:
         """Make the bytes durable and close the file, still under its temporary name."""
         if self._fd < 0:

@@ -50,9 +50,19 @@ class Reserve:
         except FileExistsError:
             pass  # another daemon fills it
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            if not self.relieve(error):
                 raise
-            self.give_up()
+
+    def relieve(self, error: OSError) -> bool:
+        """Give all of it up where an error says that there is no room.
+
+        Returns:
+            Whether the error says so.
+        """
+        if error.errno not in NO_ROOM:
+            return False
+        self.give_up()
+        return True
 
     def give_up(self) -> bool:
         """Make room; False where nothing was kept back."""
