@@ -19,7 +19,15 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, TrainerReport, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from tests.crash.invariants import CONFIG, LIVING, pass_time
+from tests.crash.invariants import (
+    CONFIG,
+    LIVING,
+    Seen,
+    check,
+    check_converged,
+    pass_time,
+    restart,
+)
 from tests.jobs import Job, nothing
 from tests.storages import Clock, FastStorage
 from trainer_hooks.writer import Contents, RankWriter
@@ -44,6 +52,15 @@ class Scenario:
 
     def __str__(self) -> str:
         return self.name
+
+    def recover(self, job: Job, before: Seen, clock: Clock, *, again: bool = True) -> None:
+        """What was cut off is started again, and must come to rest where it should."""
+        check(job, before)
+        job.storage = FastStorage()
+        if again:
+            self.again(job, clock)
+        restart(job, clock)
+        check_converged(job, before)
 
 
 def published(job: Job, *steps: int) -> None:

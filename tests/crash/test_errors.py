@@ -12,7 +12,7 @@ import pytest
 
 from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.layout import parse_step_folder, version_folder
-from tests.crash.invariants import CONFIG, check, check_converged, look, pass_time, restart
+from tests.crash.invariants import CONFIG, check, look, pass_time
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import Job
 from tests.storages import Clock, FastStorage, RuledStorage
@@ -83,12 +83,7 @@ def run(tmp_path: Path, scenario: Scenario, call: int, code: int, *, on: bool) -
     storage, clock = FailingStorage(call, code, on=on), Clock()
     try:
         done = work(job, scenario, storage, clock)
-        check(job, before)
-        job.storage = FastStorage()
-        if not done:
-            scenario.again(job, clock)
-        restart(job, clock)
-        check_converged(job, before)
+        scenario.recover(job, before, clock, again=not done)
     except BaseException as error:
         error.add_note(f"{errno.errorcode[code]} of call {call} of {scenario}: {storage.failed}")
         raise
@@ -194,6 +189,4 @@ def test_short_reads_and_writes_change_nothing(tmp_path: Path, scenario: Scenari
     before = look(job, rewritten=scenario.rewritten)
     job.storage = OneByOne()
     scenario.act(job, clock)
-    check(job, before)
-    restart(job, clock)
-    check_converged(job, before)
+    scenario.recover(job, before, clock, again=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.crash.invariants import check, check_converged, look, restart
+from tests.crash.invariants import look
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import Job
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
@@ -86,11 +86,7 @@ def test_whatever_call_is_the_last_one_a_restart_converges(
         before = look(job, rewritten=scenario.rewritten)
         going_on = killed(job, scenario, moment)
         try:
-            check(job, before)
-            job.storage = FastStorage()
-            scenario.again(job, Clock())
-            restart(job, Clock())
-            check_converged(job, before)
+            scenario.recover(job, before, Clock())
         except BaseException as error:
             error.add_note(f"after a kill at moment {moment} of {scenario}")
             raise

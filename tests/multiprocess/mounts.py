@@ -89,6 +89,12 @@ class Detachable:
         return sorted(str(path.relative_to(self.job)) for path in self.job.rglob("*"))
 
     def come_back(self) -> None:
+        """Be there again; what was made in its place meanwhile is thrown away."""
+        is_away = self.behind.exists() and not self.job.is_mount()
+        if is_away and self.what_was_made():
+            shutil.rmtree(self.job)
+            if self._way != "renamed":
+                self.job.mkdir()
         match self._way:
             case "unmounted":
                 _mount("--bind", self.behind, self.job)

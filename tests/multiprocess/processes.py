@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import DaemonReport, Latest, parse
 
@@ -60,6 +61,15 @@ def report(job: Path) -> DaemonReport | None:
         return parse(DaemonReport, layout.daemon_report.read_bytes(), layout.daemon_report)
     except FileNotFoundError:
         return None
+
+
+def verified(job: Path, sequence: int) -> None:
+    """Lease and read all of a version as an explorer would."""
+    with Reader(job, "checker") as reader:
+        version = reader.next_version(sequence - 1, DEADLINE)
+        version.verify()
+        assert version.sequence == sequence
+        version.release()
 
 
 def epoch_content(job: Path) -> dict[str, list[str]]:

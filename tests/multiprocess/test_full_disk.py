@@ -32,6 +32,7 @@ from tests.multiprocess.processes import (
     epoch_content,
     latest,
     report,
+    verified,
     wait_for_step,
     wait_until,
 )
@@ -82,14 +83,6 @@ def status(job: Path) -> dict[str, Any]:
 
 def published(job: Path) -> list[str]:
     return sorted(os.listdir(JobLayout(job).published))
-
-
-def verified(job: Path, sequence: int) -> None:
-    with Reader(job, "checker") as reader:
-        version = reader.next_version(sequence - 1, DEADLINE)
-        version.verify()
-        assert version.sequence == sequence
-        version.release()
 
 
 def verified_in_place(job: Path, sequence: int) -> None:

@@ -6,7 +6,6 @@ import functools
 import random
 from pathlib import Path
 
-from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -15,6 +14,7 @@ from tests.multiprocess.processes import (
     epoch_content,
     latest,
     report,
+    verified,
     wait_for_step,
     wait_until,
 )
@@ -24,15 +24,6 @@ from tests.multiprocess.saves import Constant, save
 def _begun(job: Path, step: int) -> bool:
     found = latest(job)
     return JobLayout(job).publish_lock.exists() or (found is not None and found.step == step)
-
-
-def verified(job: Path, sequence: int) -> None:
-    """Lease and read all of a version as an explorer would."""
-    with Reader(job, "checker") as reader:
-        version = reader.next_version(sequence - 1, DEADLINE)
-        version.verify()
-        assert version.sequence == sequence
-        version.release()
 
 
 def test_after_kill_9_in_a_merge_the_next_daemon_converges(job: Path) -> None:

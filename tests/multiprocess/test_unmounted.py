@@ -27,7 +27,7 @@ from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from syncd.storage.leases import Session
-from tests.crash.invariants import check, check_converged, files, look, restart
+from tests.crash.invariants import files, look
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import Job
 from tests.multiprocess.mounts import Detachable
@@ -41,7 +41,7 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.multiprocess.saves import Constant, save, trainer
-from tests.storages import Clock, FastStorage, RuledStorage
+from tests.storages import Clock, RuledStorage
 from trainer_hooks.writer import Contents, RankWriter
 
 #: Short: the job is away for longer.
@@ -101,10 +101,6 @@ def away(place: Detachable, *daemons: Daemon, beats: int = 4) -> Iterator[None]:
         heart.wait(beats)
         assert place.what_was_made() == []
     finally:
-        if place.what_was_made():
-            shutil.rmtree(place.job)
-            if place.behind.exists():
-                place.job.mkdir()
         place.come_back()
         heart.close()
 
@@ -355,10 +351,6 @@ def test_a_heartbeat_that_is_lost_while_its_job_is_away_is_not_begun_in_an_empty
             other.wait(6)
             made = place.what_was_made()
         finally:
-            if place.what_was_made():
-                shutil.rmtree(place.job)
-                if place.behind.exists():
-                    place.job.mkdir()
             place.come_back()
             other.close()
         assert made == []
@@ -424,11 +416,7 @@ def test_whatever_call_is_the_last_one_nothing_is_made_in_an_empty_folder(
                 assert made == [], "made in an empty folder"
                 root.rmdir()
                 behind.rename(root)
-            check(job, before)
-            job.storage = FastStorage()
-            scenario.again(job, Clock())
-            restart(job, Clock())
-            check_converged(job, before)
+            scenario.recover(job, before, Clock())
         except BaseException as error:
             error.add_note(f"the job went away before call {moment} of {scenario}")
             raise

@@ -1,0 +1,132 @@
+"""What clients of a network filesystem remember: the measurements that docs/protocol.md names.
+
+Repeat with ``python -m benchmarks.nfs MOUNT MOUNT`` on one share that is mounted by two clients of
+their own (two hosts, or two network namespaces). Each line is a question, and how often each answer
+was given; on a local disk, given twice, all answers are the right ones. Takes a few seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.machine import describe_machine, print_machine, print_table
+from syncd.storage.fsio import Storage
+
+#: Asks something of a folder, as the first client and as the second one sees it.
+Question = Callable[[Path, Path], object]
+
+
+def _remembered(look: Callable[[Path], object], *, refresh: bool) -> Question:
+    """What the first client says of a name that was missing when it looked, and is there now."""
+
+    def ask(first: Path, second: Path) -> object:
+        for _ in range(2):
+            (first / "name").exists()
+        (second / "name").mkdir()
+        (second / "name" / "lease").touch()
+        if refresh:
+            Storage(durable=False).refresh(first)
+        return look(first / "name")
+
+    return ask
+
+
+def _rmdir(path: Path) -> str:
+    try:
+        path.rmdir()
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+    return "removed"
+
+
+def _replaced(first: Path, second: Path) -> None:
+    """A file that the first client has read is replaced by the second."""
+    (second / "file").write_text("old")
+    for _ in range(2):
+        (first / "file").read_text()
+    (second / "draft").write_text("new")
+    (second / "draft").rename(second / "file")
+
+
+def _looks_until_new(first: Path, second: Path) -> str:
+    _replaced(first, second)
+    looks = 0
+    while (first / "file").read_text() == "old":
+        looks += 1
+        time.sleep(0.01)  # as often as anybody would look
+    return f"{looks} old"
+
+
+def _read_after_refresh(first: Path, second: Path) -> str:
+    _replaced(first, second)
+    Storage(durable=False).refresh(first)
+    return (first / "file").read_text()
+
+
+def _rename_out(*, moved: bool) -> Question:
+    """Whether the first client renames out of a folder that the second has moved, or emptied."""
+
+    def ask(first: Path, second: Path) -> str:
+        building = second / "room" / "building"
+        (building / "version").mkdir(parents=True)
+        (second / "doomed").mkdir()
+        os.listdir(first / "room" / "building")
+        (first / "room" / "building" / "version").exists()
+        if moved:
+            building.rename(second / "doomed" / "building")
+        else:
+            (building / "version").rename(second / "doomed" / "version")
+            building.rmdir()
+        try:
+            (first / "room" / "building" / "version").rename(first / "published")
+        except OSError as error:
+            return errno.errorcode[error.errno or 0]
+        return "renamed"
+
+    return ask
+
+
+QUESTIONS: dict[str, Question] = {
+    "a name that was missed is found": _remembered(Path.exists, refresh=False),
+    "the same, after a refresh": _remembered(Path.exists, refresh=True),
+    "rmdir of a full folder that was missed": _remembered(_rmdir, refresh=False),
+    "the same, after a refresh (of a full folder)": _remembered(_rmdir, refresh=True),
+    "reads, 10 ms apart, of a replaced file": _looks_until_new,
+    "a replaced file, after a refresh": _read_after_refresh,
+    "rename out of a folder that was moved": _rename_out(moved=True),
+    "rename out of a folder that was emptied": _rename_out(moved=False),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what clients of a network filesystem remember")
+    parser.add_argument("first", type=Path, help="the share, as one client mounts it")
+    parser.add_argument("second", type=Path, help="the same share, as another client mounts it")
+    parser.add_argument("--tries", type=int, default=15)
+    given = parser.parse_args()
+    print_machine(describe_machine(given.first))
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="syncd-nfs-", dir=given.second) as made:
+        base = Path(made).name
+        for number, (what, ask) in enumerate(QUESTIONS.items()):
+            answers: Counter[object] = Counter()
+            for attempt in range(given.tries):
+                name = f"{number}-{attempt}"
+                (given.second / base / name).mkdir()
+                first = given.first / base / name
+                os.listdir(first)
+                answers[ask(first, given.second / base / name)] += 1
+            told = ", ".join(f"{answer}: {count}" for answer, count in answers.most_common())
+            rows.append((what, told))
+    print_table(("question", "answers"), rows)
+
+
+if __name__ == "__main__":
+    main()
