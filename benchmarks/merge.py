@@ -115,13 +115,13 @@ def _child(*argv: str) -> None:
     subprocess.run((sys.executable, "-m", "benchmarks.shards", *argv), check=True)
 
 
-def _prepare(work: Path, gigabytes: float) -> int:
+def _prepare(work: Path, gigabytes: float, layout: str) -> int:
     """Write the shards, and merge them once for ``cp``; returns the bytes of the shards."""
     shutil.rmtree(work / "job", ignore_errors=True)
-    _child("write", str(work / "job"), str(gigabytes))
+    _child("write", str(work / "job"), str(gigabytes), layout)
     (work / "out").mkdir(exist_ok=True)
-    run_measured(_torch()(work))
-    (work / "out" / "merged.safetensors").rename(_copied(work))
+    run_measured(_merge(1)(work))
+    (work / "out" / "merged" / "model.safetensors").rename(_copied(work))
     return sum(path.stat().st_size for path in _shards(work))
 
 
@@ -188,7 +188,14 @@ def main() -> None:
     parser.add_argument(
         "--rss", type=float, nargs="*", default=[0.3, 3.0], help="more sizes for peak RSS, in GB"
     )
-    parser.add_argument("--no-torch", action="store_true", help="without the slow contenders")
+    parser.add_argument(
+        "--layout", choices=("fsdp", "fsdp+tp"), default="fsdp", help="how the shards are cut"
+    )
+    parser.add_argument(
+        "--no-torch",
+        action="store_true",
+        help="without the slow contenders, which merge Shard(0) alone",
+    )
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     given = parser.parse_args()
@@ -196,12 +203,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made:
         work = Path(made)
         prepare_process(work)
-        size = _prepare(work, given.gigabytes)
-        contenders = tuple(c for c in _CONTENDERS if c.memory < 4 or not given.no_torch)
+        size = _prepare(work, given.gigabytes, given.layout)
+        with_torch = given.layout == "fsdp" and not given.no_torch
+        contenders = tuple(c for c in _CONTENDERS if c.memory < 4 or with_torch)
         found = _rounds(work, contenders, given.gigabytes, given.rounds)
         peaks = {size: {c.name: max(u.peak_mb for u in found[c.name]) for c in _MERGES}}
         for gigabytes in given.rss:
-            other = _prepare(work, gigabytes)
+            other = _prepare(work, gigabytes, given.layout)
             peaks[other] = {c.name: _run(c, work, gigabytes).peak_mb for c in _MERGES}
     if given.json:
         rounds = {name: [asdict(usage) for usage in usages] for name, usages in found.items()}
@@ -209,7 +217,8 @@ def main() -> None:
         return
     print_machine(machine)
     print(
-        f"\n4 bf16 Shard(0) shards of {size / 1e9:.2f} GB in all; {given.rounds} rounds, no fsync\n"
+        f"\n4 bf16 shards ({given.layout}) of {size / 1e9:.2f} GB in all; {given.rounds} rounds, "
+        "no fsync\n"
     )
     _print_rounds(found, size)
     print("\nPeak RSS in MB by the size of the shards; all merged tensors equal the truth\n")

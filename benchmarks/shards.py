@@ -1,10 +1,11 @@
 """The input of the merge benchmark, and the check of what came out; runs in a child process.
 
-``python -m benchmarks.shards write JOB 1.2`` writes global_step_1 of a job with the writer that
-``TrainerHook`` uses: real ``torch.save`` of bf16 ``Shard(0)`` DTensors on a mesh of four ranks,
-each with its real coordinate, with receipts. The ranks take turns in one process, over torch's
-fake process group; nothing is communicated. global_step_2 has hard links to the same shards and
-no receipts, as another trainer would leave them.
+``python -m benchmarks.shards write JOB 1.2 fsdp`` writes global_step_1 of a job with the writer
+that ``TrainerHook`` uses: real ``torch.save`` of bf16 DTensors of four ranks, each with its real
+coordinate, with receipts. They are cut by rows (``fsdp``), or as FSDP2 on top of tensor parallelism
+leaves them on a 2 x 2 mesh (``fsdp+tp``: colwise, rowwise, and what FSDP alone cuts). The ranks
+take turns in one process, over torch's fake process group; nothing is communicated. global_step_2
+has hard links to the same shards and no receipts, as another trainer would leave them.
 
 ``python -m benchmarks.shards verify FOLDER 1.2`` compares merged tensors with the truth, every bit.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Final, Literal
@@ -22,8 +24,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from syncd.protocol.layout import JobLayout
@@ -32,6 +35,9 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.writer import Contents, RankWriter
 
 RANKS: Final = 4
+_MESHES: Final = {"fsdp": (RANKS,), "fsdp+tp": (2, 2)}
+_ROWWISE: Final = re.compile(r"(o_proj|down_proj)\.weight$")
+_COLWISE: Final = re.compile(r"(q|k|v|gate|up)_proj\.")
 _LAYERS: Final = 28
 _VOCABULARY: Final = 151_936
 
@@ -62,17 +68,41 @@ def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (hidden,)}
 
 
-def _rows(number: int, shape: tuple[int, ...], rank: int) -> Tensor:
-    """A rank's rows of a tensor: every bit random, the same each time that it is asked for."""
-    block = -(-shape[0] // RANKS)  # as torch.chunk cuts: the last blocks may be short, or empty
-    count = max(0, min(block, shape[0] - rank * block))
-    generator = torch.Generator().manual_seed(number * RANKS + rank)
-    size = (count, *shape[1:])
-    bits = torch.randint(-(2**15), 2**15, size, dtype=torch.int16, generator=generator)
+def _whole(number: int, shape: tuple[int, ...]) -> Tensor:
+    """A tensor: every bit random, the same each time that it is asked for."""
+    generator = torch.Generator().manual_seed(number)
+    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
     return bits.view(torch.bfloat16)
 
 
-def write(root: Path, gigabytes: float) -> None:
+def _part(whole: Tensor, ranks: int, dim: int, at: int) -> Tensor:
+    """A rank's part along a dimension, as torch.chunk cuts: the last ones may be empty."""
+    chunks = whole.chunk(ranks, dim)
+    return chunks[at] if at < len(chunks) else whole.narrow(dim, 0, 0)
+
+
+def _dtensor(name: str, whole: Tensor, mesh: DeviceMesh) -> DTensor:
+    """As FSDP2 leaves it, alone or on top of tensor parallelism, which has cut first."""
+    coordinate = mesh.get_coordinate() or []
+    placements: list[Placement] = [Shard(0)]
+    local = whole
+    if mesh.ndim == 2 and _ROWWISE.search(name):
+        local = _part(whole, mesh.size(1), 1, coordinate[1])
+        placements = [Shard(0), Shard(1)]
+    elif mesh.ndim == 2 and _COLWISE.search(name):
+        local = _part(whole, mesh.size(1), 0, coordinate[1])
+        placements = [_StridedShard(0, split_factor=mesh.size(1)), Shard(0)]
+    elif mesh.ndim == 2:
+        placements = [Shard(0), Replicate()]
+    local = _part(local, mesh.size(0), 0, coordinate[0]).clone(
+        memory_format=torch.contiguous_format
+    )
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def write(root: Path, gigabytes: float, layout_name: str) -> None:
     """Write both steps."""
     layout = JobLayout(root)
     storage = Storage(durable=False)
@@ -81,14 +111,11 @@ def write(root: Path, gigabytes: float) -> None:
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     for rank in reversed(range(RANKS)):  # rank 0 last: it waits for the others' receipts
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-        mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("fsdp",))
-        state = {}
-        for number, (name, shape) in enumerate(shapes(gigabytes).items()):
-            stride = torch.empty(shape, device="meta").stride()
-            local = _rows(number, shape, rank)
-            state[name] = DTensor.from_local(
-                local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=stride
-            )
+        mesh = init_device_mesh("cpu", _MESHES[layout_name])
+        state = {
+            name: _dtensor(name, _whole(number, shape), mesh)
+            for number, (name, shape) in enumerate(shapes(gigabytes).items())
+        }
         files = (_write_config,) if rank == 0 else ()
         writer = RankWriter(storage, layout, rank, RANKS, save_timeout=10)
         writer.save(SaveId("benchmark", 1, 0), Contents(state, model_files=files, fsdp_version=2))
@@ -114,16 +141,18 @@ def verify(folder: Path, gigabytes: float) -> str:
                 found = file.get_tensor(name)
                 if found.dtype != torch.bfloat16 or tuple(found.shape) != shape:
                     return f"{path}: {name} is {found.dtype} {tuple(found.shape)}"
-                rows = [_rows(numbers[name], shape, rank) for rank in range(RANKS)]
-                if not torch.equal(torch.cat(rows).view(torch.int16), found.view(torch.int16)):
+                truth = _whole(numbers[name], shape)
+                if not torch.equal(truth.view(torch.int16), found.view(torch.int16)):
                     return f"{path}: {name} has other bits"
     return f"{folder} lacks {', '.join(left)}"[:200] if left else ""
 
 
-def main(what: Literal["write", "verify"], folder: str, gigabytes: str) -> None:
+def main(
+    what: Literal["write", "verify"], folder: str, gigabytes: str, layout: str = "fsdp"
+) -> None:
     """The command line."""
     if what == "write":
-        write(Path(folder), float(gigabytes))
+        write(Path(folder), float(gigabytes), layout)
     else:
         sys.exit(verify(Path(folder), float(gigabytes)) or 0)
 

@@ -94,10 +94,13 @@ class DTensorRef(_Sealed):
     state: dict[Any, Any]
 
 
+@dataclass(slots=True)
 class ShardedTensorRef(_Sealed):
-    """A ShardedTensor, of which nothing is kept."""
+    """A ShardedTensor: its dtype and global shape, and its state, which begins with its chunks."""
 
-    __slots__ = ()
+    dtype: object
+    shape: object
+    state: object
 
 
 def attributes(state: object) -> dict[Any, Any]:
@@ -170,7 +173,7 @@ def _from_type(
     if kind is DTensor:
         return DTensorRef(args[2], attributes(state))
     if kind is ShardedTensor:
-        return ShardedTensorRef()
+        return ShardedTensorRef(args[1], args[2], state)
     if isinstance(function, _Call):  # a tensor with attributes, or a parameter
         return function(*args)
     raise pickle.UnpicklingError("rebuilds a tensor of an unknown type")

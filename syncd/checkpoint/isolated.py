@@ -22,8 +22,8 @@ from typing import Final, NoReturn, Self
 
 from syncd.checkpoint import wire
 from syncd.checkpoint.parser_child import EXIT_MEMORY
-from syncd.checkpoint.pieces import Piece
-from syncd.checkpoint.placement import Sharding, Unmergeable
+from syncd.checkpoint.pieces import Piece, Pieces
+from syncd.checkpoint.placement import Position
 from syncd.checkpoint.safetensors_header import Entry
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
 from syncd.protocol.errors import CheckpointError, ShardFormatError
@@ -123,22 +123,21 @@ class IsolatedParser:
                 pipe.close()
         child.wait()
 
-    def read_pieces(
-        self, data: bytes, where: str, *, intact: bool
-    ) -> dict[str, Piece | Unmergeable]:
+    def read_pieces(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
         """As :func:`syncd.checkpoint.pieces.read_pieces` does, within the limits.
 
         Raises:
             ShardFormatError: also where it takes more than the limits, or makes the child fail.
             PlacementError: as there.
+            CoverageError: as there.
             OSError: the child cannot be started, or did not work: nothing is known of the file.
         """
         del intact  # what it protects from is the limits' to hold
-        found: dict[str, Piece | Unmergeable] = {}
-        layouts: dict[Hashable, Sharding] = {}
+        found: dict[str, Piece | Pieces] = {}
+        known: dict[Hashable, Position] = {}
 
         def take(row: wire.Row) -> None:
-            name, piece = wire.read_piece(row, layouts)
+            name, piece = wire.read_piece(row, known)
             if name in found:
                 raise ValueError("has a name twice")
             found[name] = piece
@@ -164,7 +163,7 @@ class IsolatedParser:
 
         Raises:
             ShardFormatError: the bytes are to blame for what the child did.
-            PlacementError: as the child found.
+            PlacementError, CoverageError: as the child found.
             OSError: they are not.
         """
         try:

@@ -14,9 +14,11 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.plan import MergePlan, PlannedFile, PlannedTensor, Run
+from syncd.checkpoint.plan import Copy, MergePlan, PlannedFile, PlannedTensor
 from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.source_reader import Source, SourceReader, shorter
+from syncd.checkpoint.tensor_stream import TensorStream
+from syncd.checkpoint.tiling import Part, Run, leaves
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import TensorEntry, VersionFile
 from syncd.storage.fsio import Storage
@@ -81,7 +83,7 @@ def run_plan(
     Raises:
         SaveNotReadyError: a source became shorter.
         ShardFormatError: a record does not match its CRC-32.
-        CoverageError: a plain tensor differs between ranks.
+        CoverageError: a plain tensor differs between ranks, or a tied one from what it is tied to.
         OSError: as the storage says, e.g. ``ENOSPC``.
     """
     reader = SourceReader(storage, sources, check_crc=check_crc, cancel=cancel)
@@ -222,11 +224,14 @@ class _Copy:
         found = []
         for tensor in file.tensors:
             hasher = xxhash.xxh3_128() if self._digests else None
-            for run in tensor.runs:
-                if in_kernel and not tensor.replicas and run.length >= _WORTH_A_CALL:
-                    self._run(run)
-                else:
-                    self._gather(tensor, run, hasher)
+            if in_kernel and not tensor.copies:
+                for part in leaves(tensor.parts):
+                    if isinstance(part, Run) and part.length >= _WORTH_A_CALL:
+                        self._run(part)
+                    else:
+                        self._gather(tensor, (part,), part.length, hasher)
+            else:
+                self._gather(tensor, tensor.parts, tensor.length, hasher)
             if hasher is not None:
                 found.append(hasher.digest())
         self._flush()
@@ -248,35 +253,47 @@ class _Copy:
             left -= count
             self._advance(count)
 
-    def _gather(self, tensor: PlannedTensor, run: Run, hasher: xxhash.xxh3_128 | None) -> None:
-        """Copy a run through the buffer."""
-        source, offset, length = run
-        done = 0
-        while done < length:
-            count = min(length - done, _BUFFER - self._filled)
-            part = self._view[self._filled : self._filled + count]
-            self._reader.read_into(source, offset + done, part)
+    def _gather(
+        self,
+        tensor: PlannedTensor,
+        parts: Sequence[Part],
+        length: int,
+        hasher: xxhash.xxh3_128 | None,
+    ) -> None:
+        """Copy parts of a tensor, or all of it where it has copies, through the buffer."""
+        stream = TensorStream(self._reader, parts)
+        copies = [TensorStream(self._reader, copy.parts) for copy in tensor.copies]
+        left = length
+        while left:
+            count = min(left, _BUFFER - self._filled)
+            view = self._view[self._filled : self._filled + count]
+            stream.read_into(view)
             if hasher is not None:
-                hasher.update(part)
-            for replica in tensor.replicas:
-                self._compare(tensor, run, replica, done, part)
+                hasher.update(view)
+            for number, copy in enumerate(copies):
+                other = bytearray(count)
+                copy.read_into(memoryview(other))
+                if other != view:
+                    raise self._differs(tensor, tensor.copies[number])
             self._filled += count
-            done += count
+            left -= count
             if self._filled == _BUFFER:
                 self._flush()
 
-    def _compare(
-        self, tensor: PlannedTensor, run: Run, replica: Run, done: int, part: memoryview
-    ) -> None:
-        """Check that a plain tensor has the same bytes on another rank."""
-        other = bytearray(len(part))
-        self._reader.read_into(replica.source, replica.offset + done, memoryview(other))
-        if other != part:
-            raise CoverageError(
-                f"{tensor.name} is a plain tensor and differs between ranks, in "
-                f"{self._sources[run.source].path} and {self._sources[replica.source].path}: "
-                "broadcast it before saving"
+    def _differs(self, tensor: PlannedTensor, copy: Copy) -> CoverageError:
+        """The error for a tensor that is not what a copy of it is."""
+        if copy.tied is not None:
+            return CoverageError(
+                f"{copy.tied} and {tensor.name} differ, and config.json says that they are tied: "
+                "set tie_word_embeddings to false there, or tie them in the trainer"
             )
+        ranks = [next(leaves(parts)) for parts in (tensor.parts, copy.parts)]
+        first, other = (part.source for part in ranks if isinstance(part, Run))
+        return CoverageError(
+            f"{tensor.name} is a plain tensor and differs between ranks {first} and {other}, in "
+            f"{self._sources[first].path} and {self._sources[other].path}: broadcast it before "
+            "saving"
+        )
 
     def _flush(self) -> None:
         self._cancel()

@@ -1,12 +1,14 @@
 """Where a rank's local tensor lies in the global one. Pure.
 
 A tensor is placed by its own recorded mesh coordinate, never by the order of files or the names of
-mesh dimensions.
+mesh dimensions. The rules are those of ``torch.distributed.tensor`` (``placement_types.py`` and
+``_dtensor_spec.py`` of torch 2.13): every local tensor is one box of the global one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from syncd.protocol.errors import CoverageError, PlacementError
 
@@ -21,6 +23,20 @@ class Shard:
 
     def __str__(self) -> str:
         return f"Shard({self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class StridedShard:
+    """Split along ``dim``, after mesh dimensions to its right made ``split_factor`` blocks of it.
+
+    FSDP2 writes it on top of tensor parallelism, which has cut first.
+    """
+
+    dim: int
+    split_factor: int
+
+    def __str__(self) -> str:
+        return f"_StridedShard(dim={self.dim}, split_factor={self.split_factor})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +57,18 @@ class Other:
         return self.text
 
 
-Placement = Shard | Replicate | Other
+Placement = Shard | StridedShard | Replicate | Other
+#: For each tensor dimension that is cut: the mesh dimensions that cut it, the first one first.
+Order = tuple[tuple[int, Shape], ...]
+
+#: The most characters of a shape, or of a list of placements, in a message.
+_TOLD_LIMIT: Final = 300
+_REPORT: Final = "report it, and keep the save"
+_UNKNOWN: Final = f"which this version of syncd does not know: {_REPORT}"
+_PARTIAL: Final = (
+    "of which each rank holds a summand and not a part: redistribute it to Replicate() or Shard() "
+    "before saving"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +80,22 @@ class Sharding:
         mesh_shape: ranks along each mesh dimension.
         coordinate: this rank's place, one index a mesh dimension.
         placements: one a mesh dimension.
+        order: which mesh dimension cuts first, where that is said apart (``shard_order`` of a
+            ``DTensorSpec`` of torch 2.10 and later); None where the placements alone say it.
     """
 
     global_shape: Shape
     mesh_shape: Shape
     coordinate: Shape
     placements: tuple[Placement, ...]
+    order: Order | None = None
+
+
+class Position(NamedTuple):
+    """Where a part lies: the whole tensor's shape, and the part's first index of each dimension."""
+
+    global_shape: Shape
+    offsets: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +108,7 @@ class Local:
         offset: where its first element is in the file, in bytes.
         nbytes: elements times their size, never the size of the record, which may be padded.
         record: the name of the record that it lies in.
-        layout: how it is part of the global tensor; None for a plain tensor.
+        position: where it lies in the global tensor; None for a plain tensor.
     """
 
     dtype: str
@@ -79,66 +116,110 @@ class Local:
     offset: int
     nbytes: int
     record: str
-    layout: Sharding | None
+    position: Position | None
 
 
 @dataclass(frozen=True, slots=True)
-class Unmergeable:
-    """A tensor of a kind that is not merged.
+class Chunks:
+    """What a rank holds of a tensor in any number of parts, of a ShardedTensor say.
 
     Attributes:
-        reason: the rest of a sentence that begins with the tensor's name.
+        dtype: safetensors' name.
+        global_shape: the shape of the whole tensor.
+        locals: the parts, each with a position; none on a rank that holds nothing of it.
     """
 
-    reason: str
+    dtype: str
+    global_shape: Shape
+    locals: tuple[Local, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A block of a global tensor: where it begins and how large it is, one number a dimension."""
+def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Position:
+    """Where a DTensor's local tensor lies in the global one.
 
-    offsets: Shape
-    sizes: Shape
-
-
-def place(local: Local, layout: Sharding, *, tensor: str, file: str) -> Box:
-    """The block of the global tensor that a local tensor is.
-
-    ``Shard(0)`` over n ranks is torch.chunk's rule: blocks of ceil(size / n) rows, the last ones
-    shorter or empty.
+    Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
+    over r ranks are blocks of ceil(n / r), the last ones shorter or empty. Where several cut the
+    same one, the later cut the block that the earlier left: left to right, unless ``_StridedShard``
+    or an explicit order says otherwise.
 
     Args:
-        local: the local tensor.
+        local_shape: of the local tensor.
         layout: its layout.
         tensor: the tensor's name, for the message.
         file: its file, for the message.
 
     Raises:
-        PlacementError: another placement than any number of ``Replicate`` and one ``Shard(0)``.
-        CoverageError: the local shape is not what the placement says.
+        PlacementError: a placement other than Shard, Replicate, or a ``_StridedShard`` that says an
+            order of cuts; or one of a dimension that the tensor has not.
+        CoverageError: the local shape is not what the placements say.
     """
+    cuts, fault = _cuts(layout)
+    if fault:
+        raise PlacementError(
+            f"{file}: {tensor} has placements ({_told(*layout.placements)}), {fault}"
+        )
     offsets = [0] * len(layout.global_shape)
     sizes = list(layout.global_shape)
-    sharded = False
-    for ranks, at, placement in zip(
-        layout.mesh_shape, layout.coordinate, layout.placements, strict=True
-    ):
-        if isinstance(placement, Replicate):
-            continue
-        if placement != Shard(0) or sharded or not sizes:
-            raise PlacementError(
-                f"{file}: {tensor} has placements ({', '.join(map(str, layout.placements))}), "
-                "which this version of syncd does not merge: report it, and keep the save"
-            )
-        sharded = True
-        rows = layout.global_shape[0]
-        block = -(-rows // ranks)
-        offsets[0] = min(at * block, rows)
-        sizes[0] = min((at + 1) * block, rows) - offsets[0]
-    box = Box(tuple(offsets), tuple(sizes))
-    if local.local_shape != box.sizes:
+    for dim, mesh_dims in cuts.items():
+        for mesh_dim in mesh_dims:
+            block = -(-sizes[dim] // layout.mesh_shape[mesh_dim])
+            start = min(layout.coordinate[mesh_dim] * block, sizes[dim])
+            sizes[dim] = min(start + block, sizes[dim]) - start
+            offsets[dim] += start
+    # What has no elements may be of any such shape: FSDP2 leaves (0, 0) where (2, 0) belongs.
+    if local_shape != tuple(sizes) and not (0 in local_shape and 0 in sizes):
         raise CoverageError(
-            f"{file}: {tensor} has local shape {local.local_shape}, but its placement in "
-            f"{layout.global_shape} makes it {box.sizes}: save again from ranks of one job"
+            f"{file}: {tensor} has local shape ({_told(*local_shape)}), but its placement in "
+            f"({_told(*layout.global_shape)}) makes it ({_told(*sizes)}): save again from ranks of "
+            "one job"
         )
-    return box
+    return Position(layout.global_shape, tuple(offsets))
+
+
+def _told(*values: object) -> str:
+    """Values of a file, so that a message can hold them."""
+    text = ", ".join(map(str, values))
+    return text if len(text) <= _TOLD_LIMIT else f"{text[:_TOLD_LIMIT]}…"
+
+
+def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
+    """For each tensor dimension the mesh dimensions that cut it, in order; or what is wrong."""
+    found: dict[int, list[int]] = {}
+    for mesh_dim in reversed(range(len(layout.placements))):
+        match layout.placements[mesh_dim]:
+            case Replicate():
+                continue
+            case Shard(dim):
+                factor = 1
+            case StridedShard(dim, factor):
+                pass
+            case Other(text):
+                return {}, _PARTIAL if "Partial" in text else _UNKNOWN
+        if not 0 <= dim < len(layout.global_shape):
+            return (
+                {},
+                f"and its shape ({_told(*layout.global_shape)}) no dimension {dim}: {_REPORT}",
+            )
+        # What cuts before it stands to its right, and has made as many blocks as the factor says.
+        order = found.setdefault(dim, [])
+        at, blocks = 0, 1
+        while blocks != factor and at < len(order):
+            blocks *= layout.mesh_shape[order[at]]
+            at += 1
+        if blocks != factor:
+            return {}, (
+                "whose split_factor fits no order in which the mesh dimensions could have cut it: "
+                "redistribute it to Shard() before saving, or report it and keep the save"
+            )
+        order.insert(at, mesh_dim)
+    if layout.order is None:
+        return found, ""
+    told = {dim: list(mesh_dims) for dim, mesh_dims in layout.order}
+    # Strides say an order themselves, which torch 2.10 pickles beside them; without, any goes.
+    strided = any(isinstance(placement, StridedShard) for placement in layout.placements)
+    compared = list if strided else sorted
+    if len(told) != len(layout.order) or {dim: compared(order) for dim, order in told.items()} != {
+        dim: compared(order) for dim, order in found.items()
+    }:
+        return {}, f"and a shard_order that contradicts them, {_told(*layout.order)}: {_REPORT}"
+    return told, ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from syncd.checkpoint.placement import Local, Shape, Unmergeable, place
+from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import ITEMSIZE, Entry, header_bytes
-from syncd.protocol.errors import CoverageError, PlacementError
+from syncd.checkpoint.tiling import Block, Part, Run, tile
+from syncd.protocol.errors import CoverageError
 
 
 class ShardIndex(NamedTuple):
@@ -21,15 +22,20 @@ class ShardIndex(NamedTuple):
     """
 
     label: str
-    tensors: Mapping[str, Local | Unmergeable]
+    tensors: Mapping[str, Local | Chunks]
 
 
-class Run(NamedTuple):
-    """Bytes to copy: which source, from which offset in it, how many."""
+class Copy(NamedTuple):
+    """What must be the same bytes as a planned tensor.
 
-    source: int
-    offset: int
-    length: int
+    Attributes:
+        tied: the name of the tensor that is left out for this one; None where it is the same tensor
+            in another rank's file.
+        parts: its bytes.
+    """
+
+    tied: str | None
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +48,8 @@ class PlannedTensor:
         shape: of the whole tensor.
         begin: where it begins in the data section, in bytes.
         length: in bytes.
-        runs: what it is made of, in order.
-        replicas: of a plain tensor, the same bytes in the other ranks' files, which must be equal.
+        parts: what it is made of, in order.
+        copies: what must be the same.
     """
 
     name: str
@@ -51,8 +57,8 @@ class PlannedTensor:
     shape: Shape
     begin: int
     length: int
-    runs: tuple[Run, ...]
-    replicas: tuple[Run, ...]
+    parts: tuple[Part, ...]
+    copies: tuple[Copy, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +86,17 @@ class _Whole(NamedTuple):
     dtype: str
     shape: Shape
     length: int
-    runs: tuple[Run, ...]
-    replicas: tuple[Run, ...]
-
-
-class _Piece(NamedTuple):
-    """A local tensor and the source that it is in."""
-
-    source: int
-    local: Local
+    parts: tuple[Part, ...]
+    copies: tuple[Copy, ...]
 
 
 def plan_merge(
-    shards: Sequence[tuple[str, Mapping[str, Local | Unmergeable]]],
+    shards: Sequence[tuple[str, Mapping[str, Local | Chunks]]],
     *,
     max_file_size: int,
+    rename: Callable[[str], str | None] = str,
+    stem: str = "model",
+    tied: bool = False,
 ) -> MergePlan:
     """Plan how to make one model of all ranks' shards.
 
@@ -105,21 +107,33 @@ def plan_merge(
     Args:
         shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
         max_file_size: how many bytes of tensors one output file may hold.
+        rename: a tensor's name in the output; None leaves it out.
+        stem: what the names of the output files begin with.
+        tied: whether the model's config says that the output embedding is the input embedding; then
+            it is left out, as Hugging Face's ``save_pretrained`` does.
 
     Raises:
-        PlacementError: a tensor has a placement, or is of a kind, that is not merged.
-        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none.
+        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none;
+            or two are to have one name.
     """
     indexes = [ShardIndex(*shard) for shard in shards]
-    names = dict.fromkeys(name for index in indexes for name in index.tensors)
+    names: dict[str, str] = {}
+    for name in dict.fromkeys(name for index in indexes for name in index.tensors):
+        renamed = rename(name)
+        if renamed is not None and names.setdefault(renamed, name) != name:
+            raise CoverageError(
+                f"{names[renamed]} and {name} would both be {renamed} in the merged file: save "
+                "only one of them"
+            )
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
-    groups = list(_split((_whole(name, indexes) for name in names), max_file_size))
+    tensors = [_whole(name, indexes)._replace(name=renamed) for renamed, name in names.items()]
+    groups = list(_split(_without_tied(tensors) if tied else tensors, max_file_size))
     files = tuple(
         _file(
-            "model.safetensors"
+            f"{stem}.safetensors"
             if len(groups) == 1
-            else f"model-{number:05d}-of-{len(groups):05d}.safetensors",
+            else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors",
             group,
         )
         for number, group in enumerate(groups, 1)
@@ -150,8 +164,8 @@ def _file(name: str, group: list[_Whole]) -> PlannedFile:
                 tensor.shape,
                 at,
                 tensor.length,
-                tensor.runs,
-                tensor.replicas,
+                tensor.parts,
+                tensor.copies,
             )
         )
         at += tensor.length
@@ -162,94 +176,95 @@ def _file(name: str, group: list[_Whole]) -> PlannedFile:
     return PlannedFile(name, header, at, tuple(planned))
 
 
+#: How Hugging Face models call their output and their input embeddings.
+_HEADS: Final = frozenset({"lm_head", "embed_out"})
+_EMBEDDINGS: Final = frozenset(
+    {"embed_tokens", "shared", "wte", "word_embeddings", "embed_in", "tok_embeddings"}
+)
+
+
+def _without_tied(tensors: list[_Whole]) -> list[_Whole]:
+    """Leave out output embeddings that are the input embedding, or must be equal to it."""
+    kept = {tensor.name: tensor for tensor in tensors}
+    for head in tensors:
+        if _module(head.name) not in _HEADS:
+            continue
+        alike = [
+            tensor
+            for tensor in kept.values()
+            if _module(tensor.name) in _EMBEDDINGS
+            and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
+        ]
+        same = next((tensor for tensor in alike if tensor.parts == head.parts), None)
+        if same is None and alike:
+            same = alike[0]
+            copies = (*same.copies, Copy(head.name, head.parts))
+            kept[same.name] = same._replace(copies=copies)
+        if same is not None:
+            del kept[head.name]
+    return list(kept.values())
+
+
+def _module(name: str) -> str:
+    """The last part of the name of the module whose ``weight`` this is."""
+    module, _, parameter = name.rpartition(".")
+    return module.rpartition(".")[2] if parameter == "weight" else ""
+
+
 def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
     """Prove that a tensor is whole, and of what."""
-    pieces = []
-    for source, shard in enumerate(shards):
-        local = shard.tensors.get(name)
-        if isinstance(local, Unmergeable):
-            raise PlacementError(f"{shard.label}: {name} {local.reason}")
-        if local is not None:
-            pieces.append(_Piece(source, local))
-    first = pieces[0]
-    agreed = _agreed(first.local)
-    for other in pieces[1:]:
-        if _agreed(other.local) != agreed:
+    found = [
+        (source, value)
+        for source, shard in enumerate(shards)
+        if (value := shard.tensors.get(name)) is not None
+    ]
+    first, told = found[0]
+    agreed = _agreed(told)
+    for source, other in found[1:]:
+        if _agreed(other) != agreed:
             raise CoverageError(
-                f"{name} is {_described(first.local)} in {shards[first.source].label} but "
-                f"{_described(other.local)} in {shards[other.source].label}: save again from ranks "
-                "of one job"
+                f"{name} is {_described(told)} in {shards[first].label} but {_described(other)} in "
+                f"{shards[source].label}: save again from ranks of one job"
             )
-    if first.local.layout is None:
-        return _plain(name, pieces, shards)
-    shape = first.local.layout.global_shape
-    length = math.prod(shape) * ITEMSIZE[first.local.dtype]
-    runs = tuple(_tile(name, pieces, shards)) if length else ()
-    return _Whole(name, first.local.dtype, shape, length, runs, ())
-
-
-def _agreed(local: Local) -> tuple[str, Shape, bool]:
-    """What all ranks must agree on: the dtype, the whole tensor's shape, whether it is plain."""
-    if local.layout is None:
-        return local.dtype, local.local_shape, True
-    return local.dtype, local.layout.global_shape, False
-
-
-def _described(local: Local) -> str:
-    """The same in words."""
-    if local.layout is None:
-        return f"a plain {local.dtype} tensor of shape {local.local_shape}"
-    return f"a DTensor of {local.dtype} and global shape {local.layout.global_shape}"
-
-
-def _plain(name: str, pieces: Sequence[_Piece], shards: Sequence[ShardIndex]) -> _Whole:
-    if len(pieces) != len(shards):
-        there = {piece.source for piece in pieces}
+    dtype, shape, is_plain = agreed
+    length = math.prod(shape) * ITEMSIZE[dtype]
+    if is_plain and len(found) != len(shards):
+        there = {source for source, _ in found}
         missing = next(shard.label for source, shard in enumerate(shards) if source not in there)
         raise CoverageError(
-            f"{name} is a plain tensor in {shards[pieces[0].source].label}, and missing in "
-            f"{missing}: save the same model on every rank"
+            f"{name} is a plain tensor in {shards[first].label}, and missing in {missing}: save "
+            "the same model on every rank, or what one rank has gathered as model.safetensors"
         )
-    local = pieces[0].local
-    if not local.nbytes:
-        return _Whole(name, local.dtype, local.local_shape, 0, (), ())
-    run, *replicas = (Run(source, piece.offset, piece.nbytes) for source, piece in pieces)
-    return _Whole(name, local.dtype, local.local_shape, local.nbytes, (run,), tuple(replicas))
-
-
-def _tile(name: str, pieces: Sequence[_Piece], shards: Sequence[ShardIndex]) -> Iterator[Run]:
-    """The runs of a DTensor with elements, from its first row to its last.
-
-    Equal blocks are replicas, which torch keeps equal: the first rank's is used.
-    """
-    blocks: dict[tuple[int, int], _Piece] = {}
-    rows = 1
-    for piece in pieces:
-        layout = piece.local.layout
-        assert layout is not None  # noqa: S101 - all pieces agree; for the type checker
-        box = place(piece.local, layout, tensor=name, file=shards[piece.source].label)
-        rows = layout.global_shape[0] if layout.global_shape else 1
-        start, count = (box.offsets[0], box.sizes[0]) if box.sizes else (0, 1)
-        if count:
-            blocks.setdefault((start, start + count), piece)
-    at, before = 0, "the beginning"
-    for (start, stop), piece in sorted(blocks.items()):
-        label = shards[piece.source].label
-        if start > at:
-            raise _gap(name, at, start, f"between {before} and {label}")
-        if start < at:
-            raise CoverageError(
-                f"{name}: rows {start} to {min(at, stop) - 1} are both in {before} and in {label}: "
-                "save again from ranks of one job"
-            )
-        yield Run(piece.source, piece.local.offset, piece.local.nbytes)
-        at, before = stop, label
-    if at < rows:
-        raise _gap(name, at, rows, f"after {before}")
-
-
-def _gap(name: str, start: int, stop: int, where: str) -> CoverageError:
-    return CoverageError(
-        f"{name}: rows {start} to {stop - 1} are in no file ({where}): a rank's file is missing "
-        "or of another job; save again"
+    if not length:
+        return _Whole(name, dtype, shape, 0, (), ())
+    blocks = (
+        Block(
+            (0,) * len(shape) if local.position is None else local.position.offsets,
+            local.local_shape,
+            Run(source, local.offset, local.nbytes),
+        )
+        for source, value in found
+        for local in (value.locals if isinstance(value, Chunks) else (value,))
     )
+    if is_plain:
+        own, *others = ((block.run,) for block in blocks)
+        return _Whole(name, dtype, shape, length, own, tuple(Copy(None, run) for run in others))
+    parts = tile(name, shape, blocks, [shard.label for shard in shards])
+    return _Whole(name, dtype, shape, length, parts, ())
+
+
+def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
+    """What all ranks must agree on: the dtype, the whole tensor's shape, whether it is plain."""
+    if isinstance(value, Chunks):
+        return value.dtype, value.global_shape, False
+    if value.position is None:
+        return value.dtype, value.local_shape, True
+    return value.dtype, value.position.global_shape, False
+
+
+def _described(value: Local | Chunks) -> str:
+    """The same in words."""
+    dtype, shape, is_plain = _agreed(value)
+    if is_plain:
+        return f"a plain {dtype} tensor of shape {shape}"
+    return f"a sharded {dtype} tensor of global shape {shape}"

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
 
-from syncd.checkpoint.pieces import PICKLE_LIMIT, Piece, read_pieces
-from syncd.checkpoint.placement import Local, Unmergeable
+from syncd.checkpoint.pieces import PICKLE_LIMIT, Piece, Pieces, read_pieces
+from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.torch_zip import (
     Record,
@@ -21,15 +21,13 @@ from syncd.checkpoint.torch_zip import (
 from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Signature, Storage, signature
 
-__all__ = ["Local", "Record", "ShardFile", "Unmergeable", "central_directory_digest"]
+__all__ = ["Chunks", "Local", "Record", "ShardFile", "central_directory_digest"]
 
 
 class ReadPieces(Protocol):
     """How a pickle becomes pieces: in this process, or in a child."""
 
-    def __call__(
-        self, data: bytes, where: str, *, intact: bool
-    ) -> Mapping[str, Piece | Unmergeable]:
+    def __call__(self, data: bytes, where: str, *, intact: bool) -> Mapping[str, Piece | Pieces]:
         """As :func:`syncd.checkpoint.pieces.read_pieces`."""
 
 
@@ -67,7 +65,7 @@ class ShardFile:
         self.directory_digest = directory_digest
         self.records = records
         self.has_crc = any(record.crc32 for record in records.values())
-        self._tensors: dict[str, Local | Unmergeable] | None = None
+        self._tensors: dict[str, Local | Chunks] | None = None
 
     @classmethod
     def open(
@@ -113,7 +111,7 @@ class ShardFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Unmergeable]:
+    def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
         """The tensors of the state dict by name, in its order; read once and kept.
 
         Keys that end with ``_extra_state`` are left out.
@@ -126,7 +124,8 @@ class ShardFile:
             ShardFormatError: the pickle is broken, is not its CRC-32, asks for code, or has a value
                 that is no tensor, not contiguous, of a dtype that safetensors lacks, or outside
                 its record.
-            PlacementError: a tensor's device mesh is of an unknown layout.
+            PlacementError: a tensor has a device mesh or a placement that is not merged.
+            CoverageError: a local shape is not what its placements say.
             OSError: it cannot be read now.
         """
         if self._tensors is None:
@@ -135,7 +134,7 @@ class ShardFile:
             gc.disable()
             try:
                 pieces = parse(self._pickle(), str(self.path), intact=self.has_crc)
-                self._tensors = {name: self._local(name, piece) for name, piece in pieces.items()}
+                self._tensors = {name: self._found(name, piece) for name, piece in pieces.items()}
             finally:
                 if collecting:
                     gc.enable()
@@ -155,11 +154,15 @@ class ShardFile:
             )
         return data
 
-    def _local(self, name: str, piece: Piece | Unmergeable) -> Local | Unmergeable:
+    def _found(self, name: str, piece: Piece | Pieces) -> Local | Chunks:
+        if isinstance(piece, Piece):
+            return self._local(name, piece)
+        parts = tuple(self._local(name, part) for part in piece.pieces)
+        return Chunks(piece.dtype, piece.shape, parts)
+
+    def _local(self, name: str, piece: Piece) -> Local:
         """A piece as bytes of this file."""
-        if isinstance(piece, Unmergeable):
-            return piece
-        dtype, shape, storage, offset, layout = piece
+        dtype, shape, storage, offset, position = piece
         key = f"data/{storage}"
         record = self.records.get(key)
         itemsize = ITEMSIZE[dtype]
@@ -167,4 +170,4 @@ class ShardFile:
         begin = offset * itemsize
         if record is None or (nbytes and begin + nbytes > record.size):
             raise ShardFormatError(f"{self.path}: '{shown(name)}' lies outside its record {key}")
-        return Local(dtype, shape, record.offset + begin, nbytes, key, layout)
+        return Local(dtype, shape, record.offset + begin, nbytes, key, position)

@@ -12,19 +12,17 @@ import struct
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, Final
 
-from syncd.checkpoint import placement
-from syncd.checkpoint.pieces import Piece
-from syncd.checkpoint.placement import Sharding, Unmergeable
+from syncd.checkpoint.pieces import Piece, Pieces
+from syncd.checkpoint.placement import Position, Shape
 from syncd.checkpoint.safetensors_header import Entry, checked_entry
 from syncd.checkpoint.tensor_rules import (
     ITEMSIZE,
-    NUMBER_LIMIT,
     is_offset,
     name_fault,
     shape_of,
     shown,
 )
-from syncd.protocol.errors import PlacementError, ShardFormatError
+from syncd.protocol.errors import CoverageError, PlacementError, ShardFormatError
 
 REQUEST: Final = struct.Struct("<cQ")
 PICKLE: Final = b"P"
@@ -41,7 +39,7 @@ _BATCH: Final = 64 * 1024
 _TEXT_LIMIT: Final = 200
 
 #: What a child says by ``FAILED``. Others are a mistake of ours or a lie, and of no kind.
-ERRORS: Final = {kind.__name__: kind for kind in (ShardFormatError, PlacementError)}
+ERRORS: Final = {kind.__name__: kind for kind in (ShardFormatError, PlacementError, CoverageError)}
 OUT_OF_MEMORY: Final = "MemoryError"
 
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
@@ -107,42 +105,55 @@ def _json(content: bytes) -> Row:
         raise ValueError("is nested too deep") from None
 
 
-def piece_row(name: str, piece: Piece | Unmergeable) -> Row:
-    """A named piece as JSON."""
-    if isinstance(piece, Unmergeable):
-        return [name, piece.reason]
-    dtype, shape, key, offset, layout = piece
-    if layout is None:
-        return [name, dtype, shape, key, offset, None]
-    placements = list(map(_placement_json, layout.placements))
-    where = [layout.global_shape, layout.mesh_shape, layout.coordinate, placements]
-    return [name, dtype, shape, key, offset, where]
+def piece_row(name: str, piece: Piece | Pieces) -> Row:
+    """A named piece, or several, as JSON."""
+    if isinstance(piece, Piece):
+        return [name, *_fields(piece)]
+    return [name, piece.dtype, piece.shape, list(map(_fields, piece.pieces))]
 
 
-def read_piece(row: Row, layouts: dict[Hashable, Sharding]) -> tuple[str, Piece | Unmergeable]:
-    """The name and the piece of a row.
+def _fields(piece: Piece) -> list[Row]:
+    dtype, shape, key, offset, position = piece
+    return [dtype, shape, key, offset, position]
+
+
+def read_piece(row: Row, known: dict[Hashable, Position]) -> tuple[str, Piece | Pieces]:
+    """The name and the piece, or pieces, of a row.
 
     Args:
         row: any JSON.
-        layouts: those that were read before, to be had again without all the checks.
+        known: positions that were read before, to be had again without all the checks.
 
     Raises:
         ValueError: it is not what :func:`piece_row` writes.
     """
     match row:
-        case [str(name), str(reason)] if name_fault(name) is None:
-            return name, Unmergeable(shown(reason, 1000))
-        case [str(name), str(dtype), sizes, str(key), offset, where]:
+        case [str(name), *fields] if len(fields) == 5 and name_fault(name) is None:
+            return name, _read_piece(fields, known)
+        case [str(name), str(dtype), sizes, list(parts)] if name_fault(name) is None:
+            shape = shape_of(sizes)
+            if dtype in ITEMSIZE and shape is not None:
+                pieces = tuple(_read_piece(part, known) for part in parts)
+                if all(
+                    piece.dtype == dtype and piece.position and piece.position.global_shape == shape
+                    for piece in pieces
+                ):
+                    return name, Pieces(dtype, shape, pieces)
+    raise ValueError("is no piece of a tensor")
+
+
+def _read_piece(fields: Row, known: dict[Hashable, Position]) -> Piece:
+    match fields:
+        case [str(dtype), sizes, str(key), offset, where]:
             shape = shape_of(sizes)
             if (
-                name_fault(name) is None
-                and dtype in ITEMSIZE
+                dtype in ITEMSIZE
                 and shape is not None
                 and len(key) <= _TEXT_LIMIT
                 and is_offset(offset)
             ):
-                layout = None if where is None else _sharding(where, layouts)
-                return name, Piece(dtype, shape, key, offset, layout)
+                position = None if where is None else _position(where, shape, known)
+                return Piece(dtype, shape, key, offset, position)
     raise ValueError("is no piece of a tensor")
 
 
@@ -158,47 +169,21 @@ def read_entry(row: Row) -> Entry:
     return entry
 
 
-def _sharding(row: Row, known: dict[Hashable, Sharding]) -> Sharding:
+def _position(row: Row, shape: Shape, known: dict[Hashable, Position]) -> Position:
     match row:
-        case [list(shape), list(mesh), list(at), list(placements)]:
-            key = (tuple(shape), tuple(mesh), tuple(at), tuple(placements))
+        case [list(whole), list(offsets)]:
+            key = (tuple(whole), tuple(offsets))
             try:
-                layout = known.get(key)
+                position = known.get(key)
             except TypeError:
-                raise ValueError("is no layout") from None
-            if layout is None:
-                layout = known[key] = _checked_sharding(shape, mesh, at, placements)
-            return layout
-    raise ValueError("is no layout")
-
-
-def _checked_sharding(
-    shape: list[Row], mesh: list[Row], at: list[Row], placements: list[Row]
-) -> Sharding:
-    whole, ranks, coordinate = shape_of(shape), shape_of(mesh), shape_of(at)
-    if whole is not None and ranks is not None and coordinate is not None:
-        placed = tuple(map(_read_placement, placements))
-        if len(ranks) == len(coordinate) == len(placed) and all(
-            place < size for place, size in zip(coordinate, ranks, strict=True)
-        ):
-            return Sharding(whole, ranks, coordinate, placed)
-    raise ValueError("is no layout")
-
-
-def _placement_json(value: placement.Placement) -> Row:
-    match value:
-        case placement.Shard(dim):
-            return dim
-        case placement.Replicate():
-            return None
-    return value.text
-
-
-def _read_placement(value: Row) -> placement.Placement:
-    if value is None:
-        return placement.Replicate()
-    if type(value) is int and abs(value) < NUMBER_LIMIT:
-        return placement.Shard(value)
-    if isinstance(value, str):
-        return placement.Other(shown(value))
-    raise ValueError("is no placement")
+                raise ValueError("is no position") from None
+            if position is None:
+                sizes, begin = shape_of(whole), shape_of(offsets)
+                if sizes is None or begin is None:
+                    raise ValueError("is no position")
+                position = known[key] = Position(sizes, begin)
+            # A part without elements may be of any such shape.
+            dimensions = len(position.global_shape)
+            if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
+                return position
+    raise ValueError("is no position")

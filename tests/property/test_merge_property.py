@@ -1,29 +1,237 @@
+"""Models that are cut as torch would, by the rules of ``tests/dtensor_rules.py``, and merged."""
+
 from __future__ import annotations
 
 import itertools
 import math
 import os
+import random
 import tempfile
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Final, NamedTuple
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from syncd.checkpoint.merge import run_plan
-from syncd.checkpoint.placement import Local, Placement, Replicate, Shape, Shard, Sharding
-from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.safetensors_file import ITEMSIZE, SafetensorsFile
+from syncd.checkpoint.placement import (
+    Chunks,
+    Local,
+    Placement,
+    Position,
+    Replicate,
+    Shape,
+    Shard,
+    Sharding,
+    StridedShard,
+    place,
+)
+from syncd.checkpoint.plan import MergePlan, plan_merge
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.tensor_rules import ITEMSIZE, name_fault
+from syncd.checkpoint.tiling import Part, Run
 from syncd.checkpoint.torch_zip import Record
+from syncd.protocol.errors import CoverageError
 from syncd.storage.fsio import Storage
+from tests import dtensor_rules as rules
+from tests.dtensor_rules import Cuts
 
-STORAGE = Storage(durable=False)
+STORAGE: Final = Storage(durable=False)
+#: Ranks of a job: more would only be slow.
+RANKS: Final = 12
+
+Indices = Sequence[Sequence[int]]
+Index = dict[str, Local | Chunks]
+
+
+# -- how a tensor is spread over the ranks -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Whole on every rank, and no DTensor."""
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A DTensor on some dimensions of the job's mesh.
+
+    Attributes:
+        dims: these dimensions; the ranks along the others are of meshes of their own.
+        elsewhere: what those have but for the first of each: the same, or a DTensor without a part
+            (``empty``), or nothing of the name.
+        cuts: numbers of dimensions are among ``dims``.
+        strided: whether the placements tell the order, or ``shard_order``.
+    """
+
+    dims: tuple[int, ...]
+    elsewhere: str
+    cuts: Cuts
+    strided: bool
+
+    def on_mesh(self, coordinate: Shape) -> bool:
+        others = (at for dim, at in enumerate(coordinate) if dim not in self.dims)
+        return self.elsewhere == "same" or not any(others)
+
+    def of(self, sizes: Shape) -> Shape:
+        """The mesh, or the coordinate on it, of those of the job."""
+        return tuple(sizes[dim] for dim in self.dims)
+
+    def boxes(self, shape: Shape, mesh: Shape, coordinate: Shape) -> list[Indices]:
+        if not self.on_mesh(coordinate):
+            return []
+        return [rules.held(shape, self.of(mesh), self.of(coordinate), self.cuts)]
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A ShardedTensor: blocks along one dimension, each on any ranks, several on one or none.
+
+    Attributes:
+        dim: which; none of a scalar.
+        ends: where the blocks end.
+        owners: ranks of each block.
+        one_record: whether a rank's blocks are views of one storage.
+    """
+
+    dim: int
+    ends: tuple[int, ...]
+    owners: tuple[frozenset[int], ...]
+    one_record: bool
+
+    def boxes(self, shape: Shape, rank: int) -> list[Indices]:
+        found = []
+        for start, end, owners in zip((0, *self.ends), self.ends, self.owners, strict=False):
+            if rank in owners:
+                box = [range(size) for size in shape]
+                if shape:
+                    box[self.dim] = range(start, end)
+                found.append(box)
+        return found
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor, how it is spread, and how it lies in its records.
+
+    Attributes:
+        dtype: safetensors' name.
+        shape: of the whole.
+        spread: over the ranks.
+        skipped: bytes of a record before the tensor's.
+        padding: bytes of a record behind the tensor's.
+    """
+
+    dtype: str
+    shape: Shape
+    spread: Plain | Distributed | Chunked
+    skipped: int
+    padding: int
+
+    def boxes(self, job: Job, rank: int) -> list[Indices]:
+        """What a rank has of it."""
+        match self.spread:
+            case Plain():
+                return [[range(size) for size in self.shape]]
+            case Distributed():
+                return self.spread.boxes(self.shape, job.mesh, job.coordinates[rank])
+            case Chunked():
+                return self.spread.boxes(self.shape, rank)
+
+
+class Job(NamedTuple):
+    """The ranks' mesh, and the tensors by name."""
+
+    mesh: Shape
+    tensors: dict[str, Tensor]
+
+    @property
+    def coordinates(self) -> list[Shape]:
+        return rules.coordinates(self.mesh)
+
+
+# -- strategies --------------------------------------------------------------------------------
+
+meshes = (
+    st.lists(st.integers(1, RANKS), min_size=1, max_size=3)
+    .map(tuple)
+    .filter(lambda mesh: math.prod(mesh) <= RANKS)
+)
+shapes = st.integers(0, 4).flatmap(
+    lambda dims: st.lists(st.integers(0, (4, 13, 8, 5, 4)[dims]), min_size=dims, max_size=dims).map(
+        tuple
+    )
+)
+names = st.text(min_size=1, max_size=6).filter(lambda name: name_fault(name) is None)
+
+
+@st.composite
+def cuts_of(draw: st.DrawFn, mesh_dims: int, dims: int) -> Cuts:
+    """Any dimensions of a tensor, cut by any of a mesh in any order."""
+    cutting: list[list[int]] = [[] for _ in range(dims)]
+    for mesh_dim in draw(st.permutations(range(mesh_dims))):
+        dim = draw(st.integers(-1, dims - 1))
+        if dim >= 0:
+            cutting[dim].append(mesh_dim)
+    return tuple(map(tuple, cutting))
+
+
+@st.composite
+def distributed(draw: st.DrawFn, mesh: Shape, shape: Shape) -> Distributed:
+    on = [dim for dim in range(len(mesh)) if draw(st.booleans())] or [len(mesh) - 1]
+    elsewhere = draw(st.sampled_from(["same", "same", "empty", "absent"]))
+    cuts = draw(cuts_of(len(on), len(shape)))
+    return Distributed(tuple(on), elsewhere, cuts, draw(st.booleans()))
+
+
+@st.composite
+def chunked(draw: st.DrawFn, mesh: Shape, shape: Shape) -> Chunked:
+    dim = draw(st.integers(0, max(0, len(shape) - 1)))
+    size = shape[dim] if shape else 1
+    inner = draw(st.sets(st.integers(1, size - 1), max_size=5)) if size > 1 else set()
+    ends = (*sorted(inner), size)
+    ranks = st.frozensets(st.integers(0, math.prod(mesh) - 1), min_size=1, max_size=3)
+    return Chunked(dim, ends, tuple(draw(ranks) for _ in ends), draw(st.booleans()))
+
+
+@st.composite
+def tensors_on(draw: st.DrawFn, mesh: Shape, *, whole: bool = False) -> Tensor:
+    """A tensor; ``whole``: none that has no elements, or is plain."""
+    shape = draw(shapes.filter(all) if whole else shapes)
+    kinds = [distributed(mesh, shape), distributed(mesh, shape), chunked(mesh, shape)]
+    spread = draw(st.one_of(*kinds) if whole else st.one_of(*kinds, st.just(Plain())))
+    around = st.integers(0, 40)
+    return Tensor(
+        draw(st.sampled_from(sorted(ITEMSIZE))), shape, spread, draw(around), draw(around)
+    )
+
+
+jobs = meshes.flatmap(
+    lambda mesh: st.builds(
+        Job,
+        st.just(mesh),
+        st.dictionaries(names, tensors_on(mesh), min_size=1, max_size=5),
+    )
+)
+#: One tensor that has elements, and is not plain.
+single = meshes.flatmap(
+    lambda mesh: st.builds(
+        Job, st.just(mesh), st.fixed_dictionaries({"a.weight": tensors_on(mesh, whole=True)})
+    )
+)
+
+
+# -- files -------------------------------------------------------------------------------------
 
 
 @dataclass
 class Source:
-    """A flat file with one record a tensor, in place of a shard."""
+    """A flat file of records, in place of a shard."""
 
     path: Path
     fd: int
@@ -31,116 +239,257 @@ class Source:
     has_crc: bool = True
 
 
-@dataclass(frozen=True)
-class Tensor:
-    dtype: str
-    shape: Shape
-    sharding: int | None
-    plain: bool
-    padding: int
-    skipped: int
+class Rank(NamedTuple):
+    """What one rank saves."""
+
+    content: bytes
+    records: dict[str, Record]
+    index: Index
 
 
-tensors = st.builds(
-    Tensor,
-    dtype=st.sampled_from(sorted(ITEMSIZE)),
-    shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-    sharding=st.none() | st.integers(0, 1),
-    plain=st.booleans(),
-    padding=st.integers(0, 40),
-    skipped=st.integers(0, 40),
-)
-models = st.dictionaries(st.text(min_size=1, max_size=6), tensors, min_size=1, max_size=8)
+def saved(job: Job, whole: Mapping[str, bytes], rank: int) -> Rank:
+    """The file of a rank."""
+    content, records, index = bytearray(b"header"), {}, {}
+    for name, tensor in job.tensors.items():
+        boxes = tensor.boxes(job, rank)
+        itemsize = ITEMSIZE[tensor.dtype]
+        parts = [rules.cut(whole[name], tensor.shape, itemsize, box) for box in boxes]
+        one_record = isinstance(tensor.spread, Chunked) and tensor.spread.one_record
+        locals_ = []
+        for group in [list(range(len(boxes)))] if one_record else [[n] for n in range(len(boxes))]:
+            key, begin = f"data/{len(records)}", len(content)
+            for number in group:
+                content += bytes(tensor.skipped)
+                locals_.append(
+                    Local(
+                        tensor.dtype,
+                        tuple(map(len, boxes[number])),
+                        len(content),
+                        len(parts[number]),
+                        key,
+                        None,
+                    )
+                )
+                content += parts[number]
+            content += b"\xff" * tensor.padding
+            records[key] = Record(begin, len(content) - begin, zlib.crc32(content[begin:]))
+            content += b"between"
+        placed = _placed(job, tensor, rank, boxes, locals_)
+        if placed is not None:
+            index[name] = placed
+    return Rank(bytes(content), records, index)
 
 
-def cut(tensor: Tensor, content: bytes, mesh: Shape, at: Shape) -> tuple[Local, bytes]:
-    """A rank's part by torch.chunk's rule, written out anew; offsets are the caller's to set."""
-    placements: list[Placement] = [Replicate() for _ in mesh]
-    rows = slice(None)
-    if tensor.sharding is not None and tensor.shape and not tensor.plain:
-        dim = tensor.sharding % len(mesh)
-        placements[dim] = Shard(0)
-        size = math.ceil(tensor.shape[0] / mesh[dim])
-        chunks = [list(range(tensor.shape[0]))[i * size : (i + 1) * size] for i in range(mesh[dim])]
-        own = chunks[at[dim]]
-        rows = slice(own[0], own[-1] + 1) if own else slice(0, 0)
-        shape = (len(own), *tensor.shape[1:])
-    else:
-        shape = tensor.shape
-    row = math.prod(tensor.shape[1:]) * ITEMSIZE[tensor.dtype]
-    part = content if shape == tensor.shape else content[rows.start * row : rows.stop * row]
-    layout = None if tensor.plain else Sharding(tensor.shape, mesh, at, tuple(placements))
-    return Local(tensor.dtype, shape, 0, len(part), "", layout), part
+def _placed(
+    job: Job, tensor: Tensor, rank: int, boxes: Sequence[Indices], locals_: Sequence[Local]
+) -> Local | Chunks | None:
+    """What the rank's file says of a tensor; None where it is not in it."""
+    match tensor.spread:
+        case Plain():
+            return locals_[0]
+        case Distributed() as spread:
+            if not locals_:
+                empty = Chunks(tensor.dtype, tensor.shape, ())
+                return empty if spread.elsewhere == "empty" else None
+            mesh, at = spread.of(job.mesh), spread.of(job.coordinates[rank])
+            told = rules.strided if spread.strided else rules.plain
+            order = None if spread.strided else rules.shard_order(spread.cuts)
+            layout = Sharding(tensor.shape, mesh, at, ours(told(mesh, spread.cuts)), order)
+            position = place(locals_[0].local_shape, layout, tensor="t", file="f")
+            return replace(locals_[0], position=position)
+        case Chunked():
+            placed = (
+                replace(local, position=Position(tensor.shape, tuple(own[0] for own in box)))
+                for local, box in zip(locals_, boxes, strict=True)
+                if all(box)
+            )
+            return Chunks(tensor.dtype, tensor.shape, tuple(placed))
+
+
+def ours(placements: Sequence[rules.Placement]) -> tuple[Placement, ...]:
+    return rules.translated(placements, Shard, StridedShard, Replicate)
+
+
+def content_of(job: Job, chance: random.Random) -> dict[str, bytes]:
+    return {
+        name: chance.randbytes(math.prod(tensor.shape) * ITEMSIZE[tensor.dtype])
+        for name, tensor in job.tensors.items()
+    }
+
+
+@contextmanager
+def opened(folder: Path, ranks: Sequence[Rank]) -> Iterator[list[Source]]:
+    with ExitStack() as stack:
+        sources = []
+        for number, rank in enumerate(ranks):
+            path = folder / f"file_{number}"
+            path.write_bytes(rank.content)
+            fd = os.open(path, os.O_RDONLY)
+            stack.callback(os.close, fd)
+            sources.append(Source(path, fd, rank.records))
+        yield sources
+
+
+def planned(ranks: Sequence[Rank], max_file_size: int = 10**9) -> MergePlan:
+    indexes = [(f"file_{number}", rank.index) for number, rank in enumerate(ranks)]
+    return plan_merge(indexes, max_file_size=max_file_size)
+
+
+# -- the properties ----------------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    model=models,
-    mesh=st.lists(st.integers(1, 4), min_size=1, max_size=2).map(tuple),
+    job=jobs,
+    chance=st.randoms(use_true_random=False),
+    max_file_size=st.integers(1, 20_000),
     digests=st.booleans(),
     check_crc=st.booleans(),
-    max_file_size=st.integers(1, 2000),
-    order=st.randoms(use_true_random=False),
+    in_kernel=st.booleans(),
 )
 def test_a_model_that_is_cut_and_merged_is_the_model(
-    model: dict[str, Tensor],
-    mesh: Shape,
+    job: Job,
+    chance: random.Random,
+    max_file_size: int,
     digests: bool,
     check_crc: bool,
-    max_file_size: int,
-    order: object,
+    in_kernel: bool,
 ) -> None:
-    whole = {
-        name: order.randbytes(math.prod(tensor.shape) * ITEMSIZE[tensor.dtype])  # type: ignore[attr-defined]
-        for name, tensor in model.items()
-    }
-    with tempfile.TemporaryDirectory() as name_of_folder:
-        folder = Path(name_of_folder)
-        sources, indexes = [], []
-        for rank, at in enumerate(itertools.product(*map(range, mesh))):
-            content = bytearray(b"header")
-            records: dict[str, Record] = {}
-            index: dict[str, Local] = {}
-            for number, (name, tensor) in enumerate(model.items()):
-                local, part = cut(tensor, whole[name], mesh, at)
-                record = bytes(tensor.skipped) + part + b"\xff" * tensor.padding
-                key = f"data/{number}"
-                records[key] = Record(len(content), len(record), zlib.crc32(record))
-                begin = len(content) + tensor.skipped
-                index[name] = Local(
-                    local.dtype, local.local_shape, begin, len(part), key, local.layout
-                )
-                content += record + b"between"
-            path = folder / f"rank_{rank}"
-            path.write_bytes(content)
-            sources.append(Source(path, os.open(path, os.O_RDONLY), records))
-            indexes.append((path.name, index))
-        try:
-            plan = plan_merge(indexes, max_file_size=max_file_size)
-            (folder / "out").mkdir()
-            merged = run_plan(
-                STORAGE,
-                plan,
-                sources,
-                folder / "out",
-                digests=digests,
-                check_crc=check_crc,
-                cancel=lambda: None,
-            )
-        finally:
-            for source in sources:
-                os.close(source.fd)
-        found = {}
+    whole = content_of(job, chance)
+    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    chance.shuffle(ranks)  # the order of the files says nothing
+    found = {}
+    with tempfile.TemporaryDirectory() as name, opened(Path(name), ranks) as sources:
+        out = Path(name) / "out"
+        out.mkdir()
+        merged = run_plan(
+            STORAGE,
+            planned(ranks, max_file_size),
+            sources,
+            out,
+            digests=digests,
+            check_crc=check_crc,
+            cancel=lambda: None,
+            in_kernel=lambda _: in_kernel,
+        )
         for file in merged.files:
-            path = folder / "out" / file.name
-            content = bytearray(path.read_bytes())
+            content = (out / file.name).read_bytes()
             assert len(content) == file.size
-            with SafetensorsFile.open(STORAGE, path) as opened:
-                for entry in opened.entries:
+            with SafetensorsFile.open(STORAGE, out / file.name) as source:
+                for entry in source.entries:
                     assert entry.begin % ITEMSIZE[entry.dtype] == 0
-                    assert (entry.dtype, entry.shape) == (
-                        model[entry.name].dtype,
-                        model[entry.name].shape,
-                    )
-                    found[entry.name] = bytes(content[entry.begin : entry.end])
-        assert found == whole
+                    told = job.tensors[entry.name]
+                    assert (entry.dtype, entry.shape) == (told.dtype, told.shape)
+                    assert entry.name not in found
+                    found[entry.name] = content[entry.begin : entry.end]
+    assert found == whole
+
+
+@settings(deadline=None)
+@given(job=single, chance=st.randoms(use_true_random=False))
+def test_the_first_of_equal_boxes_is_used_and_the_order_of_files_says_nothing_else(
+    job: Job, chance: random.Random
+) -> None:
+    whole = content_of(job, chance)
+    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    firsts: dict[tuple[Shape, Shape], int] = {}
+    for number, rank in enumerate(ranks):
+        for local in _locals(rank):
+            firsts.setdefault(_box(local), number)
+    parts = _parts(planned(ranks))
+    assert all(firsts[_box_of(ranks[run.source], run)] == run.source for run in _runs(parts))
+    in_order = _resolved(parts, ranks)
+    chance.shuffle(ranks)
+    assert _resolved(_parts(planned(ranks)), ranks) == in_order
+
+
+def _parts(plan: MergePlan) -> tuple[Part, ...]:
+    return plan.files[0].tensors[0].parts
+
+
+def _runs(parts: Sequence[Part]) -> Iterator[Run]:
+    for part in parts:
+        if isinstance(part, Run):
+            yield part
+        else:
+            yield from _runs(part.parts)
+
+
+def _resolved(parts: Sequence[Part], ranks: Sequence[Rank]) -> list[Any]:
+    """Parts with the bytes of their runs."""
+    return [
+        ranks[part.source].content[part.offset : part.offset + part.length]
+        if isinstance(part, Run)
+        else (part.turns, _resolved(part.parts, ranks))
+        for part in parts
+    ]
+
+
+def _locals(rank: Rank) -> list[Local]:
+    """The parts of the only tensor, those without elements left out."""
+    found = rank.index.get("a.weight")
+    parts = found.locals if isinstance(found, Chunks) else (found,) if found else ()
+    return [local for local in parts if local.nbytes]
+
+
+def _box(local: Local) -> tuple[Shape, Shape]:
+    assert local.position is not None
+    return local.position.offsets, local.local_shape
+
+
+def _box_of(rank: Rank, run: Run) -> tuple[Shape, Shape]:
+    return next(_box(local) for local in _locals(rank) if local.offset == run.offset)
+
+
+@settings(deadline=None)
+@given(job=single, data=st.data())
+def test_a_rank_that_is_left_out_is_missed_unless_others_have_all_that_it_has(
+    job: Job, data: st.DataObject
+) -> None:
+    whole = content_of(job, random.Random(0))
+    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    assume(len(ranks) > 1)
+    left_out = ranks.pop(data.draw(st.integers(0, len(ranks) - 1)))
+    others = {_box(local) for rank in ranks for local in _locals(rank)}
+    if {_box(local) for local in _locals(left_out)} <= others:
+        planned(ranks)
+    else:
+        with pytest.raises(CoverageError, match=r"a\.weight|no tensors"):
+            planned(ranks)
+
+
+@settings(deadline=None)
+@given(job=single, data=st.data())
+def test_a_box_that_is_elsewhere_or_of_another_size_is_missed(
+    job: Job, data: st.DataObject
+) -> None:
+    whole = content_of(job, random.Random(0))
+    ranks = [saved(job, whole, rank) for rank in range(len(job.coordinates))]
+    held = [(number, local) for number, rank in enumerate(ranks) for local in _locals(rank)]
+    boxes = [_box(local) for _, local in held]
+    # One replica of several could take the place of another box, and nobody could know.
+    alone = [found for found in held if boxes.count(_box(found[1])) == 1]
+    assume(alone and job.tensors["a.weight"].shape)
+    number, local = data.draw(st.sampled_from(alone))
+    changed = data.draw(st.sampled_from(list(_changed(local))))
+    found = ranks[number].index["a.weight"]
+    ranks[number].index["a.weight"] = (
+        replace(found, locals=tuple(changed if part == local else part for part in found.locals))
+        if isinstance(found, Chunks)
+        else changed
+    )
+    with pytest.raises(CoverageError, match=r"a\.weight"):
+        planned(ranks)
+
+
+def _changed(local: Local) -> Iterator[Local]:
+    """The same bytes one further, or fewer or more of them."""
+    offsets, sizes = _box(local)
+    assert local.position is not None
+    itemsize = local.nbytes // math.prod(sizes)
+    for dim, step in itertools.product(range(len(sizes)), (-1, 1)):
+        moved = tuple(at + step * (dim == own) for own, at in enumerate(offsets))
+        if min(moved) >= 0:
+            yield replace(local, position=local.position._replace(offsets=moved))
+        grown = tuple(size + step * (dim == own) for own, size in enumerate(sizes))
+        yield replace(local, local_shape=grown, nbytes=math.prod(grown) * itemsize)

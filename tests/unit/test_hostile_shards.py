@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from syncd.checkpoint.isolated import IsolatedParser
-from syncd.checkpoint.placement import Local
-from syncd.checkpoint.shard_file import ReadPieces, ShardFile, Unmergeable
+from syncd.checkpoint.placement import Local, Position
+from syncd.checkpoint.shard_file import Chunks, ReadPieces, ShardFile
 from syncd.protocol.errors import PlacementError, ShardFormatError
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
@@ -43,7 +43,7 @@ def refused(
     return said
 
 
-def read(path: Path, parse: ReadPieces | None = None) -> Mapping[str, Local | Unmergeable]:
+def read(path: Path, parse: ReadPieces | None = None) -> Mapping[str, Local | Chunks]:
     with ShardFile.open(STORAGE, path) as opened:
         return opened.tensors(parse=parse) if parse else opened.tensors()
 
@@ -304,6 +304,7 @@ def dtensor(
     mesh: object = None,
     placements: object = (),
     state: object = None,
+    **of_spec: object,
 ) -> Built:
     given = {"_coordinate_on_dim": (), "_layout": None, "mesh": tensor((), ())}
     device_mesh = Built(
@@ -312,7 +313,7 @@ def dtensor(
     spec = Built(
         Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
         (),
-        {"mesh": device_mesh, "placements": placements},
+        {"mesh": device_mesh, "placements": placements, **of_spec},
     )
     return Built(
         Named("torch._tensor", "_rebuild_from_type_v2"),
@@ -333,6 +334,36 @@ def on_mesh(**layout: object) -> Built:
 def placed(value: object) -> Built:
     mesh = {"_coordinate_on_dim": (0,), "mesh": tensor((4,), (1,))}
     return dtensor(mesh=mesh, placements=(value,))
+
+
+def strided(factor: object, dim: object = 0, **of_spec: object) -> Built:
+    mesh = {"_coordinate_on_dim": (0,), "mesh": tensor((2,), (1,))}
+    named = Named("torch.distributed.tensor.placement_types", "_StridedShard")
+    placement = Built(named, (), {"dim": dim, "split_factor": factor})
+    return dtensor(mesh=mesh, placements=(placement,), **of_spec)
+
+
+def sharded(*chunks: object, shape: object = (4, 3), state: object = None) -> Built:
+    api = Named("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+    return Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Named("torch._utils", "_rebuild_wrapper_subclass"),
+            api,
+            (api, Named("torch", "float32"), shape),
+            (list(chunks), None) if state is None else state,
+        ),
+    )
+
+
+def chunk(local: object = None, offsets: object = (2, 0), sizes: object = (2, 3)) -> Built:
+    metadata = Built(
+        Named("torch.distributed._shard.metadata", "ShardMetadata"),
+        (),
+        {"shard_offsets": offsets, "shard_sizes": sizes},
+    )
+    module = "torch.distributed._shard.sharded_tensor.shard"
+    return Built(Named(module, "Shard"), (), {"tensor": local or tensor(), "metadata": metadata})
 
 
 ITSELF: list[Any] = []
@@ -376,6 +407,29 @@ IMPOSSIBLE: dict[str, object] = {
     "a mesh of deep tuples": on_mesh(sizes=(DEEP,)),
     "a mesh of a huge size": on_mesh(sizes=HUGE),
     "a mesh of nothing": on_mesh(),
+    "a split factor of 0": strided(0),
+    "a negative split factor": strided(-2),
+    "a split factor that no order makes": strided(3),
+    "a split factor of thousands of digits": strided(HUGE),
+    "a split factor that is text": strided("2"),
+    "a dimension that is not there": strided(1, 2),
+    "a negative dimension": strided(1, -1),
+    "an order in itself": strided(1, shard_order=ITSELF),
+    "an order of many": strided(1, shard_order=MANY),
+    "an order of other dimensions": strided(1, shard_order=((1, (0,)),)),
+    "an order of thousands of digits": strided(1, shard_order=((HUGE, (HUGE,)),)),
+    "a ShardedTensor of no state": sharded(state={}),
+    "a ShardedTensor of a state in itself": sharded(state=(ITSELF,)),
+    "a ShardedTensor of a huge shape": sharded(chunk(), shape=(2**63,)),
+    "a ShardedTensor of no chunk": sharded(7),
+    "a ShardedTensor of ShardedTensors": sharded(chunk(sharded(chunk()))),
+    "a ShardedTensor of many chunks": sharded(*[chunk()] * 65),
+    "a chunk of another size": sharded(chunk(sizes=(3, 3))),
+    "a chunk of another dimension": sharded(chunk(offsets=(2,))),
+    "a chunk at a negative place": sharded(chunk(offsets=(-2, 0))),
+    "a chunk at a huge place": sharded(chunk(offsets=(HUGE, 0))),
+    "a chunk of another dtype": sharded(chunk(tensor(kind="IntStorage"))),
+    "a chunk past its record": sharded(chunk(tensor(offset=99))),
     "a tensor that is given attributes": Built(
         Named("torch._utils", "_rebuild_tensor_v2"), tensor().args, {"dtype": {}}
     ),
@@ -421,14 +475,21 @@ STRANGE = dict(
 def test_a_placement_of_any_kind_is_told_in_few_words(
     tmp_path: Path, child: IsolatedParser, number: int
 ) -> None:
-    (tmp_path / "shard.pt").write_bytes(shard({"weight": placed(STRANGE[number])}))
-    found = read(tmp_path / "shard.pt")
-    assert read(tmp_path / "shard.pt", child.read_pieces) == found
+    content = shard({"weight": placed(STRANGE[number])})
+    said = refused(tmp_path, content, match="weight has placements")
+    assert refused(tmp_path, content, parse=child.read_pieces) == said
+    assert said.isprintable()
+
+
+def test_a_sharded_tensor_is_read_as_its_chunks(tmp_path: Path, child: IsolatedParser) -> None:
+    path = tmp_path / "shard.pt"
+    path.write_bytes(shard({"weight": sharded(chunk()), "elsewhere": sharded()}))
+    found = read(path)
+    assert read(path, child.read_pieces) == found
+    assert found["elsewhere"] == Chunks("F32", (4, 3), ())
     weight = found["weight"]
-    assert isinstance(weight, Local)
-    assert weight.layout is not None
-    assert len(str(weight.layout.placements[0])) <= 200
-    assert str(weight.layout.placements[0]).isprintable()
+    assert isinstance(weight, Chunks)
+    assert [local.position for local in weight.locals] == [Position((4, 3), (2, 0))]
 
 
 @pytest.mark.parametrize("opening", [b"(", b"]", b"\x85", b"}K\0"])

@@ -17,8 +17,8 @@ import pytest
 
 from syncd.checkpoint import wire
 from syncd.checkpoint.isolated import IsolatedParser, Limits
-from syncd.checkpoint.pieces import Piece, read_pieces
-from syncd.checkpoint.placement import Unmergeable
+from syncd.checkpoint.pieces import Piece, Pieces, read_pieces
+from syncd.checkpoint.placement import Position
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.save import look_at_save, open_save
@@ -82,7 +82,8 @@ def test_every_kind_of_piece_comes_back_as_it_was() -> None:
     for path in FIXTURES:
         with ShardFile.open(STORAGE, path) as opened:
             pieces = read_pieces(opened._pickle(), "x", intact=True)
-        pieces |= {"ünmergeable": Unmergeable("is of a kind")}
+        part = Piece("BF16", (1, 3), "7", 2, Position((4, 3), (2, 0)))
+        pieces |= {"ünusual": Pieces("BF16", (4, 3), (part, part)), "": Pieces("I64", (), ())}
         frames = b"".join(wire.frames(wire.piece_row(*item) for item in pieces.items()))
         rows = []
         while frames:
@@ -298,7 +299,8 @@ def rows(*given: object) -> bytes:
     return frame(wire.ROWS, json.dumps(given).encode()) + frame(wire.DONE)
 
 
-GOOD: list[object] = ["w", "F32", [2], "0", 0, [[4], [2], [0], [0]]]
+GOOD: list[object] = ["w", "F32", [2], "0", 0, [[4], [2]]]
+PARTS: list[object] = ["p", "F32", [4], [GOOD[1:], GOOD[1:]]]
 
 
 def changed(at: int, value: object) -> bytes:
@@ -327,14 +329,22 @@ RUBBISH = {
     "a long key": changed(3, "0" * 201),
     "a negative offset": changed(4, -1),
     "an offset that is text": changed(4, "0"),
-    "a layout that is text": changed(5, "abcd"),
-    "a layout that is 0": changed(5, 0),
-    "a layout of lists of lists": changed(5, [[[]], [[]], [[]], [[]]]),
-    "a layout of too few": changed(5, [[4], [2], [0]]),
-    "a layout that disagrees": changed(5, [[4], [2, 2], [0], [0]]),
-    "a rank out of its mesh": changed(5, [[4], [2], [2], [0]]),
-    "a placement that is a list": changed(5, [[4], [2], [0], [[]]]),
-    "a placement of a huge dimension": changed(5, [[4], [2], [0], [2**63]]),
+    "a position that is text": changed(5, "ab"),
+    "a position that is 0": changed(5, 0),
+    "a position of lists of lists": changed(5, [[[]], [[]]]),
+    "a position without offsets": changed(5, [[4]]),
+    "a position of another dimension": changed(5, [[4, 4], [2, 0]]),
+    "a position that disagrees with itself": changed(5, [[4, 4], [2]]),
+    "an offset of 2**63": changed(5, [[4], [2**63]]),
+    "a negative place": changed(5, [[4], [-1]]),
+    "parts that are no list": rows([*PARTS[:3], "ab"]),
+    "parts that are no pieces": rows([*PARTS[:3], [7]]),
+    "parts of another dtype": rows(["p", "F16", *PARTS[2:]]),
+    "parts of another shape": rows(["p", "F32", [5], *PARTS[3:]]),
+    "a part without a position": rows([*PARTS[:3], [[*GOOD[1:5], None]]]),
+    "parts of no name": rows([7, *PARTS[1:]]),
+    "parts of a dtype that is none": rows(["p", "F33", [4], []]),
+    "parts of a negative shape": rows(["p", "F32", [-4], []]),
     "an error of no kind": frame(wire.FAILED, b'["SystemExit", "x"]'),
     "an error of no text": frame(wire.FAILED, b'["ShardFormatError", 7]'),
     "no error": frame(wire.FAILED, b"{}"),
@@ -354,11 +364,11 @@ def test_an_answer_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, kind: 
 
 
 def test_an_answer_as_it_should_be_is_taken(tmp_path: Path) -> None:
-    body = SPEAK.format(ready=frame(wire.READY), answer=rows(GOOD), then="os.read(0, 99)")
+    body = SPEAK.format(ready=frame(wire.READY), answer=rows(GOOD, PARTS), then="os.read(0, 99)")
     with IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child:
-        piece = child.read_pieces(b"}.", "x", intact=True)["w"]
-    assert isinstance(piece, Piece)
-    assert piece[:4] == ("F32", (2,), "0", 0)
+        found = child.read_pieces(b"}.", "x", intact=True)
+    piece = Piece("F32", (2,), "0", 0, Position((4,), (2,)))
+    assert found == {"w": piece, "p": Pieces("F32", (4,), (piece, piece))}
 
 
 def test_an_entry_of_a_header_that_cannot_be_is_an_error(tmp_path: Path) -> None:

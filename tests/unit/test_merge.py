@@ -3,9 +3,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from syncd.checkpoint.merge import Merged, digest_safetensors, run_plan
+from syncd.checkpoint.merge import digest_safetensors, run_plan
 from syncd.checkpoint.model_folder import copy_model_files, write_index
 from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -23,142 +21,11 @@ from syncd.protocol.errors import (
     CancelledError,
     CheckpointError,
     CoverageError,
-    PlacementError,
     SaveNotReadyError,
     ShardFormatError,
 )
-from syncd.storage.fsio import Storage
-
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS))
-from fsdp_fixtures import WORLD_SIZES, shard_paths, write_saves  # noqa: E402 - a folder above
-
-STORAGE = Storage(durable=False)
-STORED = TESTS / "fixtures"
-WRITTEN = [f"{kind}-{size}" for kind in ("fsdp2", "plain") for size in WORLD_SIZES] + ["hsdp-4"]
-
-
-def nothing() -> None:
-    """Nobody cancels."""
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("fsdp")
-    write_saves(root)
-    return root
-
-
-@pytest.fixture
-def opened() -> Iterator[Callable[[Path], list[ShardFile]]]:
-    with ExitStack() as stack:
-        yield lambda folder: [
-            stack.enter_context(ShardFile.open(STORAGE, path)) for path in shard_paths(folder)
-        ]
-
-
-def merge(
-    shards: list[ShardFile],
-    folder: Path,
-    *,
-    digests: bool = False,
-    check_crc: bool = False,
-    max_file_size: int = 10**9,
-    cancel: Callable[[], None] = nothing,
-) -> Merged:
-    folder.mkdir()
-    indexes = [(shard.path.name, shard.tensors()) for shard in shards]
-    plan = plan_merge(indexes, max_file_size=max_file_size)
-    merged = run_plan(
-        STORAGE, plan, shards, folder, digests=digests, check_crc=check_crc, cancel=cancel
-    )
-    assert sum(file.size for file in merged.files) == sum(
-        f.stat().st_size for f in folder.iterdir()
-    )
-    return merged
-
-
-def loaded(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors |= load_file(path)
-    return tensors
-
-
-def assert_equal(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == truth.keys()
-    for name, tensor in truth.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        # As bytes: NaN is not equal to itself, and fp8 cannot be compared.
-        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
-        assert torch.equal(left, right), name
-
-
-def truth(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = torch.load(folder / "truth.pt", weights_only=True)
-    return tensors
-
-
-# -- what torch wrote comes out as it was ------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_a_merge_of_real_ranks_is_the_model_before_wrapping(
-    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]], name: str
-) -> None:
-    shards = opened(written / name)
-    expected = truth(written / name)
-    modes = itertools.product((False, True), (False, True), (10**9, 700))
-    for number, (digests, check_crc, size) in enumerate(modes):
-        folder = tmp_path / str(number)
-        merged = merge(shards, folder, digests=digests, check_crc=check_crc, max_file_size=size)
-        assert (len(merged.files) > 1) == (size == 700)
-        assert all((tensor.digest is not None) == digests for tensor in merged.tensors)
-        assert_equal(loaded(folder), expected)
-
-
-@pytest.mark.parametrize("release", ["torch-2.5.1", "torch-2.15.0"])
-@pytest.mark.parametrize("kind", ["fsdp2", "hsdp"])
-def test_saves_of_other_torch_releases_merge_too(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], release: str, kind: str
-) -> None:
-    folder = STORED / release / kind
-    merge(opened(folder), tmp_path / "out", digests=True, check_crc=True)
-    assert_equal(loaded(tmp_path / "out"), truth(folder))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("torch-2.15.0/fsdp2_dim1", r"has placements \(Shard\(1\)\)"),
-        ("torch-2.15.0/fsdp_tp", r"_StridedShard\(dim=0, split_factor=2\), Shard\(0\)"),
-        ("torch-2.5.1/fsdp1_st", "is a ShardedTensor .FSDP1 without a device mesh"),
-    ],
-)
-def test_placements_of_later_versions_are_refused_clearly(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], kind: str, message: str
-) -> None:
-    with pytest.raises(PlacementError, match=f"model_world_size_4_rank_0.pt: .*{message}"):
-        merge(opened(STORED / kind), tmp_path / "out")
-
-
-def test_large_tensors_take_every_path_to_the_same_bytes(
-    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
-) -> None:
-    """Over the buffer and in the kernel, with bytes behind and between the tensors of a record."""
-    base = torch.randint(0, 256, (5_000_000,), dtype=torch.uint8)
-    state = {"late": base[3_000_000:4_999_999], "early": base[100:1_700_000], "again": base[:1000]}
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    for rank in range(2):
-        torch.save(state, saved / f"model_world_size_2_rank_{rank}.pt")
-    shards = opened(saved)
-    for number, (digests, check_crc) in enumerate(itertools.product((False, True), repeat=2)):
-        for count in (1, 2):  # one rank alone is copied by the kernel, two are compared
-            folder = tmp_path / f"{number}-{count}"
-            merge(shards[:count], folder, digests=digests, check_crc=check_crc)
-            assert_equal(loaded(folder), state)
-
+from tests.fsdp_fixtures import shard_paths
+from tests.merging import STORAGE, STORED, assert_equal, loaded, merge, nothing
 
 # -- digests -----------------------------------------------------------------------------------
 

@@ -2,110 +2,306 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-from syncd.checkpoint.placement import Local, Replicate, Shape, Shard, Sharding, Unmergeable
-from syncd.checkpoint.plan import MergePlan, Run, ShardIndex, plan_merge
+from syncd.checkpoint.placement import Chunks, Local, Position, Shape
+from syncd.checkpoint.plan import Copy, MergePlan, PlannedTensor, ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import ITEMSIZE
-from syncd.protocol.errors import CoverageError, PlacementError
+from syncd.checkpoint.tiling import Part, Run, Weave, leaves
+from syncd.protocol.errors import CoverageError
 
-Index = dict[str, Local | Unmergeable]
+Index = dict[str, Local | Chunks]
 
 
 def local(
-    shape: Shape, layout: Sharding | None = None, *, dtype: str = "F32", at: int = 0
+    shape: Shape, position: Position | None = None, *, dtype: str = "F32", at: int = 0
 ) -> Local:
-    return Local(dtype, shape, at, math.prod(shape) * ITEMSIZE[dtype], "data/0", layout)
+    return Local(dtype, shape, at, math.prod(shape) * ITEMSIZE[dtype], "data/0", position)
 
 
-def block(rows: int, rank: int, ranks: int, *, size: int = 8, dtype: str = "F32") -> Local:
-    """Rank ``rank``'s rows of a (size, 2) tensor."""
-    layout = Sharding((size, 2), (ranks,), (rank,), (Shard(0),))
-    return local((rows, 2), layout, dtype=dtype, at=1000 * rank)
+def box(whole: Shape, offsets: Shape, shape: Shape, *, dtype: str = "F32", at: int = 0) -> Local:
+    return local(shape, Position(whole, offsets), dtype=dtype, at=at)
 
 
-def plan(*tensors: Index, max_file_size: int = 10**9) -> MergePlan:
-    shards = [ShardIndex(f"rank_{rank}.pt", index) for rank, index in enumerate(tensors)]
-    return plan_merge(shards, max_file_size=max_file_size)
+def rows(start: int, count: int, *, size: int = 8, dtype: str = "F32") -> Local:
+    """Some rows of a (size, 2) tensor, which are in their file where they are in the tensor."""
+    return box((size, 2), (start, 0), (count, 2), dtype=dtype, at=8 * start)
 
 
-def test_blocks_become_runs_in_the_order_of_their_rows() -> None:
-    made = plan(*({"weight": block(2, rank, 4)} for rank in (2, 0, 3, 1)))
+def plan(*tensors: Mapping[str, Local | Chunks], max_file_size: int = 10**9) -> MergePlan:
+    return plan_merge(labelled(tensors), max_file_size=max_file_size)
+
+
+def labelled(tensors: Sequence[Mapping[str, Local | Chunks]]) -> list[ShardIndex]:
+    return [ShardIndex(f"rank_{rank}.pt", index) for rank, index in enumerate(tensors)]
+
+
+def only(made: MergePlan) -> PlannedTensor:
     (file,) = made.files
     (tensor,) = file.tensors
-    assert file.name == "model.safetensors"
-    assert tensor.runs == (Run(1, 0, 16), Run(3, 1000, 16), Run(0, 2000, 16), Run(2, 3000, 16))
+    return tensor
+
+
+def parts(*boxes: Local | None) -> tuple[Part, ...]:
+    """What ``weight`` is made of, each box being on a rank of its own."""
+    return only(plan(*({"weight": own} if own else {} for own in boxes))).parts
+
+
+# -- what tensors are made of ------------------------------------------------------------------
+
+
+def test_blocks_of_rows_become_runs_in_the_order_of_their_rows() -> None:
+    made = plan(*({"weight": rows(2 * at, 2)} for at in (2, 0, 3, 1)))
+    tensor = only(made)
+    assert made.files[0].name == "model.safetensors"
+    assert tensor.parts == (Run(1, 0, 16), Run(3, 16, 16), Run(0, 32, 16), Run(2, 48, 16))
     assert (made.data_size, tensor.length, tensor.shape) == (64, 64, (8, 2))
 
 
-def test_empty_blocks_contribute_nothing() -> None:
-    made = plan(
-        *({"weight": block(rows, rank, 4, size=3)} for rank, rows in enumerate((1, 1, 1, 0)))
+def test_blocks_of_columns_take_turns_row_by_row() -> None:
+    left, right = box((3, 5), (0, 0), (3, 3)), box((3, 5), (0, 3), (3, 2), at=100)
+    assert parts(right, left) == (Weave(3, (Run(1, 0, 36), Run(0, 100, 24))),)
+
+
+def test_rows_of_columns_are_rows_of_all_dimensions_before_them() -> None:
+    made = parts(*(box((2, 3, 4), (0, 0, at), (2, 3, 2), at=at) for at in (0, 2)))
+    assert made == (Weave(6, (Run(0, 0, 48), Run(1, 2, 48))),)
+
+
+def test_columns_of_one_row_are_runs() -> None:
+    made = parts(*(box((1, 1, 4), (0, 0, at), (1, 1, 2), at=at) for at in (0, 2)))
+    assert made == (Run(0, 0, 8), Run(1, 2, 8))
+
+
+def test_a_grid_is_bands_of_rows_that_are_woven_each() -> None:
+    grid = [box((3, 4), (row, column), (size, 2), at=10 * row + column)
+            for row, size in ((0, 2), (2, 1)) for column in (0, 2)]  # fmt: skip
+    assert parts(*grid) == (
+        Weave(2, (Run(0, 0, 16), Run(1, 2, 16))),
+        Run(2, 20, 8),
+        Run(3, 22, 8),
     )
-    assert [run.source for run in made.files[0].tensors[0].runs] == [0, 1, 2]
+
+
+def test_cuts_of_two_later_dimensions_are_weaves_of_weaves() -> None:
+    grid = [box((2, 4, 2), (0, row, column), (2, 2, 1), at=100 * row + 50 * column)
+            for row in (0, 2) for column in (0, 1)]  # fmt: skip
+    made = parts(*grid)
+    assert made == (
+        Weave(2, (Weave(2, (Run(0, 0, 16), Run(1, 50, 16))),
+                  Weave(2, (Run(2, 200, 16), Run(3, 250, 16))))),
+    )  # fmt: skip
+    # The first plane of all, and then the second one.
+    assert list(leaves(made)) == [
+        Weave(2, (Run(0, 0, 8), Run(1, 50, 8))),
+        Weave(2, (Run(2, 200, 8), Run(3, 250, 8))),
+        Weave(2, (Run(0, 8, 8), Run(1, 58, 8))),
+        Weave(2, (Run(2, 208, 8), Run(3, 258, 8))),
+    ]
+
+
+def test_empty_blocks_contribute_nothing() -> None:
+    made = parts(rows(0, 1, size=3), rows(1, 1, size=3), rows(2, 1, size=3), rows(3, 0, size=3))
+    assert made == (Run(0, 0, 8), Run(1, 8, 8), Run(2, 16, 8))
 
 
 def test_of_equal_blocks_the_first_is_used() -> None:
-    def on(ddp: int, fsdp: int) -> Index:
-        layout = Sharding((8, 2), (2, 2), (ddp, fsdp), (Replicate(), Shard(0)))
-        return {"weight": local((4, 2), layout)}
+    made = plan(*({"weight": rows(start, 4)} for start in (0, 4, 0, 4)))
+    assert only(made).parts == (Run(0, 0, 32), Run(1, 32, 32))
+    assert only(made).copies == ()
 
-    made = plan(on(0, 0), on(0, 1), on(1, 0), on(1, 1))
-    assert [run.source for run in made.files[0].tensors[0].runs] == [0, 1]
-    assert made.files[0].tensors[0].replicas == ()
+
+def test_a_replicated_scalar_is_the_first_ranks() -> None:
+    assert parts(box((), (), ()), box((), (), (), at=4)) == (Run(0, 0, 4),)
+
+
+def test_chunks_of_a_rank_are_blocks_of_their_own() -> None:
+    def chunks(*found: Local) -> Index:
+        return {"weight": Chunks("F32", (8, 2), found)}
+
+    made = only(plan(chunks(rows(4, 2), rows(0, 2)), chunks(), chunks(rows(2, 2), rows(6, 2))))
+    assert [run.source for run in made.parts if isinstance(run, Run)] == [0, 2, 0, 2]
+    assert made.shape == (8, 2)
+
+
+def test_chunks_and_dtensors_of_one_tensor_go_together() -> None:
+    made = plan({"weight": Chunks("F32", (8, 2), ())}, {"weight": rows(0, 8)}, {})
+    assert only(made).parts == (Run(1, 0, 64),)
 
 
 def test_a_tensor_without_elements_is_whole() -> None:
-    layout = Sharding((0, 2), (2,), (0,), (Shard(0),))
-    made = plan({"none": local((0, 2), layout), "plain": local((3, 0))}, {"plain": local((3, 0))})
-    assert [(tensor.length, tensor.runs) for tensor in made.files[0].tensors] == [(0, ())] * 2
+    made = plan(
+        {"none": box((0, 2), (0, 0), (0, 2)), "plain": local((3, 0)), "no": Chunks("I8", (0,), ())},
+        {"plain": local((3, 0))},
+    )
+    found = [(tensor.length, tensor.parts, tensor.copies) for tensor in made.files[0].tensors]
+    assert found == [(0, (), ())] * 3
 
 
-def test_plain_tensors_come_from_the_first_rank_and_name_the_others() -> None:
-    made = plan(*({"steps": local((), at=rank)} for rank in range(3)))
-    tensor = made.files[0].tensors[0]
-    assert tensor.runs == (Run(0, 0, 4),)
-    assert tensor.replicas == (Run(1, 1, 4), Run(2, 2, 4))
+def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others() -> None:
+    tensor = only(plan(*({"steps": local((), at=rank)} for rank in range(3))))
+    assert tensor.parts == (Run(0, 0, 4),)
+    assert tensor.copies == (Copy(None, (Run(1, 1, 4),)), Copy(None, (Run(2, 2, 4),)))
+
+
+# -- what is not whole -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (block(4, 0, 2), block(4, 1, 2, dtype="BF16"), "F32.*rank_0.pt but.*BF16.*rank_1.pt"),
-        (block(4, 0, 2), block(5, 1, 2, size=10), r"\(8, 2\).*\(10, 2\)"),
-        (block(4, 0, 2), local((8, 2)), "a DTensor.*a plain"),
+        (rows(0, 4), rows(4, 4, dtype="BF16"), "F32.*rank_0.pt but.*BF16.*rank_1.pt: save again"),
+        (rows(0, 4), rows(5, 5, size=10), r"\(8, 2\) in rank_0.pt but.*\(10, 2\) in rank_1.pt"),
+        (rows(0, 4), local((8, 2)), "a sharded.*rank_0.pt but a plain.*rank_1.pt"),
         (local((8, 2)), local((2, 8)), r"\(8, 2\).*\(2, 8\)"),
         (local((8, 2)), local((8, 2), dtype="I32"), "F32.*I32"),
-        (local((8, 2)), None, "plain tensor in rank_0.pt, and missing in rank_1.pt"),
-        (None, local((8, 2)), "plain tensor in rank_1.pt, and missing in rank_0.pt"),
-        (block(4, 0, 2), None, "rows 4 to 7 are in no file .after rank_0.pt"),
-        (None, block(4, 1, 2), "rows 0 to 3 are in no file .between the beginning and rank_1.pt"),
-        (block(4, 0, 2), block(3, 1, 3), "rows 3 to 3 are both in rank_0.pt and in rank_1.pt"),
-        (
-            block(3, 0, 3),
-            block(4, 1, 2),
-            "rows 3 to 3 are in no file .between rank_0.pt and rank_1",
-        ),
-        (block(4, 0, 2), block(3, 1, 2), r"local shape \(3, 2\)"),
+        (rows(0, 4), Chunks("F32", (8, 3), ()), r"\(8, 2\).*\(8, 3\)"),
+        (rows(0, 4), Chunks("F16", (8, 2), ()), "F32.*F16"),
+        (local((8, 2)), Chunks("F32", (8, 2), ()), "a plain.*a sharded"),
+        (local((8, 2)), None, "plain tensor in rank_0.pt, and missing in rank_1.pt: save the same"),
+        (None, local((8, 2)), "plain tensor in rank_1.pt, and missing in rank_0.pt: save the same"),
     ],
 )
-def test_pieces_that_do_not_make_a_whole_are_named(
-    first: Local | None, second: Local | None, message: str
+def test_ranks_that_disagree_are_named(
+    first: Local | None, second: Local | Chunks | None, message: str
 ) -> None:
     indexes: list[Index] = [{"weight": tensor} if tensor else {} for tensor in (first, second)]
-    with pytest.raises(CoverageError, match=f"weight.*{message}"):
+    with pytest.raises(CoverageError, match=f"^weight is .*{message}"):
         plan(*indexes)
 
 
-def test_a_kind_that_is_not_merged_is_named() -> None:
-    with pytest.raises(PlacementError, match=r"rank_1\.pt: weight is a ShardedTensor"):
-        plan({"weight": local((1,))}, {"weight": Unmergeable("is a ShardedTensor")})
+GRID = [box((4, 6), (row, column), (2, 3)) for row in (0, 2) for column in (0, 3)]
+EMPTY = Chunks("F32", (8, 2), ())
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ([rows(2, 6)], "rows 0 to 1 are in no file .between the beginning and rank_0.pt"),
+        ([rows(0, 3), rows(5, 3)], "rows 3 to 4 are in no file .between rank_0.pt and rank_1.pt"),
+        ([rows(0, 4), rows(4, 3)], "rows 7 to 7 are in no file .after rank_1.pt"),
+        ([EMPTY], "rows 0 to 7 are in no file .after the beginning"),
+        ([Chunks("F32", (), ())], "in no file"),
+        ([rows(0, 5), rows(4, 4)], "rows 4 to 4 are both in rank_0.pt and in rank_1.pt"),
+        ([rows(0, 8), rows(2, 2)], "rows 2 to 3 are both in rank_0.pt and in rank_1.pt"),
+        ([rows(0, 4), rows(0, 8)], "rows 0 to 3 are both in rank_0.pt and in rank_1.pt"),
+        ([rows(0, 4), rows(4, 5)], "rows 8 to 8 are in rank_1.pt, and the tensor has only 8"),
+        ([rows(0, 8), rows(9, 1)], "rows 8 to 8 are in no file"),
+        ([rows(0, 8), rows(8, 1)], "rows 8 to 8 are in rank_1.pt, and the tensor has only 8"),
+        (GRID[:3], "dimension 1 from 3 to 5 are in no file .after rank_2.pt"),
+        (GRID[1:], "dimension 1 from 0 to 2 are in no file .between the beginning and rank_0.pt"),
+        (GRID[:2], "rows 2 to 3 are in no file .after rank_0.pt"),
+        ([*GRID, box((4, 6), (2, 2), (2, 2))], "dimension 1 from 2 to 2 are both in"),
+        # As many elements as there are, and yet one is there twice.
+        ([box((2, 2), (0, 0), (1, 2)), box((2, 2), (1, 0), (1, 1)), box((2, 2), (0, 1), (1, 1))],
+         "both in rank_0.pt and in rank_2.pt"),
+    ],
+)  # fmt: skip
+def test_pieces_that_do_not_make_a_whole_are_named(
+    held: list[Local | Chunks], message: str
+) -> None:
+    with pytest.raises(CoverageError, match=f"^weight: .*{message}.*save again"):
+        plan(*({"weight": own} for own in held))
 
 
 def test_shards_without_tensors_are_an_error() -> None:
-    with pytest.raises(CoverageError, match="no tensors"):
+    with pytest.raises(CoverageError, match="no tensors: save"):
         plan({}, {})
+    with pytest.raises(CoverageError, match="no tensors: save"):
+        plan_merge(labelled([{"left": local((2,))}]), max_file_size=100, rename=lambda _: None)
+
+
+# -- names, ties, files ------------------------------------------------------------------------
+
+
+def test_tensors_are_renamed_or_left_out_and_files_begin_with_the_stem() -> None:
+    index: Index = {"base.a": local((3,)), "base.b": local((2,)), "lora.a": rows(0, 1)}
+    made = plan_merge(
+        labelled([index]),
+        max_file_size=12,
+        rename=lambda name: name.removeprefix("base.") if name.startswith("base.") else None,
+        stem="adapter_model",
+    )
+    assert {file.name: [tensor.name for tensor in file.tensors] for file in made.files} == {
+        "adapter_model-00001-of-00002.safetensors": ["a"],
+        "adapter_model-00002-of-00002.safetensors": ["b"],
+    }
+    assert '"a":' in made.files[0].header.decode(errors="replace")
+    one = plan_merge(labelled([index]), max_file_size=10**9, rename=lambda name: name[-1:]
+                     if "base" in name else None, stem="x")  # fmt: skip
+    assert [file.name for file in one.files] == ["x.safetensors"]
+
+
+def test_a_tensor_that_is_left_out_need_not_be_whole() -> None:
+    index: Index = {"a": local((2,)), "lost": rows(1, 2)}
+    made = plan_merge(
+        labelled([index]), max_file_size=100, rename=lambda name: None if name == "lost" else name
+    )
+    assert only(made).name == "a"
+
+
+def test_two_tensors_of_one_new_name_are_an_error_that_names_both() -> None:
+    index: Index = {"one.a": local((2,)), "two.a": local((2,))}
+    with pytest.raises(CoverageError, match=r"one\.a and two\.a would both be a"):
+        plan_merge(labelled([index]), max_file_size=100, rename=lambda name: name[-1:])
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def tied(*tensors: Index) -> dict[str, PlannedTensor]:
+    made = plan_merge(labelled(tensors), max_file_size=10**9, tied=True)
+    return {tensor.name: tensor for file in made.files for tensor in file.tensors}
+
+
+def test_a_head_that_shares_the_embeddings_bytes_is_left_out() -> None:
+    shared: list[Index] = [{EMBEDDING: rows(at, 4), HEAD: rows(at, 4)} for at in (0, 4)]
+    assert {name: tensor.copies for name, tensor in tied(*shared).items()} == {EMBEDDING: ()}
+    assert len(plan(*shared).files[0].tensors) == 2
+
+
+@pytest.mark.parametrize("order", [(EMBEDDING, HEAD), (HEAD, EMBEDDING)])
+def test_a_head_of_its_own_is_left_out_and_must_be_equal(order: tuple[str, str]) -> None:
+    whole = {EMBEDDING: box((8, 2), (0, 0), (8, 2)), HEAD: box((8, 2), (0, 0), (8, 2), at=640)}
+    found = tied({name: whole[name] for name in order})
+    assert {name: tensor.copies for name, tensor in found.items()} == {
+        EMBEDDING: (Copy(HEAD, (Run(0, 640, 64),)),)
+    }
+
+
+def test_a_plain_head_must_be_equal_and_the_embedding_the_same_on_all_ranks() -> None:
+    found = tied(*({EMBEDDING: local((4,)), HEAD: local((4,), at=99)} for _ in range(2)))
+    assert found[EMBEDDING].copies == (Copy(None, (Run(1, 0, 16),)), Copy(HEAD, (Run(0, 99, 16),)))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        {HEAD: local((4, 2))},
+        {EMBEDDING: local((4, 2)), HEAD: local((4, 2), dtype="BF16")},
+        {EMBEDDING: local((4, 2)), HEAD: local((2, 4))},
+        {"model.embed_tokens.bias": local((4,)), "lm_head.bias": local((4,))},
+        {"model.layers.0.weight": local((4, 2)), HEAD: local((4, 2))},
+    ],
+)
+def test_a_head_without_an_embedding_like_it_is_kept(index: Index) -> None:
+    assert tied(index).keys() == index.keys()
+
+
+def test_ties_are_of_the_names_in_the_output() -> None:
+    index: Index = {
+        f"base.{name}": local((4, 2), at=at) for at, name in ((0, EMBEDDING), (9, HEAD))
+    }
+    made = plan_merge(
+        labelled([index]),
+        max_file_size=10**9,
+        tied=True,
+        rename=lambda name: name.removeprefix("base."),
+    )
+    assert only(made).name == EMBEDDING
+    assert only(made).copies == (Copy(HEAD, (Run(0, 9, 32),)),)
 
 
 def test_files_are_filled_in_the_order_of_the_state_dict() -> None:
@@ -122,6 +318,11 @@ def test_files_are_filled_in_the_order_of_the_state_dict() -> None:
         "model-00004-of-00004.safetensors": ["e"],
     }
     assert made.data_size == 4 * 141
+
+
+def test_what_only_later_ranks_have_comes_behind() -> None:
+    made = plan({"b": rows(0, 8)}, {"a": rows(0, 8), "b": rows(0, 8)})
+    assert [tensor.name for tensor in made.files[0].tensors] == ["b", "a"]
 
 
 def test_every_tensor_is_aligned_to_its_dtype() -> None:

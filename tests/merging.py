@@ -1,0 +1,76 @@
+"""Merging real shards, and comparing what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from syncd.checkpoint.merge import Merged, may_copy_remotely, run_plan
+from syncd.checkpoint.plan import plan_merge
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.storage.fsio import Storage
+
+STORAGE = Storage(durable=False)
+STORED = Path(__file__).resolve().parent / "fixtures"
+
+
+def nothing() -> None:
+    """Nobody cancels."""
+
+
+def merge(
+    shards: Sequence[ShardFile],
+    folder: Path,
+    *,
+    digests: bool = False,
+    check_crc: bool = False,
+    max_file_size: int = 10**9,
+    tied: bool = False,
+    cancel: Callable[[], None] = nothing,
+    storage: Storage = STORAGE,
+    in_kernel: Callable[[int], bool] = may_copy_remotely,
+) -> Merged:
+    """Merge into a new folder, which then holds what the result says."""
+    folder.mkdir()
+    indexes = [(shard.path.name, shard.tensors()) for shard in shards]
+    plan = plan_merge(indexes, max_file_size=max_file_size, tied=tied)
+    merged = run_plan(
+        storage,
+        plan,
+        shards,
+        folder,
+        digests=digests,
+        check_crc=check_crc,
+        cancel=cancel,
+        in_kernel=in_kernel,
+    )
+    sizes = {file.name: file.size for file in merged.files}
+    assert sizes == {path.name: path.stat().st_size for path in folder.iterdir()}
+    return merged
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a merged model, as safetensors reads them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    return tensors
+
+
+def truth(folder: Path) -> dict[str, torch.Tensor]:
+    """The state dict from before wrapping that was stored beside a save."""
+    tensors: dict[str, torch.Tensor] = torch.load(folder / "truth.pt", weights_only=True)
+    return tensors
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, dtypes, shapes and bytes."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        # As bytes: NaN is not equal to itself, and fp8 cannot be compared.
+        left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(left, right), name

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from syncd.checkpoint.device_mesh import Mesh, read_mesh
+from syncd.checkpoint.inert_pickle import Inert, TensorRef
+
+
+def inert(**state: Any) -> Inert:
+    made = Inert()
+    made.state = state
+    return made
+
+
+def axis(shape: object, stride: object) -> Inert:
+    return inert(shape=shape, stride=stride)
+
+
+def of_2_13(ranks: tuple[int, ...], *axes: Inert, at: object = (0,)) -> Inert:
+    layout = inert(axes=axes)
+    return inert(_layout=layout, _flatten_rank_map=ranks, _coordinate_on_dim=at)
+
+
+def of_2_5(shape: tuple[int, ...], ranks: list[int], at: list[int]) -> Inert:
+    tensor = TensorRef(None, "int32", 0, shape, ())
+    return inert(mesh=tensor, _flatten_mesh_list=ranks, _coordinate_on_dim=at)
+
+
+def of_2_8(shape: object, stride: object, ranks: tuple[int, ...], at: object) -> Inert:
+    layout = inert(shape=shape, stride=stride)
+    return inert(_layout=layout, _flatten_rank_map=ranks, _coordinate_on_dim=at)
+
+
+def test_the_same_mesh_is_read_from_every_release_s_form() -> None:
+    mesh = Mesh((2, 3), (1, 2), (True, True))
+    ranks = tuple(range(6))
+    assert read_mesh(of_2_13(ranks, axis((2,), (3,)), axis((3,), (1,)), at=(1, 2))) == mesh
+    assert read_mesh(of_2_8((2, 3), (3, 1), ranks, (1, 2))) == mesh
+    assert read_mesh(of_2_5((2, 3), list(ranks), [1, 2])) == mesh
+
+
+def test_a_flattened_dimension_has_as_many_ranks_as_those_it_is_made_of() -> None:
+    ranks = tuple(range(8))
+    assert read_mesh(of_2_13(ranks, axis((2, 2), (4, 1)), at=(3,))) == Mesh((4,), (3,), (True,))
+    assert read_mesh(of_2_8(((2, 2), 2), ((4, 1), 2), ranks, (3, 0))) == Mesh(
+        (4, 2), (3, 0), (True, True)
+    )
+
+
+def test_a_rank_that_is_not_on_the_mesh_has_no_place() -> None:
+    assert read_mesh(of_2_13((0, 1), axis((2,), (1,)), at=None)) == Mesh((2,), None, (True,))
+
+
+@pytest.mark.parametrize("ranks", list(itertools.permutations(range(4))))
+def test_ranks_ascend_along_a_dimension_if_every_line_of_it_does(ranks: tuple[int, ...]) -> None:
+    rows, columns = [ranks[:2], ranks[2:]], [ranks[::2], ranks[1::2]]
+    ascends = tuple(all(a < b for a, b in lines) for lines in (columns, rows))
+    for found in (
+        read_mesh(of_2_13(ranks, axis((2,), (2,)), axis((2,), (1,)), at=(0, 0))),
+        read_mesh(of_2_5((2, 2), list(ranks), [0, 0])),
+        read_mesh(of_2_8((2, 2), (2, 1), ranks, (0, 0))),
+    ):
+        assert found is not None
+        assert found.ascends == ascends
+    # A submesh of the first dimension, on which this rank's line is not known, and all of it.
+    for layout, lines in (
+        (axis((2,), (2,)), columns),
+        (axis((2, 2), (2, 1)), [ranks]),
+        (axis((4,), (1,)), [ranks]),
+    ):
+        found = read_mesh(of_2_13(ranks, layout))
+        assert found is not None
+        assert found.ascends == (all(list(line) == sorted(line) for line in lines),)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        inert(),
+        inert(_layout=inert(), _coordinate_on_dim=(0,)),
+        inert(_layout=inert(shape_of_2027=(4,)), _coordinate_on_dim=(0,)),
+        of_2_13((0, 1), axis((0,), (1,))),
+        of_2_13((0, 1), axis("2", "1")),
+        of_2_13((0, 1), axis((2,), (1,)), at=(2,)),
+        of_2_13((0, 1), axis((2,), (1,)), at=(0, 0)),
+        of_2_13((0, 1), axis((2,), (1,)), at="0"),
+        inert(_layout=inert(axes=(axis((2,), (1,)),))),
+        of_2_5((2, 0), [], [0, 0]),
+    ],
+)
+def test_what_is_no_mesh_that_is_known_is_not_read(mesh: Inert) -> None:
+    assert read_mesh(mesh) is None
+
+
+@pytest.mark.parametrize("ranks", [(), ("a", "b"), (5,)])
+def test_ranks_that_cannot_be_read_are_taken_to_ascend(ranks: Any) -> None:
+    assert read_mesh(of_2_13(ranks, axis((2,), (1,)))) == Mesh((2,), (0,), (True,))
+    assert read_mesh(of_2_13((1, 0), axis((2,), None))) == Mesh((2,), (0,), (True,))
