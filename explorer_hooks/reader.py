@@ -43,7 +43,8 @@ class LeasedVersion:
     Attributes:
         sequence: which version; it only grows.
         step: the trainer's label.
-        folder: a complete Hugging Face model folder.
+        kind: ``full`` or ``adapter``.
+        folder: a complete Hugging Face model folder, or that of a LoRA adapter.
         manifest: what the folder must hold.
     """
 
@@ -54,6 +55,7 @@ class LeasedVersion:
         self.manifest = manifest
         self.sequence = manifest.sequence
         self.step = manifest.step
+        self.kind = manifest.kind
 
     def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
         """Read all of it, and compare sizes, headers and digests with the manifest.

@@ -235,8 +235,14 @@ def _agree_on_run_id(*, grouped: bool) -> str:
 def _model_files(
     model: nn.Module, tokenizer: Pretrained | None
 ) -> tuple[Callable[[Path], object], ...]:
-    """Who writes the config, the generation config and the tokenizer, where the model has them."""
+    """Who writes the configs and the tokenizer, where the model has them.
+
+    A PEFT model has a config of its own: without it no adapter can be made of its shards.
+    """
     parts = [getattr(model, name, None) for name in ("config", "generation_config")]
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, dict) and adapters:
+        parts.append(adapters.get("default", next(iter(adapters.values()))))
     return tuple(
         (lambda folder, part=part: part.save_pretrained(str(folder)))
         for part in (*parts, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Final
 
 import torch
@@ -40,10 +41,16 @@ class TorchModule:
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: says which ones differ, and how.
+            EngineMismatchError: says which ones differ, and how; or the version is no full model.
         """
-        targets = self._targets()
+        if version.kind != "full":
+            raise EngineMismatchError(
+                f"version {version.sequence} (step {version.step}) is a LoRA {version.kind}, which "
+                f"this engine cannot load: load {version.folder} with PEFT or vLLM, or let the "
+                "trainer save full models"
+            )
         entries = {entry.name: entry for entry in version.manifest.tensors}
+        targets = self._targets(entries)
         wrong = [
             *(f"{name} is not in the module" for name in entries.keys() - targets.keys()),
             *(f"{name} is not in the version" for name in targets.keys() - entries.keys()),
@@ -63,15 +70,22 @@ class TorchModule:
 
     def load(self, version: LeasedVersion) -> None:
         """Read all tensors, then copy them in."""
-        targets = self._targets()
         staged = _staged(version)
+        targets = self._targets(staged)
         with torch.no_grad():
             for name, target in targets.items():
                 target.copy_(staged[name])
 
-    def _targets(self) -> dict[str, Tensor]:
+    def _targets(self, given: Container[str]) -> dict[str, Tensor]:
+        """The module's tensors by name, but for tied ones of which another name is given."""
         state = self._module.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        filled = {id(value) for name, value in tensors.items() if name in given}
+        return {
+            name: value
+            for name, value in tensors.items()
+            if name in given or id(value) not in filled
+        }
 
 
 def _difference(entry: TensorEntry, target: Tensor) -> str:

@@ -1,21 +1,32 @@
-"""From a whole save to a complete Hugging Face model folder with its manifest."""
+"""From a whole save to a complete folder with its manifest: a Hugging Face model, or an adapter."""
 
 from __future__ import annotations
 
 import errno
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from syncd.checkpoint.adapter import AdapterConfig, read_config
+from syncd.checkpoint.contents import Contents, look_inside
 from syncd.checkpoint.merge import Merged, digest_safetensors, run_plan
-from syncd.checkpoint.model_folder import copy_model_files, write_index
-from syncd.checkpoint.plan import ShardIndex, plan_merge
-from syncd.checkpoint.save import OpenSave, Save, confirm_unchanged, open_save
+from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.save import Save, confirm_unchanged, open_save
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
-from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE, MANIFEST
-from syncd.protocol.records import Manifest, VersionFile, encode
-from syncd.storage.errnos import is_gone
+from syncd.protocol.layout import (
+    ADAPTER_CONFIG,
+    HUGGINGFACE,
+    LORA_ADAPTER,
+    MANIFEST,
+    MODEL_CONFIG,
+)
+from syncd.protocol.records import Kind, Manifest, VersionFile, encode
+from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage, signature
 
 _NO_LINKS: Final = frozenset(
@@ -36,6 +47,11 @@ def build_model_folder(
     clock: Callable[[], float] = time.monotonic,
 ) -> Manifest:
     """Merge a save into an empty folder, durably, the manifest last.
+
+    A save of a full model becomes a Hugging Face model folder. One with a LoRA adapter, in
+    ``lora_adapter/`` or among the shards' tensors, becomes a folder that PEFT and vLLM load: the
+    adapter in one file, its config, the tokenizer; not the base model's config, without whose
+    weights the folder must not look like a model.
 
     Args:
         storage: the shared storage.
@@ -59,21 +75,38 @@ def build_model_folder(
         raise SaveNotReadyError(save.reason)
     begun = clock()
     try:
-        with open_save(storage, actor, save, cancel=cancel) as opened:
+        with (
+            _judged_at_rest(storage, actor, save),
+            open_save(storage, actor, save, cancel=cancel) as opened,
+        ):
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
+            contents = look_inside(opened, cancel)
             # The small files first: where one is not what was vouched for, no weights are copied.
-            models = _model_files(storage, actor / HUGGINGFACE, folder, cancel)
-            _check_model_files(storage, actor, save, models)
+            models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
+            bias = "none"
+            if contents.kind == "adapter":
+                bias = _adapter_config(storage, actor, folder, models, contents).bias
             copied = clock()
-            merged = _weights(
-                storage, opened, actor, folder, digests=digests, size=max_file_size, cancel=cancel
-            )
+            if opened.full is not None:
+                merged = _one_file(
+                    storage, opened.full, actor, save, folder, digests=digests, cancel=cancel
+                )
+            else:
+                merged = run_plan(
+                    storage,
+                    contents.plan(
+                        bias=bias,
+                        tied=ties_embeddings(storage, folder, models),
+                        max_file_size=max_file_size,
+                    ),
+                    contents.sources(opened.shards, bias=bias),
+                    folder,
+                    digests=digests,
+                    check_crc=checked == "crc32",
+                    cancel=cancel,
+                )
             merge_seconds = clock() - copied
-    except CheckpointError:
-        # What cannot be read may be what is being written: only a save at rest is judged.
-        confirm_unchanged(storage, actor, save)
-        raise
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
             raise SaveNotReadyError(f"{error.filename or actor} went while it was read") from error
@@ -87,6 +120,7 @@ def build_model_folder(
         sequence=sequence,
         step=save.step,
         save_id=save.identity,
+        kind=contents.kind,
         checked=checked,
         digests="xxh3-128" if digests else "off",
         files=tuple(files),
@@ -98,53 +132,126 @@ def build_model_folder(
     return manifest
 
 
-def _weights(
+def weights_size(
+    storage: Storage, actor: Path, save: Save, *, cancel: Callable[[], None] = lambda: None
+) -> int:
+    """How many bytes of weights the version of a whole save has: of a PEFT model, the adapter's.
+
+    Raises:
+        SaveNotReadyError, CheckpointError, OSError: as :func:`build_model_folder`.
+    """
+    with (
+        _judged_at_rest(storage, actor, save),
+        open_save(storage, actor, save, cancel=cancel) as opened,
+    ):
+        contents = look_inside(opened, cancel)
+        if opened.full is not None:
+            return opened.full.size
+        plan = contents.plan(bias="all", tied=False, max_file_size=sys.maxsize)
+        return plan.data_size
+
+
+@contextmanager
+def _judged_at_rest(storage: Storage, actor: Path, save: Save) -> Iterator[None]:
+    """What cannot be read may be what is being written: only a save at rest is judged."""
+    try:
+        yield
+    except CheckpointError:
+        confirm_unchanged(storage, actor, save)
+        raise
+
+
+def _one_file(
     storage: Storage,
-    opened: OpenSave,
+    file: SafetensorsFile,
     actor: Path,
+    save: Save,
     folder: Path,
     *,
     digests: bool,
-    size: int,
     cancel: Callable[[], None],
 ) -> Merged:
-    """The safetensors files: merged, or the trainer's own full state dict."""
-    if opened.full is None:
-        indexes = []
-        for shard in opened.shards:
-            cancel()
-            indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
-        plan = plan_merge(indexes, max_file_size=size)
-        return run_plan(
-            storage,
-            plan,
-            opened.shards,
-            folder,
-            digests=digests,
-            check_crc=opened.checked == "crc32",
-            cancel=cancel,
-        )
-    target = folder / FULL_STATE_DICT
-    linked = bool(opened.save.receipts) and _linked(storage, actor / FULL_STATE_DICT, target)
+    """The trainer's own file: linked where our hook wrote it, else copied."""
+    (name,) = save.weights
+    target = folder / file.path.name
+    linked = bool(save.receipts) and _linked(storage, actor / name, target)
     if linked:
         # The name may have been replaced since the file was opened and checked.
         status = storage.status(target)
-        if status is None or signature(status)[:2] != opened.full.signature[:2]:
-            raise SaveNotReadyError(f"{actor / FULL_STATE_DICT} was replaced while it was linked")
+        if status is None or signature(status)[:2] != file.signature[:2]:
+            raise SaveNotReadyError(f"{actor / name} was replaced while it was linked")
     return digest_safetensors(
-        storage, opened.full, copy_to=None if linked else target, digests=digests, cancel=cancel
+        storage, file, copy_to=None if linked else target, digests=digests, cancel=cancel
     )
 
 
-def _model_files(
-    storage: Storage, source: Path, folder: Path, cancel: Callable[[], None]
+def _copy_small_files(
+    storage: Storage,
+    actor: Path,
+    save: Save,
+    folder: Path,
+    kind: Kind,
+    cancel: Callable[[], None],
 ) -> tuple[VersionFile, ...]:
+    """Config and tokenizer, durably, each one as its receipt says where it has one."""
+    copied: dict[str, tuple[VersionFile, ...]] = {}
+    leave_out: set[str] = set()
     try:
-        return copy_model_files(storage, source, folder, cancel=cancel)
+        if kind == "adapter":
+            # PEFT's own files before the base model's. Folders inside are other adapters.
+            leave_out = {MODEL_CONFIG}
+            copied[LORA_ADAPTER] = copy_model_files(
+                storage,
+                actor / LORA_ADAPTER,
+                folder,
+                cancel=cancel,
+                leave_out=leave_out,
+                recursive=False,
+            )
+            leave_out.update(file.name for file in copied[LORA_ADAPTER])
+        copied[HUGGINGFACE] = copy_model_files(
+            storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+        )
     except RecursionError:
         raise CheckpointError(
-            f"{source} has folders inside folders, hundreds deep: remove them"
+            f"{actor / HUGGINGFACE} has folders inside folders, hundreds deep: remove them"
         ) from None
+    for source, files in copied.items():
+        _check_small_files(storage, actor, save, f"{source}/", files)
+    return tuple(file for files in copied.values() for file in files)
+
+
+def _adapter_config(
+    storage: Storage,
+    actor: Path,
+    folder: Path,
+    copied: Sequence[VersionFile],
+    contents: Contents,
+) -> AdapterConfig:
+    """The config of the adapter, as it was copied.
+
+    Raises:
+        CheckpointError: there is none, or none of this adapter.
+    """
+    if all(file.name != ADAPTER_CONFIG for file in copied):
+        raise CheckpointError(
+            f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, which alone says how its "
+            f"weights are scaled: write it into {actor / LORA_ADAPTER} with "
+            "PeftConfig.save_pretrained"
+        )
+    try:
+        content = storage.read(folder / ADAPTER_CONFIG)
+    except OSError as error:
+        if not is_no_record(error):
+            raise
+        content = b""  # far too long
+    config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
+    if contents.adapter is not None and config.peft_type != "LORA":
+        raise CheckpointError(
+            f"the {ADAPTER_CONFIG} of {actor} is of a {shown(config.peft_type)} adapter, and the "
+            "shards hold a LORA one: save both of one model"
+        )
+    return config
 
 
 def _linked(storage: Storage, source: Path, target: Path) -> bool:
@@ -162,11 +269,10 @@ def _linked(storage: Storage, source: Path, target: Path) -> bool:
     return True
 
 
-def _check_model_files(
-    storage: Storage, actor: Path, save: Save, copied: tuple[VersionFile, ...]
+def _check_small_files(
+    storage: Storage, actor: Path, save: Save, prefix: str, copied: tuple[VersionFile, ...]
 ) -> None:
-    """The huggingface/ files must be those that rank 0 vouched for; all of them must be there."""
-    prefix = f"{HUGGINGFACE}/"
+    """The files of a folder must be those that rank 0 vouched for; all of them must be there."""
     found = {prefix + file.name: (file.size, file.digest) for file in copied}
     for name, file in save.vouched().items():
         if not name.startswith(prefix):

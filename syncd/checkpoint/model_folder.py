@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -13,10 +13,10 @@ import xxhash
 
 from syncd.checkpoint.merge import Merged
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import MANIFEST, TEMPORARY
+from syncd.protocol.layout import MANIFEST, MODEL_CONFIG, TEMPORARY
 from syncd.protocol.records import VersionFile
 from syncd.storage.calls import Kind
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
@@ -27,7 +27,13 @@ _SKIPPED: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", f"
 
 
 def copy_model_files(
-    storage: Storage, source_hf: Path, folder: Path, *, cancel: Callable[[], None]
+    storage: Storage,
+    source_hf: Path,
+    folder: Path,
+    *,
+    cancel: Callable[[], None],
+    leave_out: Container[str] = (),
+    recursive: bool = True,
 ) -> tuple[VersionFile, ...]:
     """Copy everything but weights from ``actor/huggingface/`` into a version's folder, durably.
 
@@ -38,6 +44,8 @@ def copy_model_files(
         source_hf: the trainer's folder.
         folder: the version's folder, which is there already.
         cancel: called often; it raises to stop.
+        leave_out: files that are not to be copied, by paths relative to the folder.
+        recursive: whether the folders inside it are copied too.
 
     Returns:
         The files, by paths relative to ``folder``, sorted.
@@ -49,7 +57,9 @@ def copy_model_files(
     copied = []
     folders = {folder}
     left = TOTAL_LIMIT
-    for path in sorted(_regular_files(storage, source_hf, PurePosixPath())):
+    for path in sorted(_regular_files(storage, source_hf, PurePosixPath(), recursive=recursive)):
+        if str(path) in leave_out:
+            continue
         target = folder / path
         if target.parent not in folders:
             storage.make_folder(target.parent, below=folder)
@@ -65,6 +75,26 @@ def copy_model_files(
     for made in folders:
         storage.sync_folder(made)
     return tuple(copied)
+
+
+def ties_embeddings(storage: Storage, folder: Path, copied: Iterable[VersionFile]) -> bool:
+    """Whether ``config.json``, as it was copied, says ``tie_word_embeddings``.
+
+    Of a model that holds a text model, both must say so that do say it: those that read it are not
+    of one mind which one counts. Silence says nothing, since a default of the model's class is left
+    out of the file.
+    """
+    if all(file.name != MODEL_CONFIG for file in copied):
+        return False
+    try:
+        config = json.loads(storage.read(folder / MODEL_CONFIG, LONG_RECORD_LIMIT))
+    except (ValueError, RecursionError):
+        return False  # no engine can read it either; it is published as the trainer left it
+    told = []
+    while isinstance(config, dict):
+        told.append(config.get("tie_word_embeddings"))
+        config = config.get("text_config")
+    return True in told and all(said in {True, None} for said in told)
 
 
 def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:
@@ -86,7 +116,9 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
     return (VersionFile(name=INDEX, size=len(content), digest=digest),)
 
 
-def _regular_files(storage: Storage, root: Path, below: PurePosixPath) -> Iterator[PurePosixPath]:
+def _regular_files(
+    storage: Storage, root: Path, below: PurePosixPath, *, recursive: bool
+) -> Iterator[PurePosixPath]:
     """The regular files under a folder that are no weights, relative to ``root``."""
     if not storage.exists(root / below):
         return
@@ -94,8 +126,8 @@ def _regular_files(storage: Storage, root: Path, below: PurePosixPath) -> Iterat
         path = below / name
         if path == PurePosixPath(MANIFEST) or any(fnmatchcase(name, skip) for skip in _SKIPPED):
             continue
-        if kind is Kind.FOLDER:
-            yield from _regular_files(storage, root, path)
+        if kind is Kind.FOLDER and recursive:
+            yield from _regular_files(storage, root, path, recursive=True)
         elif kind is Kind.FILE:
             yield path
 

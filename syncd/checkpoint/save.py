@@ -8,7 +8,7 @@ the names, sizes, inodes and times of its files, and it must not change.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,15 +19,23 @@ import xxhash
 
 from syncd.checkpoint.isolated import IsolatedParser, Limits
 from syncd.checkpoint.pieces import read_pieces
-from syncd.checkpoint.placement import Local, Unmergeable
+from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.shard_file import ReadPieces, ShardFile
-from syncd.protocol.errors import RecordError, SaveNotReadyError, ShardFormatError
+from syncd.protocol.errors import (
+    CheckpointError,
+    RecordError,
+    SaveNotReadyError,
+    ShardFormatError,
+)
 from syncd.protocol.layout import (
+    ADAPTER_PICKLE,
+    ADAPTER_WEIGHTS,
     FSDP_CONFIG,
     FULL_STATE_DICT,
     HUGGINGFACE,
+    LORA_ADAPTER,
     RECEIPTS,
     TEMPORARY,
     parse_shard_name,
@@ -42,6 +50,9 @@ from syncd.storage.fsio import RECORD_LIMIT, Storage
 #: every look.
 RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
+
+_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
+_PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +78,19 @@ class Save:
         """Whether the weights are one ``model.safetensors`` instead of shards."""
         return self.weights == (FULL_STATE_DICT,)
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights are those in ``lora_adapter/``, whatever else is beside them.
+
+        Shards may turn out to hold an adapter too.
+        """
+        return self.weights in {(_ADAPTER,), (_PICKLED_ADAPTER,)}
+
+    @property
+    def is_one_file(self) -> bool:
+        """Whether the weights are one safetensors file, to be published as it is."""
+        return self.is_full_state_dict or self.is_adapter
+
     def vouched(self) -> dict[str, ReceiptFile]:
         """What the receipts say of each file, by its name inside ``actor/``."""
         return {file.name: file for receipt in self.receipts for file in receipt.files}
@@ -78,8 +102,8 @@ class OpenSave:
 
     Attributes:
         save: which.
-        shards: the open shards, in rank order; none of a full state dict.
-        full: the open full state dict.
+        shards: the open shards, in rank order; none where the weights are one file.
+        full: the one file, open: a full state dict or an adapter.
         parse: reads the shards' pickles: those of another trainer in a child process.
         limits: what reading may take.
     """
@@ -98,7 +122,7 @@ class OpenSave:
             return "receipt"
         return "crc32" if self.shards and all(s.has_crc for s in self.shards) else "stillness"
 
-    def tensors(self, shard: ShardFile) -> Mapping[str, Local | Unmergeable]:
+    def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
         """The tensors of one of the shards; asked for once each.
 
         Raises:
@@ -155,8 +179,14 @@ def open_save(
     Raises:
         SaveNotReadyError: a file is gone, or is another one than its receipt says: look again.
         ShardFormatError: a file is not one that can be read.
+        CheckpointError: the adapter is a pickle.
         OSError: as the storage says, or no child can be started.
     """
+    if save.weights == (_PICKLED_ADAPTER,):
+        raise CheckpointError(
+            f"{actor / _PICKLED_ADAPTER} is a pickle, which is never loaded: save the adapter with "
+            "PeftModel.save_pretrained, which writes adapter_model.safetensors, and remove this one"
+        )
     vouched = save.vouched()
     limits = limits or Limits()
     opened = OpenSave(save, limits=limits)
@@ -170,7 +200,7 @@ def open_save(
             for name in save.weights:
                 cancel()
                 file: ShardFile | SafetensorsFile
-                if save.is_full_state_dict:
+                if save.is_one_file:
                     file = SafetensorsFile.open(storage, actor / name, parse=read_header)
                     stack.callback(file.close)
                     opened.full, digest = file, file.header_digest
@@ -250,7 +280,10 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
         receipts.append(receipt)
     told = {file.name for receipt in receipts for file in receipt.files}
     shards = tuple(shard_name(first.world_size, rank) for rank in range(first.world_size))
-    if told.issuperset(shards):
+    weights: tuple[str, ...]
+    if adapter := _adapter_of(told):
+        weights = (adapter,)
+    elif told.issuperset(shards):
         weights = shards
     elif FULL_STATE_DICT in told:
         weights = (FULL_STATE_DICT,)
@@ -270,8 +303,17 @@ def _receipt(storage: Storage, actor: Path, rank: int, left: int) -> tuple[Recei
     return parse(Receipt, content, path), left - len(content)
 
 
+def _adapter_of(names: Container[str]) -> str | None:
+    """The adapter's weights among names inside ``actor/``."""
+    return next((name for name in (_ADAPTER, _PICKLED_ADAPTER) if name in names), None)
+
+
 def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
-    """A save of another trainer: all shards of one world size, or one full state dict."""
+    """A save of another trainer: all shards of one world size, or one file.
+
+    An adapter beside shards stands for them, but it counts only when they are whole too: its
+    trainer may be writing both.
+    """
     ranks: defaultdict[int, set[int]] = defaultdict(set)
     for name in names:
         if parsed := parse_shard_name(name):
@@ -288,17 +330,26 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
                 "say which one counts: remove the older set",
             )
         whole = [told]
+    shards: tuple[str, ...] = ()
     if whole:
-        weights = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
+        shards = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
     elif ranks:
         size, found = max(ranks.items())
         missing = _missing_rank(size, found)
         return Save(step, None, f"{actor} has no shard of rank {missing} of {size} yet")
+    adapter = None
+    if LORA_ADAPTER in names:
+        adapter = _adapter_of([f"{LORA_ADAPTER}/{n}" for n in storage.names(actor / LORA_ADAPTER)])
+    if adapter is not None:
+        weights: tuple[str, ...] = (adapter,)
+    elif shards:
+        weights = shards
     elif FULL_STATE_DICT in names:
         weights = (FULL_STATE_DICT,)
     else:
         return Save(step, None, f"{actor} holds no weights yet")
-    return Save(step, _fingerprint(storage, actor, weights), weights=weights)
+    still = tuple(dict.fromkeys((*weights, *shards)))
+    return Save(step, _fingerprint(storage, actor, still), weights=weights)
 
 
 def _missing_rank(world_size: int, found: set[int]) -> int | None:
@@ -316,14 +367,15 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 
 
 def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
-    """The identity of a save without receipts, through fresh opens of all its files."""
+    """The identity of a save without receipts, through fresh opens of all its weights."""
     hasher = xxhash.xxh3_128()
     model_files = (
-        f"{HUGGINGFACE}/{name}"
-        for name in storage.names(actor / HUGGINGFACE)
+        f"{folder}/{name}"
+        for folder in (HUGGINGFACE, LORA_ADAPTER)
+        for name in storage.names(actor / folder)
         if not name.startswith(TEMPORARY)
     )
-    for name in (*weights, *model_files):
+    for name in dict.fromkeys((*weights, *model_files)):
         path = actor / name
         status = storage.status(path)
         if status is not None and name in weights:

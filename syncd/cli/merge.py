@@ -32,6 +32,9 @@ def command(
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
+    Where they are of a PEFT model, or an adapter is beside them in lora_adapter/, OUT_DIR becomes
+    the folder of that LoRA adapter.
+
     OUT_DIR must be new or empty; it appears whole or not at all.
     """
     storage = Storage(durable=fsync)
@@ -62,7 +65,8 @@ def command(
     finally:
         storage.remove_tree(room)
     merged = sum(file.size for file in manifest.files)
+    what = "" if manifest.kind == "full" else f", a LoRA {manifest.kind},"
     click.echo(
-        f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir} in "
+        f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
     )

@@ -133,7 +133,7 @@ def _show(seen: dict[str, Any], console: Console) -> None:
         counted = ", ".join(f"{n} {name}" for name, n in daemon["counters"].items() if n)
         say(f"done     {counted or 'nothing yet'}")
     say(
-        f"latest   version {latest['sequence']}, step {latest['step']}"
+        f"latest   version {latest['sequence']}, step {latest['step']}{_kind(latest['kind'])}"
         if latest
         else "latest   nothing is published yet",
     )
@@ -159,6 +159,11 @@ def _show(seen: dict[str, Any], console: Console) -> None:
         )
         table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
+
+
+def _kind(kind: str) -> str:
+    """What is said of a version that is no full model."""
+    return "" if kind == "full" else f" ({kind})"
 
 
 def _age(now: float, then: float) -> str:

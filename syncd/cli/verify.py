@@ -47,5 +47,6 @@ def _verified(storage: Storage, folder: Path) -> bool:
         click.echo(f"{folder.name}: {error}")
         return False
     how = "sizes, headers, digests" if manifest.digests != "off" else "sizes and headers alone"
-    click.echo(f"{folder.name}: step {manifest.step}, whole ({how})")
+    what = "" if manifest.kind == "full" else f" {manifest.kind}"
+    click.echo(f"{folder.name}: step {manifest.step}, whole{what} ({how})")
     return True

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.build import build_model_folder, weights_size
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.recover import look_back
@@ -259,14 +259,19 @@ class Publisher:
 
         Raises:
             NoRoomError: the disk has no room for this version.
+            SaveNotReadyError, CheckpointError: as :meth:`publish`.
         """
         needed = _SMALL_FILES
-        # A full state dict of our hook takes no room: it is given a second name.
-        linked = save.is_full_state_dict and save.receipts
+        actor = self._layout.actor(save.step)
+        # One file of our hook takes no room: it is given a second name.
+        linked = save.is_one_file and save.receipts
         for name in () if linked else save.weights:
-            status = self._storage.status(self._layout.actor(save.step) / name)
+            status = self._storage.status(actor / name)
             needed += status.st_size if status else 0
         free = self._storage.free(self._layout.epochs)
+        if free.bytes is not None and free.bytes < needed and not save.is_one_file:
+            # Of the shards of a PEFT model only the adapter is written.
+            needed = _SMALL_FILES + weights_size(self._storage, actor, save, cancel=self._cancel)
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
                 f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "

@@ -21,6 +21,12 @@ RETIRED: Final = ".retired"
 RECEIPTS: Final = ".receipts"
 FULL_STATE_DICT: Final = "model.safetensors"
 HUGGINGFACE: Final = "huggingface"
+#: PEFT's folder beside it, and what PEFT calls the files of an adapter.
+LORA_ADAPTER: Final = "lora_adapter"
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+ADAPTER_PICKLE: Final = "adapter_model.bin"
+MODEL_CONFIG: Final = "config.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
 #: A file under this prefix is being written; it is garbage until it is renamed.

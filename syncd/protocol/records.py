@@ -24,6 +24,8 @@ Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 #: xxh3-128, as 32 hexadecimal digits.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+#: What a version is: a whole model, or a LoRA adapter for one.
+Kind = Literal["full", "adapter"]
 
 
 def _stays_inside(path: str) -> str:
@@ -119,7 +121,7 @@ class Latest(Record):
     sequence: Sequence
     step: Step
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
-    kind: Literal["full"] = "full"
+    kind: Kind = "full"
 
 
 class VersionFile(BaseModel):
@@ -153,6 +155,7 @@ class Manifest(Record):
 
     Attributes:
         sequence: which version; 0 for a folder merged by hand, which was never published.
+        kind: ``full``, a Hugging Face model folder, or ``adapter``, one that PEFT loads.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
@@ -163,7 +166,7 @@ class Manifest(Record):
     sequence: Size
     step: Step
     save_id: str
-    kind: Literal["full"] = "full"
+    kind: Kind = "full"
     checked: Literal["receipt", "crc32", "stillness"]
     digests: Literal["xxh3-128", "off"]
     # A file of nothing but mistakes is refused for its first one: kept all, they fill the memory.
@@ -225,7 +228,8 @@ class Receipt(Record):
 
     Attributes:
         save_id: run id, step and counter; the same on all ranks of one save.
-        files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` files.
+        files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` and
+            ``lora_adapter/`` files.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]

@@ -1,12 +1,27 @@
 from __future__ import annotations
 
-import pytest
+import errno
+import json
+import re
+from pathlib import Path
 
-from syncd.checkpoint.version import read_manifest
-from syncd.protocol.errors import SupersededError
-from syncd.protocol.records import DaemonReport, parse
-from tests.jobs import Job
-from tests.storages import Clock, RuledStorage, once
+import pytest
+import xxhash
+from torch import nn
+
+from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.reader import Reader
+from syncd.checkpoint.safetensors_file import Entry, SafetensorsFile, header_bytes
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.loop import Loop
+from syncd.protocol.errors import EngineMismatchError, SupersededError
+from syncd.protocol.layout import shard_name
+from syncd.protocol.records import DaemonReport, Manifest, Quarantine, ReceiptFile, parse
+from syncd.storage.calls import Free
+from tests.jobs import Job, receipt_of
+from tests.shards import shard, tensor
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 
 def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(job: Job, clock: Clock) -> None:
@@ -72,3 +87,358 @@ def test_a_later_save_of_the_published_step_stays_quarantined_for_the_next_daemo
     assert len(tried) == 1
     assert job.outcomes == {4: "quarantined"}
     assert read_manifest(job.storage, job.layout.version(1)).step == 4
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+Q = "base_model.model.q"
+CONFIG = b'{"peft_type": "LORA", "bias": "none"}'
+#: A PEFT model; each tensor is a record of its own.
+PEFT = [
+    f"{Q}.base_layer.weight",
+    f"{Q}.base_layer.bias",
+    f"{Q}.lora_A.default.weight",
+    f"{Q}.lora_B.default.weight",
+    "base_model.model.score.original_module.weight",
+    "base_model.model.score.modules_to_save.default.weight",
+]
+#: What PEFT saves of it: its name, and which record it is.
+SAVED = {f"{Q}.lora_A.weight": 2, f"{Q}.lora_B.weight": 3, "base_model.model.score.weight": 5}
+SHARD = shard_name(1, 0)
+LORA = "lora_adapter/adapter_model.safetensors"
+TOLD = "lora_adapter/adapter_config.json"
+BASE = {"huggingface/config.json": b"{}", "huggingface/tokenizer.json": b"tokens"}
+
+
+def bytes_of(record: int) -> bytes:
+    return bytes([record + 1]) * 24
+
+
+def shard_of(*names: str) -> bytes:
+    state = {name: tensor(key=str(number)) for number, name in enumerate(names)}
+    return shard(state, **{f"data/{number}": bytes_of(number) for number in range(len(names))})
+
+
+def file_of(*names: str) -> bytes:
+    """A safetensors file."""
+    entries = (Entry(name, "F32", (1,), 4 * at, 4 * at + 4) for at, name in enumerate(names))
+    return header_bytes(entries) + bytes(4 * len(names))
+
+
+def put(job: Job, files: dict[str, bytes], step: int = 4) -> Path:
+    """A foreign save of these files, and the pointer."""
+    actor = job.layout.actor(step)
+    for name, content in files.items():
+        (actor / name).parent.mkdir(parents=True, exist_ok=True)
+        job.put(actor / name, content)
+    job.point(step)
+    return actor
+
+
+def settle(loop: Loop, clock: Clock, rounds: int = 3) -> None:
+    """Rounds enough for what lies still."""
+    for _ in range(rounds):
+        loop.run_once()
+        clock.advance(5)
+
+
+def serve(job: Job, clock: Clock, config: DaemonConfig | None = None) -> Manifest | None:
+    """Let a daemon do what there is to do: the manifest of the version that LATEST names."""
+    with job.daemon(config, clock=clock) as loop:
+        settle(loop, clock)
+    if not job.layout.latest.exists():
+        return None
+    manifest = read_manifest(job.storage, job.layout.version(job.latest.sequence))
+    verify_version(job.storage, job.layout.version(job.latest.sequence), manifest)
+    assert job.latest.kind == manifest.kind
+    return manifest
+
+
+def names_in(manifest: Manifest) -> set[str]:
+    return {file.name for file in manifest.files}
+
+
+@pytest.mark.parametrize("home", ["lora_adapter", "huggingface"])
+def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
+    job: Job, clock: Clock, home: str
+) -> None:
+    put(job, {SHARD: shard_of(*PEFT), f"{home}/adapter_config.json": CONFIG, **BASE})
+    manifest = serve(job, clock, DaemonConfig(max_shard_size=1))
+    assert manifest is not None
+    assert manifest.kind == "adapter"
+    # Without the base's weights the folder is no model, and must not look like one.
+    assert names_in(manifest) == {
+        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"
+    }  # fmt: skip
+    folder = job.layout.version(1)
+    with SafetensorsFile.open(job.storage, folder / "adapter_model.safetensors") as file:
+        content = (folder / "adapter_model.safetensors").read_bytes()
+        found = {entry.name: content[entry.begin : entry.end] for entry in file.entries}
+    assert found == {name: bytes_of(record) for name, record in SAVED.items()}
+
+
+def test_a_reader_sees_what_kind_a_version_is(job: Job, clock: Clock) -> None:
+    put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
+    serve(job, clock)
+    with Reader(job.layout.root, "explorer") as reader:
+        version = reader.next_version(0, 0)
+        assert version.kind == "adapter"
+        version.release()
+        job.save(5)
+        serve(job, clock)
+        version = reader.next_version(1, 0)
+        assert version.kind == "full"
+        version.release()
+
+
+def test_a_module_is_never_loaded_with_an_adapter(job: Job, clock: Clock) -> None:
+    put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
+    serve(job, clock)
+    with Reader(job.layout.root, "explorer") as reader:
+        version = reader.next_version(0, 0)
+        with pytest.raises(EngineMismatchError, match=r"version 1 \(step 4\) is a LoRA adapter"):
+            TorchModule(nn.Linear(2, 2)).check(version)
+        version.release()
+
+
+def test_the_trained_biases_are_those_that_the_config_says(job: Job, clock: Clock) -> None:
+    config = CONFIG.replace(b"none", b"lora_only")
+    put(job, {SHARD: shard_of(*PEFT), TOLD: config})
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert {entry.name for entry in manifest.tensors} == {*SAVED, f"{Q}.base_layer.bias"}
+
+
+def test_what_is_not_published_is_not_read(job: Job, clock: Clock) -> None:
+    content = shard_of(*PEFT)
+    put(job, {SHARD: content.replace(bytes_of(0), bytes(24)), TOLD: CONFIG})
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert manifest.checked == "crc32"
+    put(job, {SHARD: content.replace(bytes_of(2), bytes(24)), TOLD: CONFIG}, 5)
+    serve(job, clock)
+    assert job.outcomes[5] == "quarantined"
+
+
+def test_shards_beside_an_adapter_are_not_merged(job: Job, clock: Clock) -> None:
+    put(job, {SHARD: b"of no use", LORA: file_of("x.lora_A.weight"), TOLD: CONFIG, **BASE})
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert manifest.kind == "adapter"
+    assert [entry.name for entry in manifest.tensors] == ["x.lora_A.weight"]
+    assert names_in(manifest) == {
+        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("has_receipt", [True, False])
+def test_an_adapter_is_linked_when_it_has_our_receipt_else_copied(
+    job: Job, clock: Clock, *, has_receipt: bool
+) -> None:
+    content = file_of("x.lora_A.weight")
+    actor = put(job, {LORA: content, TOLD: CONFIG})
+    if has_receipt:
+        job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert manifest.checked == ("receipt" if has_receipt else "stillness")
+    published = job.layout.version(1) / "adapter_model.safetensors"
+    assert published.samefile(actor / LORA) is has_receipt
+    assert published.read_bytes() == content
+
+
+def vouched(name: str, content: bytes) -> ReceiptFile:
+    digest = xxhash.xxh3_128_hexdigest(content)
+    return ReceiptFile(name=name, size=len(content), digest=digest, over="content")
+
+
+def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(
+    job: Job, clock: Clock
+) -> None:
+    content = file_of("x.lora_A.weight")
+    actor = put(job, {LORA: content, TOLD: CONFIG + b" "})
+    job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA), vouched(TOLD, CONFIG))
+    with job.daemon(clock=clock) as loop:
+        settle(loop, clock)
+        assert job.versions == []
+        report = parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+        assert report.detail.startswith(f"{actor / TOLD} is not the file that the receipt")
+        (actor / TOLD).write_bytes(CONFIG)
+        settle(loop, clock, rounds=10)
+    assert job.latest.kind == "adapter"
+
+
+def test_pefts_own_files_come_before_the_base_models(job: Job, clock: Clock) -> None:
+    put(
+        job,
+        {
+            SHARD: shard_of(*PEFT),
+            TOLD: CONFIG,
+            "lora_adapter/tokenizer.json": b"with more tokens",
+            "lora_adapter/config.json": b"{}",
+            "lora_adapter/other/adapter_config.json": CONFIG,
+            "huggingface/adapter_config.json": b"an older one",
+            "huggingface/more/vocab.txt": b"",
+            **BASE,
+        },
+    )
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert names_in(manifest) == {
+        "adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "more/vocab.txt"
+    }  # fmt: skip
+    folder = job.layout.version(1)
+    assert (folder / "adapter_config.json").read_bytes() == CONFIG
+    assert (folder / "tokenizer.json").read_bytes() == b"with more tokens"
+
+
+BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
+    "no config": ({SHARD: shard_of(*PEFT)}, "without its adapter_config.json.*actor/lora_adapter"),
+    "no config beside it": (
+        {LORA: file_of("x.lora_A.weight"), **BASE},
+        "without its adapter_config.json.*actor/lora_adapter",
+    ),
+    "a torn config": ({SHARD: shard_of(*PEFT), TOLD: b"{"}, "is not what PEFT writes"),
+    "a huge config": (
+        {SHARD: shard_of(*PEFT), TOLD: b" " * (1024 * 1024 + 1)},
+        "is not what PEFT writes",
+    ),
+    "a config of another kind": (
+        {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
+        "is of a IA3 adapter, and the shards hold a LORA one",
+    ),
+    "a pickle": ({"lora_adapter/adapter_model.bin": b"", TOLD: CONFIG}, "is a pickle"),
+    "two adapters": (
+        {
+            SHARD: shard_of(
+                *(name.replace("default", other) for other in ("a", "b") for name in PEFT[2:4]),
+            ),
+            TOLD: CONFIG,
+        },
+        r"2 adapters \(a, b\)",
+    ),
+    "half an adapter": ({SHARD: shard_of(*PEFT[:3]), TOLD: CONFIG}, "has no other half"),
+    "an adapter by other names": (
+        {LORA: file_of(*PEFT[2:4]), TOLD: CONFIG},
+        "by the names that it has in the model",
+    ),
+    "an empty adapter": ({LORA: file_of(), TOLD: CONFIG}, "holds no tensors"),
+    "a full state dict of a PEFT model": (
+        {"model.safetensors": file_of(*PEFT), TOLD: CONFIG},
+        "is a PEFT model, which no engine loads",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_served(
+    job: Job, clock: Clock, kind: str
+) -> None:
+    files, reason = BROKEN[kind]
+    put(job, files)
+    with job.daemon(clock=clock) as loop:
+        settle(loop, clock)
+        assert job.outcomes == {4: "quarantined"}
+        assert job.versions == []
+        (record,) = job.layout.quarantine.iterdir()
+        told = parse(Quarantine, record.read_bytes(), record)
+        assert re.search(reason, told.reason)
+        job.save(5)
+        settle(loop, clock)
+    assert job.latest.step == 5
+
+
+def test_a_config_that_comes_late_makes_a_new_save_of_it(job: Job, clock: Clock) -> None:
+    put(job, {SHARD: shard_of(*PEFT)})
+    with job.daemon(clock=clock) as loop:
+        settle(loop, clock)
+        assert job.outcomes == {4: "quarantined"}
+        put(job, {TOLD: CONFIG})
+        clock.advance(100)  # a quarantined save is looked at now and then
+        settle(loop, clock)
+    assert job.latest.kind == "adapter"
+
+
+@pytest.mark.parametrize("name", ["model.lora_A", "model.mixer.lora_A.key.weight"])
+def test_a_full_model_with_names_like_those_of_lora_stays_a_full_model(
+    job: Job, clock: Clock, name: str
+) -> None:
+    put(job, {SHARD: shard_of("model.embed.weight", name), **BASE})
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert manifest.kind == "full"
+    assert names_in(manifest) == {"model.safetensors", "config.json", "tokenizer.json"}
+
+
+class Small(FastStorage):
+    """A disk on which little is free."""
+
+    def __init__(self, free: int) -> None:
+        super().__init__()
+        self.bytes = free
+
+    def free(self, path: Path) -> Free:
+        return super().free(path)._replace(bytes=self.bytes)
+
+
+LARGE = 4 * 1024 * 1024
+
+
+def large(*names: str) -> bytes:
+    """A shard whose first tensor is large."""
+    state = {name: tensor(key="1") for name in names}
+    state[names[0]] = tensor((LARGE // 4,), (1,))
+    return shard(state, **{"data/0": bytes(LARGE), "data/1": bytes_of(1)})
+
+
+def test_room_is_asked_for_what_is_written_and_not_for_the_base_model(
+    job: Job, clock: Clock
+) -> None:
+    job.storage = Small(LARGE // 2)
+    put(job, {SHARD: large(*PEFT), TOLD: CONFIG})
+    assert serve(job, clock) is not None
+    put(job, {SHARD: large("model.weight", *PEFT[:2])}, 5)
+    serve(job, clock)
+    assert job.latest.step == 4
+    put(job, {SHARD: large("model.weight"), LORA: file_of("x.lora_A.weight"), TOLD: CONFIG}, 6)
+    serve(job, clock)
+    assert job.latest.step == 6
+    job.storage = Small(0)
+    put(job, {SHARD: large(*PEFT), TOLD: CONFIG}, 7)
+    serve(job, clock)
+    assert job.latest.step == 6
+
+
+@pytest.mark.parametrize("has_receipt", [True, False])
+def test_an_adapter_takes_room_only_where_it_is_copied(
+    job: Job, clock: Clock, *, has_receipt: bool
+) -> None:
+    job.storage = Small(LARGE // 2)
+    content = header_bytes([Entry("x.lora_A.weight", "U8", (LARGE,), 0, LARGE)]) + bytes(LARGE)
+    put(job, {LORA: content, TOLD: CONFIG})
+    if has_receipt:
+        job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA))
+    assert (serve(job, clock) is not None) is has_receipt
+
+
+def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: Job, clock: Clock) -> None:
+    put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
+    job.storage = RuledStorage(refuse("rename", errno.EIO, where="LATEST"))
+    assert serve(job, clock) is None
+    assert job.versions != []
+    job.storage = FastStorage()
+    with job.daemon(clock=clock):
+        pass
+    assert (job.latest.step, job.latest.kind) == (4, "adapter")
+
+
+def test_a_version_of_before_there_were_kinds_is_a_full_model(job: Job, clock: Clock) -> None:
+    job.save(4)
+    serve(job, clock)
+    for path in (job.layout.latest, job.layout.version(1) / "manifest.json"):
+        record = json.loads(path.read_bytes())
+        del record["kind"]
+        path.write_text(json.dumps(record))
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert (job.versions, manifest.kind) == (["v000001"], "full")

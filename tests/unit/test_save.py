@@ -14,7 +14,7 @@ from syncd.checkpoint.save import (
     look_at_save,
     open_save,
 )
-from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
+from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
 from syncd.protocol.layout import RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import Job, receipt_of, weights
@@ -218,6 +218,113 @@ def test_a_newer_save_in_the_same_folder_is_a_change(job: Job) -> None:
     job.save(4, counter=1)
     with pytest.raises(SaveNotReadyError, match="it holds save run-4-1 now"):
         confirm_unchanged(job.storage, job.layout.actor(4), save)
+
+
+# -- an adapter --------------------------------------------------------------------------------
+
+ADAPTER = ("lora_adapter/adapter_model.safetensors",)
+
+
+def adapter(job: Job, name: str = "adapter_model.safetensors", content: bytes = b"") -> Path:
+    """A file of PEFT's folder."""
+    path = job.layout.actor(4) / "lora_adapter" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    job.put(path, content or weights(1.0))
+    return path
+
+
+@pytest.mark.parametrize("beside", ["nothing", "shards", "a full state dict"])
+def test_an_adapter_stands_for_what_is_beside_it(job: Job, beside: str) -> None:
+    adapter(job)
+    if beside == "shards":
+        shard(job, 1, 0)
+    elif beside == "a full state dict":
+        job.save(4, receipts=False)
+    save = look(job)
+    assert (save.weights, save.is_adapter, save.is_one_file) == (ADAPTER, True, True)
+    assert save.identity is not None
+
+
+def test_an_adapter_beside_shards_waits_for_all_of_them(job: Job) -> None:
+    adapter(job)
+    shard(job, 2, 0)
+    assert "no shard of rank 1 of 2 yet" in look(job).reason
+    shard(job, 2, 1)
+    assert look(job).weights == ADAPTER
+
+
+def test_a_folder_without_an_adapters_weights_makes_no_adapter(job: Job) -> None:
+    adapter(job, "adapter_config.json")
+    assert "holds no weights yet" in look(job).reason
+    shard(job, 1, 0)
+    save = look(job)
+    assert (save.weights, save.is_adapter) == ((shard_name(1, 0),), False)
+
+
+@pytest.mark.parametrize(
+    "name", [*ADAPTER, "lora_adapter/adapter_config.json", shard_name(1, 0), "huggingface/x.json"]
+)
+def test_any_change_of_an_adapters_save_is_another_identity(job: Job, name: str) -> None:
+    shard(job, 1, 0)
+    adapter(job)
+    adapter(job, "adapter_config.json")
+    path = job.layout.actor(4) / name
+    path.parent.mkdir(exist_ok=True)
+    path.touch()
+    before = look(job).identity
+    assert look(job).identity == before
+    job.put(path, path.read_bytes())
+    assert look(job).identity not in {None, before}
+
+
+def test_an_adapter_is_opened_and_the_shards_beside_it_are_not_read(job: Job) -> None:
+    shard(job, 1, 0, b"of no use")
+    adapter(job)
+    with open_save(job.storage, job.layout.actor(4), look(job)) as opened:
+        assert opened.full is not None
+        assert opened.shards == []
+        assert opened.checked == "stillness"
+
+
+@pytest.mark.parametrize("has_receipt", [True, False])
+def test_a_pickled_adapter_is_an_error_that_says_how_to_save_it(
+    job: Job, *, has_receipt: bool
+) -> None:
+    adapter(job, "adapter_model.bin")
+    shard(job, 1, 0)
+    if has_receipt:
+        name = "lora_adapter/adapter_model.bin"
+        job.receipt(4, "run-4-0", 0, 1, WEIGHTS.model_copy(update={"name": name}))
+    save = look(job)
+    assert save.is_adapter
+    with (
+        pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle.*save_pretrained"),
+        open_save(job.storage, job.layout.actor(4), save),
+    ):
+        pass
+    if not has_receipt:
+        adapter(job)
+        assert look(job).weights == ADAPTER
+
+
+def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: Job) -> None:
+    adapter(job)
+    job.save(4)
+    assert look(job).is_full_state_dict
+    told = WEIGHTS.model_copy(update={"name": ADAPTER[0]})
+    job.receipt(4, "run-4-1", 0, 2, told, WEIGHTS)
+    assert "rank 1 of 2 has not written its receipt" in look(job).reason
+    job.receipt(4, "run-4-1", 1, 2)
+    save = look(job)
+    assert (save.identity, save.weights) == ("run-4-1", ADAPTER)
+    with open_save(job.storage, job.layout.actor(4), save) as opened:
+        assert opened.checked == "receipt"
+    adapter(job, content=weights(1.0, name="other"))
+    with (
+        pytest.raises(SaveNotReadyError, match="vouches for"),
+        open_save(job.storage, job.layout.actor(4), save),
+    ):
+        pass
 
 
 # -- what was made to do harm ------------------------------------------------------------------

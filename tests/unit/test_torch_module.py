@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import EngineMismatchError, SyncdError
-from tests.jobs import Job
+from tests.jobs import Job, receipt_of
 from trainer_hooks import TrainerHook
 
 
@@ -70,6 +71,26 @@ def test_a_module_gets_the_trainers_weights_bit_by_bit(version: LeasedVersion, t
     engine.load(version)
     assert same(copies(net), copies(truth))
     assert net.head.weight is net.embed.weight
+
+
+def test_a_tied_tensor_is_filled_by_the_one_that_is_there(job: Job, truth: Net) -> None:
+    state = truth.state_dict()
+    del state["head.weight"]
+    path = job.layout.actor(1) / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file(state, path)
+    job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))
+    job.point(1)
+    with job.daemon() as loop, Reader(job.layout.root, "explorer") as reader:
+        loop.run_once()
+        version = reader.next_version(0, 0)
+        net, untied = filled(2), filled(2)
+        TorchModule(net).check(version)
+        TorchModule(net).load(version)
+        assert same(copies(net), copies(truth))
+        untied.head.weight = nn.Parameter(untied.embed.weight.clone())
+        with pytest.raises(EngineMismatchError, match=r"head\.weight is not in the version"):
+            TorchModule(untied).check(version)
 
 
 def test_data_pointers_and_parameters_stay(version: LeasedVersion) -> None:

@@ -1,0 +1,211 @@
+"""Whether a state dict is a PEFT model's, and what its LoRA adapter is called in a file. Pure.
+
+PEFT puts an adapter's tensors beside those of the module that it wraps::
+
+    base_model.model.layers.0.q_proj.base_layer.weight        the base model's, frozen
+    base_model.model.layers.0.q_proj.lora_A.default.weight    of the adapter "default"
+
+and saves them without the adapter's name. The names alone say what a state dict is. A *half* is a
+tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N (of an
+embedding, ``M.lora_embedding_A.N`` or ``…_B.N``). A state dict with a half is a PEFT model's where
+
+- a module that has one has ``M.base_layer.…`` too, as all that PEFT wraps have; or
+- every tensor is below ``base_model.model.``, as in every PeftModel; or
+- every tensor is an adapter's: a ``lora_…``, or one that is trained and saved in whole.
+
+So is one of nothing but the names that PEFT writes into files. Anything else is a full model, also
+one that calls a tensor of its own ``lora_A``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import pydantic
+
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import CheckpointError
+
+#: What a PeftModel calls the model that it wraps; PEFT's files have it too.
+PREFIX: Final = "base_model.model."
+#: Of several adapters the one that PEFT saves into the folder itself, all others below it.
+DEFAULT: Final = "default"
+
+_WRAPPED: Final = ".base_layer."
+_HALF: Final = re.compile(
+    r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])\.(?P<adapter>[^.]+)"
+    r"(?(embedding)|\.weight)",
+    re.DOTALL,
+)
+#: A tensor of any adapter, in a model; and one of a LoRA in a file.
+_ADAPTERS_OWN: Final = re.compile(
+    r".\.(lora_[^.]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.", re.DOTALL
+)
+_TRAINED_TOKENS: Final = ".token_adapter.trainable_tokens_delta"
+#: What is not the base model's, or a frozen copy beside what is trained.
+_NOT_BASE: Final = re.compile(r"\.(lora_[^.]+|modules_to_save|original_module)\.")
+_SAVED: Final = re.compile(
+    r"base_model\.model\..+\.lora_(([AB])\.(weight|bias)|embedding_[AB]|magnitude_vector)",
+    re.DOTALL,
+)
+
+
+class AdapterConfig(pydantic.BaseModel):
+    """What matters here of ``adapter_config.json``.
+
+    Attributes:
+        peft_type: which method; PEFT loads nothing without it.
+        bias: which biases of the base model are trained, and saved with the adapter.
+    """
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    peft_type: str
+    bias: str = "none"
+
+
+def read_config(content: bytes, where: object) -> AdapterConfig:
+    """Read ``adapter_config.json``.
+
+    Raises:
+        CheckpointError: PEFT could not read it either.
+    """
+    try:
+        return AdapterConfig.model_validate_json(content)
+    except pydantic.ValidationError:
+        raise CheckpointError(
+            f"{where} is not what PEFT writes, a JSON object with a peft_type: write it with "
+            "PeftConfig.save_pretrained"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter that was found in a state dict.
+
+    Attributes:
+        name: PEFT's name of it, e.g. ``default``; None where the state dict has no such names,
+            being what PEFT would save already.
+        modules: the modules that it adapts.
+        prefix: what its names lack at the beginning: LoRA may be put into a bare model too.
+        others: the names of the other adapters.
+    """
+
+    name: str | None
+    modules: frozenset[str]
+    prefix: str = ""
+    others: frozenset[str] = frozenset()
+
+    def saved_name(self, name: str, bias: str = "none") -> str | None:
+        """What PEFT calls a tensor of the model in the adapter's file; None where it is not in it.
+
+        Args:
+            name: in the state dict.
+            bias: as in ``adapter_config.json``.
+        """
+        if self.name is None:
+            return name
+        for found in (self._lora(name), self._beside_lora(name), self._bias(name, bias)):
+            if found is not None:
+                return self.prefix + found
+        return None
+
+    def _lora(self, name: str) -> str | None:
+        """Of an adapted module's ``lora_…``: all that is not another adapter's."""
+        for match in re.finditer(r"\.lora_[^.]+", name):
+            if name[: match.start()] not in self.modules:
+                continue
+            adapter = name[match.end() + 1 :].partition(".")[0]
+            if adapter in self.others:
+                return None
+            if match[0] == ".lora_magnitude_vector" and adapter == self.name:
+                return name[: match.end()]  # a parameter once, and so it stays in files
+            return self._without_adapter(name)
+        return None
+
+    def _without_adapter(self, name: str) -> str:
+        if name.endswith(f".{self.name}"):
+            return name.removesuffix(f".{self.name}")
+        module, _, parameter = name.rpartition(".")
+        return f"{module.removesuffix(f'.{self.name}')}.{parameter}"
+
+    def _beside_lora(self, name: str) -> str | None:
+        """Of ``modules_to_save``, which are trained in whole, and of trained tokens."""
+        module, found, parameter = name.partition(f".modules_to_save.{self.name}.")
+        if found:
+            return f"{module}.{parameter}"
+        tokens = name.removesuffix(f".{self.name}")
+        return tokens if tokens.endswith(_TRAINED_TOKENS) and tokens != name else None
+
+    def _bias(self, name: str, bias: str) -> str | None:
+        """Of the base model's biases, those that are trained."""
+        if bias == "lora_only":
+            return name if name.removesuffix(".base_layer.bias") in self.modules else None
+        if bias != "all" or not name.endswith(".bias") or _NOT_BASE.search(name):
+            return None
+        return name
+
+
+def find_adapter(names: Iterable[str]) -> Adapter | None:
+    """The LoRA adapter of a state dict with these names; None where it is no PEFT model's.
+
+    Of several adapters the one named ``default`` is taken, as PEFT saves it into the folder itself.
+
+    Raises:
+        CheckpointError: several adapters and none is ``default``; a PeftModel inside another
+            module; or an adapter with half of a module's LoRA missing.
+    """
+    names = list(names)
+    matches = [m for name in names if ".lora_" in name and (m := _HALF.fullmatch(name))]
+    if not matches:
+        saved = bool(names) and all(map(_SAVED.fullmatch, names))
+        return Adapter(None, frozenset()) if saved else None
+    halves: defaultdict[str, defaultdict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for match in matches:
+        lora = f"{match['module']}.lora_{match['embedding'] or ''}"
+        halves[match["adapter"]][lora].add(match["half"])
+    modules = {match["module"] for match in matches}
+    is_peft_model = all(name.startswith(PREFIX) for name in names)
+    if not (is_peft_model or modules & _wrapped(names) or all(map(_ADAPTERS_OWN.search, names))):
+        return None
+    if not is_peft_model and (
+        inside := next((m for m in modules if f".{PREFIX}" in f".{m}"), None)
+    ):
+        raise CheckpointError(
+            f"{shown(inside)} is of a PEFT model inside another module: save the state dict of the "
+            "PeftModel itself, or the adapter with PeftModel.save_pretrained"
+        )
+    adapter = _chosen(halves)
+    for lora, found in halves[adapter].items():
+        if len(found) != 2:
+            raise CheckpointError(
+                f"{shown(lora)}{found.pop()} of the adapter {shown(adapter)!r} has no other half: "
+                "save all of the adapter's tensors"
+            )
+    return Adapter(
+        adapter,
+        frozenset(match["module"] for match in matches if match["adapter"] == adapter),
+        "" if is_peft_model else PREFIX,
+        frozenset(halves.keys() - {adapter}),
+    )
+
+
+def _wrapped(names: Iterable[str]) -> set[str]:
+    """The modules that PEFT has wrapped; one may be inside another."""
+    return {
+        name[: match.start()] for name in names for match in re.finditer(re.escape(_WRAPPED), name)
+    }
+
+
+def _chosen(adapters: Mapping[str, object]) -> str:
+    if len(adapters) == 1 or DEFAULT in adapters:
+        return DEFAULT if DEFAULT in adapters else next(iter(adapters))
+    told = ", ".join(shown(name) for name in sorted(adapters)[:5])
+    raise CheckpointError(
+        f"the save holds {len(adapters)} adapters ({told}), and none of them is {DEFAULT!r}: save "
+        "one, with PeftModel.save_pretrained(selected_adapters=[…])"
+    )

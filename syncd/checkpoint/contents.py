@@ -1,0 +1,115 @@
+"""What a save holds: a full model, or a LoRA adapter alone or beside its base model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncd.checkpoint.adapter import Adapter, find_adapter
+from syncd.checkpoint.placement import Chunks
+from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.save import OpenSave
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.torch_zip import Record
+from syncd.protocol.errors import CheckpointError
+from syncd.protocol.layout import ADAPTER_WEIGHTS, LORA_ADAPTER
+from syncd.protocol.records import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What was found inside a save.
+
+    Attributes:
+        kind: what it becomes.
+        indexes: of the shards; none where the weights are one file.
+        adapter: which of the shards' tensors are published, and by which names; None for all.
+    """
+
+    kind: Kind
+    indexes: Sequence[ShardIndex] = ()
+    adapter: Adapter | None = None
+
+    def plan(self, *, bias: str, tied: bool, max_file_size: int) -> MergePlan:
+        """The merge of the shards; an adapter is one file: PEFT reads no others.
+
+        Args:
+            bias: as in ``adapter_config.json``.
+            tied: as in ``config.json``: ``tie_word_embeddings``.
+            max_file_size: how many bytes of tensors one file of a model may hold.
+
+        Raises:
+            CoverageError: as :func:`~syncd.checkpoint.plan.plan_merge`.
+        """
+        adapter = self.adapter
+        if adapter is None:
+            return plan_merge(self.indexes, max_file_size=max_file_size, tied=tied)
+        return plan_merge(
+            self.indexes,
+            max_file_size=sys.maxsize,
+            rename=lambda name: adapter.saved_name(name, bias),
+            stem=Path(ADAPTER_WEIGHTS).stem,
+        )
+
+    def sources(self, shards: Sequence[ShardFile], *, bias: str) -> Sequence[ShardFile | _Part]:
+        """What the plan reads: of an adapter beside its base model, the adapter's records alone."""
+        if self.adapter is None:
+            return shards
+        return [
+            _Part(shard, _records(index, self.adapter, bias))
+            for shard, index in zip(shards, self.indexes, strict=True)
+        ]
+
+
+class _Part:
+    """A shard of which only some records are read and checked."""
+
+    def __init__(self, shard: ShardFile, needed: set[str]) -> None:
+        self.path, self.fd, self.has_crc = shard.path, shard.fd, shard.has_crc
+        self.records: Mapping[str, Record] = {name: shard.records[name] for name in needed}
+
+
+def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
+    """The records in which a shard has tensors of the adapter."""
+    return {
+        local.record
+        for name, value in index.tensors.items()
+        if adapter.saved_name(name, bias) is not None
+        for local in (value.locals if isinstance(value, Chunks) else (value,))
+    }
+
+
+def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> Contents:
+    """Read what there is of tensors, and tell what the save is.
+
+    Raises:
+        CheckpointError: it holds an adapter, and cannot be published as it is.
+    """
+    if opened.full is not None:
+        _check_one_file(opened.full, is_adapter=opened.save.is_adapter)
+        return Contents("adapter" if opened.save.is_adapter else "full")
+    indexes = []
+    for shard in opened.shards:
+        cancel()
+        indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
+    adapter = find_adapter(dict.fromkeys(name for index in indexes for name in index.tensors))
+    return Contents("full" if adapter is None else "adapter", indexes, adapter)
+
+
+def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
+    """It is published as it is: its names must be those that are read."""
+    found = find_adapter(entry.name for entry in file.entries)
+    if is_adapter and not file.entries:
+        raise CheckpointError(
+            f"{file.path} holds no tensors, as where they could not be gathered: save it again"
+        )
+    if found is None or (is_adapter and found.name is None):
+        return
+    what = "an adapter by the names that it has in the model" if is_adapter else "a PEFT model"
+    raise CheckpointError(
+        f"{file.path} is {what}, which no engine loads: save the adapter into {LORA_ADAPTER}/ with "
+        "PeftModel.save_pretrained"
+    )

@@ -1,0 +1,142 @@
+"""Saves of real FSDP2 ranks that train LoRA with PEFT: gloo on the CPU, forked into ranks.
+
+``python tests/lora_fixtures.py ROOT`` writes::
+
+    ROOT/base/                   the base model, a Hugging Face folder
+    ROOT/KIND/actor/             a save, as a trainer that knows nothing of syncd leaves it
+    ROOT/KIND/truth.safetensors  ``inputs``, the ``logits`` that the trainer's model gives for them,
+                                 and the ``base`` model's
+
+with these kinds: ``gathered`` (``lora_adapter/`` by save_pretrained, beside the shards of the whole
+model), ``trained`` (shards of what is trained, and its config), ``whole`` (shards of the whole
+model, and the config in ``huggingface/``), ``rich`` (as ``whole``, of an adapter with a name, with
+DoRA, biases, an embedding and a head of its own).
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+WORLD_SIZE: Final = 2
+KINDS: Final = ("gathered", "trained", "whole", "rich")
+_PLAIN: Final[dict[str, Any]] = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
+_RICH: Final[dict[str, Any]] = {
+    "target_modules": ["q_proj", "o_proj", "embed_tokens"],
+    "modules_to_save": ["lm_head"],
+    "bias": "lora_only",
+    "use_dora": True,
+}
+
+
+def write_saves(root: Path) -> None:
+    """Write all saves, in one child process."""
+    subprocess.run(
+        [sys.executable, __file__, str(root)],
+        check=True,
+        timeout=240,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+
+
+def _base() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=False,
+    )
+    return Qwen2ForCausalLM(config).eval()
+
+
+def _trained(kind: str) -> PeftModel:
+    """A model as it is after some training: nothing that is trained is as it was made."""
+    base = _base()
+    config = LoraConfig(r=2, lora_alpha=6, **(_RICH if kind == "rich" else _PLAIN))
+    model = get_peft_model(base, config, adapter_name="policy" if kind == "rich" else "default")
+    torch.manual_seed(len(kind))
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(torch.randn_like(value) * 0.3)
+    return model.eval()
+
+
+def _logits(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(inputs).logits.clone()
+
+
+def _write_small_files(kind: str, model: PeftModel, actor: Path) -> None:
+    """What rank 0 writes beside its shard."""
+    huggingface = actor / "huggingface"
+    huggingface.mkdir()
+    model.get_base_model().config.save_pretrained(huggingface)
+    words = {word: number for number, word in enumerate(["[UNK]", "a", "b"])}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))  # noqa: S106 - of a tokenizer
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(huggingface)
+    home = huggingface if kind in {"whole", "rich"} else actor / "lora_adapter"
+    (config,) = model.peft_config.values()
+    if kind == "gathered":
+        model.save_pretrained(home)
+    else:
+        config.save_pretrained(home)
+
+
+def _rank(rank: int, root: Path) -> None:
+    store = dist.FileStore(str(root / "store"), WORLD_SIZE)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE)
+    inputs = torch.arange(12).view(2, 6) * 3
+    base = _base()
+    if rank == 0:
+        base.save_pretrained(root / "base")
+    for kind in KINDS:
+        model = _trained(kind)
+        actor = root / kind / "actor"
+        if rank == 0:
+            actor.mkdir(parents=True)
+            truth = {"logits": _logits(model, inputs), "base": _logits(base, inputs)}
+            save_file({"inputs": inputs, **truth}, actor.parent / "truth.safetensors")
+            _write_small_files(kind, model, actor)
+        dist.barrier()
+        for layer in model.get_base_model().model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        state = model.state_dict()
+        if kind == "trained":
+            names = [name for name, value in model.named_parameters() if value.requires_grad]
+            state = {name: state[name] for name in names}
+        torch.save(state, actor / f"model_world_size_{WORLD_SIZE}_rank_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(root: Path) -> None:
+    """Fork the ranks; torch and transformers are imported once for all."""
+    mp.start_processes(_rank, (root,), nprocs=WORLD_SIZE, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

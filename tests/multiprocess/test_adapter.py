@@ -1,0 +1,104 @@
+"""From real FSDP2 ranks that train LoRA to what PEFT loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, Qwen2ForCausalLM
+
+from explorer_hooks.reader import Reader
+from syncd.protocol.layout import STATE_POINTER, JobLayout
+from tests.lora_fixtures import KINDS, write_saves
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lora")
+    write_saves(root)
+    return root
+
+
+def syncd(*arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "syncd", *map(str, arguments)],
+        capture_output=True, text=True, timeout=DEADLINE, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def gives_the_trainers_logits(written: Path, kind: str, folder: Path) -> None:
+    """Load an adapter as its users do, and ask the model what the trainer's was asked."""
+    truth = load_file(written / kind / "truth.safetensors")
+    base = Qwen2ForCausalLM.from_pretrained(written / "base").eval()
+    with torch.no_grad():
+        before = base(truth["inputs"]).logits
+        model = PeftModel.from_pretrained(base, str(folder)).eval()
+        after = model(truth["inputs"]).logits
+    torch.testing.assert_close(before, truth["base"])
+    torch.testing.assert_close(after, truth["logits"])
+    assert (after - before).abs().max() > 0.01, "the adapter does something"
+
+
+def same_tensors(found: Path, truth: Path) -> None:
+    tensors, told = load_file(found), load_file(truth)
+    assert tensors.keys() == told.keys()
+    assert all(torch.equal(tensors[name], told[name]) for name in told)
+
+
+def names_in(folder: Path) -> Sequence[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_a_job_that_trains_lora_publishes_adapters_that_peft_loads(
+    job: Path, written: Path
+) -> None:
+    layout = JobLayout(job)
+    with Daemon(job) as daemon, Reader(job, "explorer") as reader:
+        for step, kind in enumerate(KINDS, 1):
+            shutil.copytree(written / kind / "actor", layout.actor(step))
+            (job / STATE_POINTER).write_text(str(step))
+            assert wait_for_step(job, step).kind == "adapter"
+            version = reader.next_version(step - 1, DEADLINE)
+            assert (version.step, version.kind) == (step, "adapter")
+            version.verify()
+            gives_the_trainers_logits(written, kind, version.folder)
+            assert AutoTokenizer.from_pretrained(version.folder).decode([1, 2]) == "a b"
+            assert "config.json" not in names_in(version.folder)
+            version.release()
+        assert "(adapter)" in syncd("status", job)
+        assert json.loads(syncd("status", job, "--json"))["latest"]["kind"] == "adapter"
+        assert "whole adapter" in syncd("verify", job)
+        assert daemon.terminate() == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_merged_by_hand_is_the_one_that_peft_would_have_saved(
+    written: Path, tmp_path: Path, kind: str
+) -> None:
+    out = tmp_path / "out"
+    said = syncd("merge", written / kind / "actor", out, "--max-shard-size", 100)
+    assert f"into {out}, a LoRA adapter," in said
+    assert "whole adapter" in syncd("verify", out)
+    gives_the_trainers_logits(written, kind, out)
+    if kind == "gathered":
+        truth = written / kind / "actor" / "lora_adapter"
+        same_tensors(out / "adapter_model.safetensors", truth / "adapter_model.safetensors")
+        return
+    base = Qwen2ForCausalLM.from_pretrained(written / "base")
+    model = PeftModel.from_pretrained(base, str(out))
+    model.save_pretrained(tmp_path / "again", save_embedding_layers=False)
+    same_tensors(
+        out / "adapter_model.safetensors", tmp_path / "again" / "adapter_model.safetensors"
+    )

@@ -1,0 +1,314 @@
+"""What PEFT calls an adapter's tensors in a model and in a file: asked of PEFT itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from syncd.checkpoint.adapter import PREFIX, find_adapter, read_config
+from syncd.protocol.errors import CheckpointError
+
+QUICK = settings(max_examples=60, deadline=None)
+Q: Final = f"{PREFIX}model.layers.0.self_attn.q_proj"
+
+
+def saved(names: Iterable[str], bias: str = "none") -> dict[str, str] | None:
+    """Name in the model → name in the adapter's file; None for a full model."""
+    names = list(names)
+    adapter = find_adapter(names)
+    if adapter is None:
+        return None
+    found = ((name, adapter.saved_name(name, bias)) for name in names)
+    return {name: published for name, published in found if published is not None}
+
+
+def lora(module: str, adapter: str = "default") -> list[str]:
+    return [f"{module}.lora_A.{adapter}.weight", f"{module}.lora_B.{adapter}.weight"]
+
+
+def wrapped(module: str, *adapters: str) -> list[str]:
+    return [
+        f"{module}.base_layer.weight",
+        *(name for adapter in adapters or ("default",) for name in lora(module, adapter)),
+    ]
+
+
+# -- as PEFT does ------------------------------------------------------------------------------
+
+
+def llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_bias=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "two projections": {"target_modules": ["q_proj", "v_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "DoRA": {"target_modules": ["q_proj"], "use_dora": True},
+    "an embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "a module in whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "biases of LoRA": {"target_modules": ["q_proj"], "lora_bias": True},
+    "biases of its modules": {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"},
+    "all biases": {"target_modules": ["q_proj"], "bias": "all", "modules_to_save": ["lm_head"]},
+    "some tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2]},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("name", ["default", "policy"])
+@pytest.mark.parametrize("part", ["whole", "trained"])
+def test_the_names_are_those_that_peft_saves(kind: str, name: str, part: str) -> None:
+    config = LoraConfig(r=2, **CONFIGS[kind])
+    model = get_peft_model(llama(), config, adapter_name=name)
+    trained = [key for key, value in model.named_parameters() if value.requires_grad]
+    # PEFT would save the frozen embedding of an adapted one too: it is the base model's.
+    truth = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    found = saved(model.state_dict() if part == "whole" else trained, config.bias)
+    assert found is not None
+    assert sorted(found.values()) == sorted(truth)
+
+
+def test_lora_put_into_a_bare_model_has_the_names_of_a_peft_model() -> None:
+    model = llama()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    found = saved(model.state_dict())
+    assert found is not None
+    again = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    assert sorted(found.values()) == sorted(get_peft_model_state_dict(again))
+
+
+def test_of_several_adapters_the_default_one_is_taken_as_peft_saves_it_in_the_folder_itself() -> (
+    None
+):
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = get_peft_model(llama(), config)
+    model.add_adapter("other", config)
+    found = saved(model.state_dict())
+    assert found is not None
+    assert sorted(found.values()) == sorted(get_peft_model_state_dict(model))
+    assert not any(".other." in name for name in found)
+
+
+def test_what_peft_would_save_keeps_its_names() -> None:
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    names = list(get_peft_model_state_dict(model, save_embedding_layers=False))
+    assert saved(names) == {name: name for name in names}
+
+
+def test_a_full_model_is_a_full_model() -> None:
+    assert find_adapter(llama().state_dict()) is None
+    model = get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    assert isinstance(model, PeftModel)
+    assert find_adapter(model.merge_and_unload().state_dict()) is None
+
+
+# -- the rule ----------------------------------------------------------------------------------
+
+FULL: dict[str, Sequence[str]] = {
+    "nothing": [],
+    "a tensor of its own": ["model.embed.weight", "model.lora_A", "model.lora_B"],
+    "layers of its own": ["model.embed.weight", "model.lora_A.weight", "model.lora_B.weight"],
+    "layers by name": ["model.embed.weight", *lora("model.mixer", "key")],
+    "one half by name": ["model.embed.weight", "model.mixer.lora_A.key.weight"],
+    "an embedding by name": ["model.embed.weight", "m.lora_embedding_A.x", "m.lora_embedding_B.x"],
+    "PEFT's prefix alone": [f"{PREFIX}embed.weight", f"{PREFIX}q_proj.weight"],
+    "PEFT's prefix for a part": [f"{PREFIX}q.weight", *lora(f"{PREFIX}q", "x"), "v_head.weight"],
+    "PEFT's wrapping alone": [f"{Q}.base_layer.weight", f"{Q}.ia3_l.default"],
+    "what another module wraps": ["m.norm.base_layer.weight", *lora("m.mixer", "key")],
+    "LoRA of its own below PEFT's prefix": [f"{Q}.weight", f"{Q}.lora_A.weight"],
+}
+
+
+@pytest.mark.parametrize("kind", FULL)
+def test_names_like_those_of_lora_make_no_adapter(kind: str) -> None:
+    assert find_adapter(FULL[kind]) is None
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        wrapped("model.q_proj"),
+        ["model.embed.weight", *wrapped("model.q_proj")],
+        [f"{PREFIX}embed.weight", *lora(Q)],
+        lora("model.q_proj"),
+        [*lora("model.q_proj"), "score.modules_to_save.default.weight"],
+    ],
+    ids=["wrapped alone", "wrapped", "below PEFT's prefix", "LoRA alone", "all of an adapter"],
+)
+def test_each_mark_of_peft_makes_an_adapter(names: list[str]) -> None:
+    adapter = find_adapter(names)
+    assert adapter is not None
+    assert adapter.name == "default"
+    assert all(name.startswith(PREFIX) for name in (saved(names) or {}).values())
+
+
+def test_a_wrapped_module_inside_a_wrapped_one_is_one_of_its_own() -> None:
+    inner = f"{Q}.base_layer"  # two parameters of a module of experts
+    names = [f"{inner}.base_layer.gate", *lora(inner), *lora(Q)]
+    assert saved(names) == {
+        **{name: name.replace(".default", "") for name in lora(inner)},
+        **{name: name.replace(".default", "") for name in lora(Q)},
+    }
+
+
+@pytest.mark.parametrize("suffix", ["", ".weight"])
+def test_doras_magnitude_is_a_parameter_in_files_whatever_it_is_in_the_model(suffix: str) -> None:
+    found = saved([*wrapped(Q), f"{Q}.lora_magnitude_vector.default{suffix}"])
+    assert found is not None
+    assert f"{Q}.lora_magnitude_vector" in found.values()
+
+
+def test_all_biases_are_those_of_the_base_model_and_no_frozen_copies() -> None:
+    names = [
+        *wrapped(Q, "default", "other"),
+        f"{Q}.lora_B.other.bias",
+        f"{PREFIX}score.modules_to_save.other.bias",
+        f"{Q}.base_layer.bias",
+        f"{PREFIX}norm.bias",
+        f"{Q}.lora_B.default.bias",
+        f"{PREFIX}score.original_module.bias",
+        f"{PREFIX}score.modules_to_save.default.bias",
+    ]
+    adapter = find_adapter(names)
+    assert adapter is not None
+    found = {adapter.saved_name(name, "all") for name in names}
+    assert {name for name in found if name and name.endswith(".bias")} == {
+        f"{Q}.base_layer.bias",
+        f"{PREFIX}norm.bias",
+        f"{Q}.lora_B.bias",
+        f"{PREFIX}score.bias",
+    }
+
+
+def test_a_kind_of_lora_that_is_not_known_is_not_lost() -> None:
+    names = [*wrapped(Q), f"{Q}.lora_new.default.weight", f"{Q}.lora_shared"]
+    found = saved(names)
+    assert found is not None
+    assert {f"{Q}.lora_new.weight", f"{Q}.lora_shared"} < set(found.values())
+
+
+def test_two_adapters_and_no_default_is_an_error_that_names_them() -> None:
+    with pytest.raises(CheckpointError, match=r"2 adapters \(one, two\), and none of them is 'def"):
+        find_adapter(wrapped(Q, "two", "one"))
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_half_of_an_adapter_is_an_error_that_names_it(missing: int) -> None:
+    names = wrapped(Q)
+    (gone,) = names[missing : missing + 1]
+    names.remove(gone)
+    with pytest.raises(CheckpointError, match=r"q_proj\.lora_[AB] of the adapter .* no other half"):
+        find_adapter(names)
+
+
+@pytest.mark.parametrize("outer", ["pretrained_model.", "module.", "_orig_mod."])
+def test_a_peft_model_inside_another_module_is_an_error_that_names_it(outer: str) -> None:
+    names = ["v_head.weight", *(outer + name for name in wrapped(Q))]
+    with pytest.raises(CheckpointError, match=f"{outer}base_model.* is of a PEFT model inside"):
+        find_adapter(names)
+
+
+# -- any names ---------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(
+    ["model", "layers", "0", "q_proj", "default", "policy", "weight", "bias", "base_model", "x"]
+)
+MODULES = st.lists(WORDS, min_size=1, max_size=5).map(".".join)
+ADAPTERS = st.from_regex(r"[A-Za-z0-9_-]{1,12}", fullmatch=True) | WORDS
+ANY = st.lists(
+    WORDS | st.sampled_from(["lora_A", "lora_B", "lora_embedding_A", "modules_to_save"]),
+    min_size=1,
+    max_size=7,
+).map(".".join)
+LIKELY = st.builds(
+    "{}{}.{}".format,
+    st.sampled_from(["", PREFIX]),
+    st.sampled_from(["q", "q.x"]),
+    st.sampled_from(
+        [
+            "base_layer.weight",
+            "lora_embedding_A.x",
+            "lora_embedding_B.x",
+            "lora_A.x",
+            "lora_A.weight",
+        ]
+        + [f"lora_{half}.{name}.weight" for half in "AB" for name in ("default", "x", "y")]
+    ),
+)
+NAMES = ANY | LIKELY
+
+
+@QUICK
+@given(st.lists(MODULES, min_size=1, unique=True), ADAPTERS, st.booleans(), st.randoms())
+def test_an_adapters_name_is_taken_out_and_the_base_model_left_out(
+    modules: list[str], adapter: str, has_prefix: bool, random: Any
+) -> None:
+    truth = {
+        f"{module}.lora_{half}.{adapter}.weight": f"{PREFIX}{module}.lora_{half}.weight"
+        for module in modules
+        for half in "AB"
+    }
+    names = [*truth, *(f"{module}.base_layer.weight" for module in modules)]
+    random.shuffle(names)
+    if not has_prefix and any(PREFIX in f"{module}." for module in modules):
+        return
+    if has_prefix:
+        names = [PREFIX + name for name in names]
+        truth = {PREFIX + name: published for name, published in truth.items()}
+    assert saved(names) == truth
+
+
+@QUICK
+@given(st.lists(NAMES, unique=True))
+def test_any_names_are_a_full_model_or_an_adapter_or_an_error_for_people(names: list[str]) -> None:
+    try:
+        found = saved(names)
+    except CheckpointError:
+        return
+    if found is None:
+        return
+    assert found
+    assert any("lora_" in name for name in found)
+    assert all(published.startswith(PREFIX) for published in found.values())
+
+
+@QUICK
+@given(st.lists(NAMES, unique=True), st.lists(MODULES, min_size=1, unique=True))
+def test_without_lora_in_a_name_it_is_a_full_model(names: list[str], modules: list[str]) -> None:
+    bare = [name.replace("lora_", "") for name in names]
+    assert find_adapter([*bare, *(f"{module}.base_layer.weight" for module in modules)]) is None
+
+
+# -- adapter_config.json -----------------------------------------------------------------------
+
+
+def test_what_matters_of_a_config_is_read() -> None:
+    content = b'{"peft_type": "LORA", "bias": "lora_only", "r": 8, "target_modules": ["q_proj"]}'
+    config = read_config(content, "adapter_config.json")
+    assert (config.peft_type, config.bias) == ("LORA", "lora_only")
+    assert read_config(b'{"peft_type": "IA3"}', "adapter_config.json").bias == "none"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"{}", b'{"peft_type": null}', b'{"peft_type": "LORA", "bias": 1}',
+     b"\xff", b"[" * 100_000, b'{"x": ' * 10_000],
+    ids=len,
+)  # fmt: skip
+def test_what_peft_cannot_read_is_an_error_that_says_how_to_write_it(content: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"^its config is not what PEFT writes.*PeftConfig"):
+        read_config(content, "its config")
