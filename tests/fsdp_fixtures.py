@@ -46,6 +46,7 @@ REFUSED: Final = {
     "scrambled": (4,),
     "fsdp1_local": (2,),
     "buffers_differ": (2,),
+    "experts_apart": (4,),
     "shapes_differ": (2,),
     "dtypes_differ": (2,),
     "plain_on_one": (2,),

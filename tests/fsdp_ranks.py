@@ -386,6 +386,15 @@ def buffers_differ(world_size: int) -> Saved:
     return model.state_dict(), {}
 
 
+def experts_apart(world_size: int) -> Saved:
+    """Experts of two ranks by the same names: nothing in a file says that they are not the same."""
+    on = mesh(ep=2, fsdp=world_size // 2)
+    model = nn.Linear(4, 6)
+    nn.init.constant_(model.weight, on.get_local_rank("ep"))
+    fully_shard(model, mesh=on["fsdp"])
+    return model.state_dict(), {}
+
+
 def shapes_differ(world_size: int) -> Saved:
     """As where one rank has loaded an embedding of another size."""
     rows = 4 + dist.get_rank()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.records import TensorEntry
 
@@ -52,7 +53,7 @@ class TorchModule:
         entries = {entry.name: entry for entry in version.manifest.tensors}
         targets = self._targets(entries)
         wrong = [
-            *(f"{name} is not in the module" for name in entries.keys() - targets.keys()),
+            *(f"{shown(name)} is not in the module" for name in entries.keys() - targets.keys()),
             *(f"{name} is not in the version" for name in targets.keys() - entries.keys()),
             *(
                 difference
@@ -103,7 +104,7 @@ def _difference(entry: TensorEntry, target: Tensor) -> str:
         f"is {entry.dtype}, the module has {target.dtype}": _DTYPES.get(entry.dtype)
         != target.dtype,
     }
-    return next((f"{entry.name} {reason}" for reason, holds in reasons.items() if holds), "")
+    return next((f"{shown(entry.name)} {reason}" for reason, holds in reasons.items() if holds), "")
 
 
 def _staged(version: LeasedVersion) -> dict[str, Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 from syncd.checkpoint.inert_pickle import Inert, TensorRef
 from syncd.checkpoint.placement import Shape
-from syncd.checkpoint.tensor_rules import DIMENSION_LIMIT, NUMBER_LIMIT, shape_of
+from syncd.checkpoint.tensor_rules import DIMENSION_LIMIT, NUMBER_LIMIT, is_offset, shape_of
 
 
 class Mesh(NamedTuple):
@@ -18,11 +19,13 @@ class Mesh(NamedTuple):
         shape: ranks along each dimension.
         coordinate: this rank's place; None where it is not on the mesh.
         ascends: for each dimension, whether the ranks along it are in ascending order.
+        identity: of the set of ranks that are on it; None where that is unknown.
     """
 
     shape: Shape
     coordinate: Shape | None
     ascends: tuple[bool, ...]
+    identity: int | None
 
 
 def read_mesh(mesh: Inert) -> Mesh | None:
@@ -40,14 +43,39 @@ def read_mesh(mesh: Inert) -> Mesh | None:
     ):
         return None
     ranks = _ranks(mesh.state.get("_flatten_rank_map", mesh.state.get("_flatten_mesh_list")))
-    return Mesh(shape, at, tuple(_ascends(ranks, *axis) for axis in axes))
+    ascends = tuple(_ascends(ranks, *axis) for axis in axes)
+    return Mesh(shape, at, ascends, _identity(ranks, mesh.state.get("_rank"), axes, at))
 
 
 def _ranks(value: object) -> Shape:
     """A sequence of any number of ranks; an empty one where there is none."""
-    if not isinstance(value, tuple | list) or not all(type(rank) is int for rank in value):
+    if not isinstance(value, tuple | list) or not all(map(is_offset, value)):
         return ()
     return tuple(value)
+
+
+def _identity(
+    ranks: Shape, own: object, axes: list[tuple[Shape, Shape]], at: Shape | None
+) -> int | None:
+    """A digest of the ranks on the mesh.
+
+    They are all of ``ranks``, or of several meshes that these make the one that has ``own``.
+    """
+    if at is None or math.prod(size for sizes, _ in axes for size in sizes) > len(ranks):
+        return None
+    lines = [_steps(*axis) for axis in axes]
+    steps = [sum(step) for step in product(*lines)]
+    if len(steps) == len(ranks):
+        members = ranks
+    elif own in ranks and all(strides for _, strides in axes):
+        base = ranks.index(own) - sum(line[index] for line, index in zip(lines, at, strict=True))
+        if base < 0 or base + max(steps) >= len(ranks):
+            return None
+        members = tuple(ranks[base + step] for step in steps)
+    else:
+        return None
+    digest = hashlib.blake2s(",".join(map(str, sorted(members))).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) % NUMBER_LIMIT
 
 
 def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
@@ -108,13 +136,19 @@ def _ascends(ranks: Shape, sizes: Shape, strides: Shape) -> bool:
         return True
     if math.prod(sizes) > len(ranks) or 0 in strides:
         return True
-    steps = [
-        sum(index * stride for index, stride in zip(indices, strides, strict=True))
-        for indices in product(*map(range, sizes))
-    ]
+    steps = _steps(sizes, strides)
     return all(
         ranks[base + before] < ranks[base + after]
         for base in range(len(ranks) - steps[-1])
         if all(base // stride % size == 0 for size, stride in zip(sizes, strides, strict=True))
         for before, after in pairwise(steps)
     )
+
+
+def _steps(sizes: Shape, strides: Shape) -> list[int]:
+    """How far each rank along a mesh dimension is from the first one; all 0 where unknown."""
+    strides = strides or (0,) * len(sizes)
+    return [
+        sum(index * stride for index, stride in zip(indices, strides, strict=True))
+        for indices in product(*map(range, sizes))
+    ]

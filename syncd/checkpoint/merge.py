@@ -17,8 +17,9 @@ import xxhash
 from syncd.checkpoint.plan import Copy, MergePlan, PlannedFile, PlannedTensor
 from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
 from syncd.checkpoint.source_reader import Source, SourceReader, shorter
+from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.tensor_stream import TensorStream
-from syncd.checkpoint.tiling import Part, Run, leaves
+from syncd.checkpoint.tiling import Part, Run, source_at
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import TensorEntry, VersionFile
 from syncd.storage.fsio import Storage
@@ -225,7 +226,7 @@ class _Copy:
         for tensor in file.tensors:
             hasher = xxhash.xxh3_128() if self._digests else None
             if in_kernel and not tensor.copies:
-                for part in leaves(tensor.parts):
+                for part in tensor.parts:
                     if isinstance(part, Run) and part.length >= _WORTH_A_CALL:
                         self._run(part)
                     else:
@@ -274,25 +275,27 @@ class _Copy:
                 other = bytearray(count)
                 copy.read_into(memoryview(other))
                 if other != view:
-                    raise self._differs(tensor, tensor.copies[number])
+                    at = next(at for at in range(count) if other[at] != view[at])
+                    raise self._differs(tensor, tensor.copies[number], length - left + at)
             self._filled += count
             left -= count
             if self._filled == _BUFFER:
                 self._flush()
 
-    def _differs(self, tensor: PlannedTensor, copy: Copy) -> CoverageError:
-        """The error for a tensor that is not what a copy of it is."""
+    def _differs(self, tensor: PlannedTensor, copy: Copy, offset: int) -> CoverageError:
+        """The error for a tensor that is not what a copy of it is, at an offset in bytes."""
+        name = shown(tensor.name)
         if copy.tied is not None:
             return CoverageError(
-                f"{copy.tied} and {tensor.name} differ, and config.json says that they are tied: "
+                f"{shown(copy.tied)} and {name} differ, and config.json says that they are tied: "
                 "set tie_word_embeddings to false there, or tie them in the trainer"
             )
-        ranks = [next(leaves(parts)) for parts in (tensor.parts, copy.parts)]
-        first, other = (part.source for part in ranks if isinstance(part, Run))
+        first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
         return CoverageError(
-            f"{tensor.name} is a plain tensor and differs between ranks {first} and {other}, in "
-            f"{self._sources[first].path} and {self._sources[other].path}: broadcast it before "
-            "saving"
+            f"{name} differs between ranks {first} and {other}, in {self._sources[first].path} and "
+            f"{self._sources[other].path}, which should both have the same of it: broadcast it "
+            "before saving, or give what is not the same on all ranks a name of its own, or a "
+            "device mesh with all of them"
         )
 
     def _flush(self) -> None:

@@ -16,11 +16,14 @@ from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import MANIFEST, MODEL_CONFIG, TEMPORARY
 from syncd.protocol.records import VersionFile
 from syncd.storage.calls import Kind
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+from syncd.storage.fsio import Storage
 
 INDEX: Final = "model.safetensors.index.json"
 FILE_LIMIT: Final = 1024**3
 TOTAL_LIMIT: Final = 4 * 1024**3
+#: Real ones have kilobytes; what a longer one says of ties is not looked for. JSON takes up to 30
+#: times its size in memory, and anyone may have written it.
+_CONFIG_LIMIT: Final = 4 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
 #: Weights are the merge's to write, and temporaries are nobody's.
 _SKIPPED: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", f"{TEMPORARY}*")
@@ -84,17 +87,19 @@ def ties_embeddings(storage: Storage, folder: Path, copied: Iterable[VersionFile
     of one mind which one counts. Silence says nothing, since a default of the model's class is left
     out of the file.
     """
-    if all(file.name != MODEL_CONFIG for file in copied):
+    size = next((file.size for file in copied if file.name == MODEL_CONFIG), None)
+    if size is None or size > _CONFIG_LIMIT:
         return False
     try:
-        config = json.loads(storage.read(folder / MODEL_CONFIG, LONG_RECORD_LIMIT))
+        config = json.loads(storage.read(folder / MODEL_CONFIG, _CONFIG_LIMIT))
     except (ValueError, RecursionError):
         return False  # no engine can read it either; it is published as the trainer left it
     told = []
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))
         config = config.get("text_config")
-    return True in told and all(said in {True, None} for said in told)
+    # By identity: what a file says may be a list, which no set can be asked for, or 1.
+    return any(said is True for said in told) and all(said is True or said is None for said in told)
 
 
 def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:

@@ -241,7 +241,8 @@ class _Reader:
                 )
         if on.coordinate is None:
             return shape
-        return Sharding(shape, on.shape, on.coordinate, placed, _order(spec.state))
+        order = _order(spec.state)
+        return Sharding(shape, on.shape, on.coordinate, placed, order, on.identity)
 
     def _mesh(self, mesh: Inert) -> Mesh | None:
         known = id(mesh)

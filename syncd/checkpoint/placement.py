@@ -82,6 +82,7 @@ class Sharding:
         placements: one a mesh dimension.
         order: which mesh dimension cuts first, where that is said apart (``shard_order`` of a
             ``DTensorSpec`` of torch 2.10 and later); None where the placements alone say it.
+        mesh: what tells the mesh from others of the same shape; None where that is unknown.
     """
 
     global_shape: Shape
@@ -89,13 +90,22 @@ class Sharding:
     coordinate: Shape
     placements: tuple[Placement, ...]
     order: Order | None = None
+    mesh: int | None = None
 
 
 class Position(NamedTuple):
-    """Where a part lies: the whole tensor's shape, and the part's first index of each dimension."""
+    """Where a part of a tensor lies.
+
+    Attributes:
+        global_shape: of the whole tensor.
+        offsets: the part's first index of each dimension.
+        mesh: of which device mesh it is a part; None where there is none, or it is unknown. What
+            two ranks of one mesh have of the same part is the same by torch's own account.
+    """
 
     global_shape: Shape
     offsets: Shape
+    mesh: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +183,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
             f"({_told(*layout.global_shape)}) makes it ({_told(*sizes)}): save again from ranks of "
             "one job"
         )
-    return Position(layout.global_shape, tuple(offsets))
+    return Position(layout.global_shape, tuple(offsets), layout.mesh)
 
 
 def _told(*values: object) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import ITEMSIZE, Entry, header_bytes
+from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.tiling import Block, Part, Run, tile
 from syncd.protocol.errors import CoverageError
 
@@ -30,7 +32,7 @@ class Copy(NamedTuple):
 
     Attributes:
         tied: the name of the tensor that is left out for this one; None where it is the same tensor
-            in another rank's file.
+            in other ranks' files.
         parts: its bytes.
     """
 
@@ -122,8 +124,8 @@ def plan_merge(
         renamed = rename(name)
         if renamed is not None and names.setdefault(renamed, name) != name:
             raise CoverageError(
-                f"{names[renamed]} and {name} would both be {renamed} in the merged file: save "
-                "only one of them"
+                f"{shown(names[renamed])} and {shown(name)} would both be {shown(renamed)} in the "
+                "merged file: save only one of them"
             )
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
@@ -195,14 +197,23 @@ def _without_tied(tensors: list[_Whole]) -> list[_Whole]:
             if _module(tensor.name) in _EMBEDDINGS
             and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
         ]
-        same = next((tensor for tensor in alike if tensor.parts == head.parts), None)
-        if same is None and alike:
-            same = alike[0]
-            copies = (*same.copies, Copy(head.name, head.parts))
-            kept[same.name] = same._replace(copies=copies)
-        if same is not None:
+        if alike:
+            # Of several the one whose name is most like it: they are of one model inside another.
+            same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
+            same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
+            known = {same.parts, *(copy.parts for copy in same.copies)}
+            told = dict.fromkeys((head.parts, *(copy.parts for copy in head.copies)))
+            more = tuple(Copy(head.name, parts) for parts in told if parts not in known)
+            kept[same.name] = same._replace(copies=same.copies + more)
             del kept[head.name]
     return list(kept.values())
+
+
+def _begins_alike(name: str, other: str) -> int:
+    """How many characters two names have in common at the beginning."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False))
+    )
 
 
 def _module(name: str) -> str:
@@ -223,8 +234,8 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
     for source, other in found[1:]:
         if _agreed(other) != agreed:
             raise CoverageError(
-                f"{name} is {_described(told)} in {shards[first].label} but {_described(other)} in "
-                f"{shards[source].label}: save again from ranks of one job"
+                f"{shown(name)} is {_described(told)} in {shards[first].label} but "
+                f"{_described(other)} in {shards[source].label}: save again from ranks of one job"
             )
     dtype, shape, is_plain = agreed
     length = math.prod(shape) * ITEMSIZE[dtype]
@@ -232,8 +243,8 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
         there = {source for source, _ in found}
         missing = next(shard.label for source, shard in enumerate(shards) if source not in there)
         raise CoverageError(
-            f"{name} is a plain tensor in {shards[first].label}, and missing in {missing}: save "
-            "the same model on every rank, or what one rank has gathered as model.safetensors"
+            f"{shown(name)} is a plain tensor in {shards[first].label}, and missing in {missing}: "
+            "save the same model on every rank, or what one rank has gathered as model.safetensors"
         )
     if not length:
         return _Whole(name, dtype, shape, 0, (), ())
@@ -242,6 +253,7 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
             (0,) * len(shape) if local.position is None else local.position.offsets,
             local.local_shape,
             Run(source, local.offset, local.nbytes),
+            None if local.position is None else local.position.mesh,
         )
         for source, value in found
         for local in (value.locals if isinstance(value, Chunks) else (value,))
@@ -249,8 +261,8 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
     if is_plain:
         own, *others = ((block.run,) for block in blocks)
         return _Whole(name, dtype, shape, length, own, tuple(Copy(None, run) for run in others))
-    parts = tile(name, shape, blocks, [shard.label for shard in shards])
-    return _Whole(name, dtype, shape, length, parts, ())
+    parts, copies = tile(shown(name), shape, blocks, [shard.label for shard in shards])
+    return _Whole(name, dtype, shape, length, parts, tuple(Copy(None, copy) for copy in copies))
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:

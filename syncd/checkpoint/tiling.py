@@ -55,20 +55,52 @@ def _slice(part: Part, index: int, count: int) -> Part:
     return Weave(part.turns, tuple(_slice(inner, index, count) for inner in part.parts))
 
 
+def source_at(parts: Iterable[Part], offset: int) -> int:
+    """The source that a byte of these comes from.
+
+    Raises:
+        IndexError: there is no such byte.
+    """
+    for part in leaves(parts):
+        if offset >= part.length:
+            offset -= part.length
+        elif isinstance(part, Run):
+            return part.source
+        else:
+            row = [_slice(inner, 0, part.turns) for inner in part.parts]
+            return source_at(row, offset % (part.length // part.turns))
+    raise IndexError
+
+
 class Block(NamedTuple):
-    """A box of a tensor: where it begins, its shape, and the bytes that it is."""
+    """A box of a tensor.
+
+    Attributes:
+        offsets: where it begins.
+        shape: of the box.
+        run: the bytes that it is.
+        mesh: as in :class:`~syncd.checkpoint.placement.Position`.
+    """
 
     offsets: Shape
     shape: Shape
     run: Run
+    mesh: int | None
 
 
-def tile(
-    name: str, shape: Shape, blocks: Iterable[Block], labels: Sequence[str]
-) -> tuple[Part, ...]:
+class Tiled(NamedTuple):
+    """A tensor as bytes, in order, and what must be the same bytes."""
+
+    parts: tuple[Part, ...]
+    copies: tuple[tuple[Part, ...], ...]
+
+
+def tile(name: str, shape: Shape, blocks: Iterable[Block], labels: Sequence[str]) -> Tiled:
     """Prove that blocks cover a tensor exactly once, and put their bytes in order.
 
-    Equal blocks are replicas, which torch keeps equal: the first one is used.
+    Equal blocks are replicas, of which the first is used. Those of one mesh are the same by torch's
+    account. Those of different meshes, of which one may not know, must turn out to be the same:
+    experts of different ranks can have one name.
 
     Args:
         name: the tensor's, for messages.
@@ -79,11 +111,18 @@ def tile(
     Raises:
         CoverageError: they overlap otherwise, leave a gap, or reach beyond the tensor.
     """
-    distinct: dict[tuple[Shape, Shape], Block] = {}
+    boxes: dict[tuple[Shape, Shape], dict[int, Block]] = {}
     for block in blocks:
         if block.run.length:
-            distinct.setdefault((block.offsets, block.shape), block)
-    return _Tiling(name, shape, labels).parts(list(distinct.values()), 0, 1)
+            alike = boxes.setdefault((block.offsets, block.shape), {})
+            alike.setdefault(-1 - len(alike) if block.mesh is None else block.mesh, block)
+    choices = [list(alike.values()) for alike in boxes.values()]
+    tiling = _Tiling(name, shape, labels)
+    parts, *copies = (
+        tiling.parts([alike[min(number, len(alike) - 1)] for alike in choices], 0, 1)
+        for number in range(max(map(len, choices), default=1))
+    )
+    return Tiled(parts, tuple(copies))
 
 
 class _Tiling:

@@ -11,6 +11,7 @@ import xxhash
 
 from syncd.checkpoint.merge import digest_safetensors
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.layout import MANIFEST
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
@@ -52,7 +53,8 @@ def verify_version(
     for entry in manifest.tensors:
         if entry.file not in listed:
             raise VerificationError(
-                f"the manifest of {folder} has {entry.name} in {entry.file}, which it does not list"
+                f"the manifest of {folder} has {shown(entry.name)} in {shown(entry.file)}, "
+                "which it does not list"
             )
         told[entry.file][entry.name] = entry
     for file in manifest.files:
@@ -89,7 +91,9 @@ def _verify_weights(
             return
         found = digest_safetensors(storage, opened, cancel=cancel)
     for tensor in found.tensors:
-        _compare(path, f"the digest of {tensor.name}", tensor.digest, told[tensor.name].digest)
+        _compare(
+            path, f"the digest of {shown(tensor.name)}", tensor.digest, told[tensor.name].digest
+        )
     _compare(path, "its digest", found.files[0].digest, file.digest)
 
 

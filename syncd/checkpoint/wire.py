@@ -171,8 +171,8 @@ def read_entry(row: Row) -> Entry:
 
 def _position(row: Row, shape: Shape, known: dict[Hashable, Position]) -> Position:
     match row:
-        case [list(whole), list(offsets)]:
-            key = (tuple(whole), tuple(offsets))
+        case [list(whole), list(offsets), mesh] if mesh is None or is_offset(mesh):
+            key = (tuple(whole), tuple(offsets), mesh)
             try:
                 position = known.get(key)
             except TypeError:
@@ -181,7 +181,7 @@ def _position(row: Row, shape: Shape, known: dict[Hashable, Position]) -> Positi
                 sizes, begin = shape_of(whole), shape_of(offsets)
                 if sizes is None or begin is None:
                     raise ValueError("is no position")
-                position = known[key] = Position(sizes, begin)
+                position = known[key] = Position(sizes, begin, mesh)
             # A part without elements may be of any such shape.
             dimensions = len(position.global_shape)
             if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):

@@ -24,9 +24,7 @@ def put(job: Path, kind: str, step: int, torch_version: str = "2.15.0") -> Path:
     """Copy a fixture's shards into a step's folder, as a trainer would leave them."""
     actor = JobLayout(job).actor(step)
     actor.mkdir(parents=True)
-    for path in sorted(
-        (FIXTURES / f"torch-{torch_version}" / kind).rglob("model_world_size_*.pt")
-    ):
+    for path in sorted((FIXTURES / f"torch-{torch_version}" / kind).rglob("model_world_size_*.pt")):
         shutil.copyfile(path, actor / path.name)
     return actor
 

@@ -117,11 +117,11 @@ def pieces(draw: st.DrawFn, dtype: str | None = None, whole: Shape | None = None
     """Any piece; with a position in ``whole`` where it is given."""
     if whole is not None:
         shape = tuple(draw(numbers) for _ in whole)
-        position = Position(whole, tuple(draw(numbers) for _ in whole))
+        position = Position(whole, tuple(draw(numbers) for _ in whole), draw(st.none() | numbers))
     else:
         shape = tuple(draw(st.lists(numbers, max_size=4)))
         at = st.tuples(*[numbers] * len(shape))
-        position = draw(st.none() | st.builds(Position, at, at))
+        position = draw(st.none() | st.builds(Position, at, at, st.none() | numbers))
     return Piece(
         dtype or draw(st.sampled_from(sorted(ITEMSIZE))),
         shape,
@@ -156,7 +156,7 @@ def test_pieces_that_are_not_of_their_tensor_are_refused(told: Pieces, data: st.
     number = data.draw(st.integers(0, len(told.pieces) - 1))
     piece = told.pieces[number]
     assert piece.position is not None
-    whole, offsets = piece.position
+    whole, offsets, _ = piece.position
     others = [
         piece._replace(dtype=next(dtype for dtype in ITEMSIZE if dtype != told.dtype)),
         piece._replace(position=None),

@@ -35,23 +35,64 @@ def of_2_8(shape: object, stride: object, ranks: tuple[int, ...], at: object) ->
 
 
 def test_the_same_mesh_is_read_from_every_release_s_form() -> None:
-    mesh = Mesh((2, 3), (1, 2), (True, True))
     ranks = tuple(range(6))
-    assert read_mesh(of_2_13(ranks, axis((2,), (3,)), axis((3,), (1,)), at=(1, 2))) == mesh
+    mesh = read_mesh(of_2_13(ranks, axis((2,), (3,)), axis((3,), (1,)), at=(1, 2)))
+    assert mesh is not None
+    assert mesh[:3] == ((2, 3), (1, 2), (True, True))
     assert read_mesh(of_2_8((2, 3), (3, 1), ranks, (1, 2))) == mesh
     assert read_mesh(of_2_5((2, 3), list(ranks), [1, 2])) == mesh
 
 
 def test_a_flattened_dimension_has_as_many_ranks_as_those_it_is_made_of() -> None:
     ranks = tuple(range(8))
-    assert read_mesh(of_2_13(ranks, axis((2, 2), (4, 1)), at=(3,))) == Mesh((4,), (3,), (True,))
-    assert read_mesh(of_2_8(((2, 2), 2), ((4, 1), 2), ranks, (3, 0))) == Mesh(
-        (4, 2), (3, 0), (True, True)
-    )
+    flat = read_mesh(of_2_13(ranks, axis((2, 2), (4, 1)), at=(3,)))
+    assert flat == Mesh((4,), (3,), (True,), None)
+    both = read_mesh(of_2_8(((2, 2), 2), ((4, 1), 2), ranks, (3, 0)))
+    assert both is not None
+    assert both[:3] == ((4, 2), (3, 0), (True, True))
+
+
+def identity(ranks: tuple[int, ...], own: int, *axes: Inert, at: object) -> int | None:
+    made = of_2_13(ranks, *axes, at=at)
+    made.state["_rank"] = own
+    mesh = read_mesh(made)
+    assert mesh is not None
+    return mesh.identity
+
+
+def test_two_ranks_agree_on_a_mesh_s_identity_if_both_are_on_it() -> None:
+    ranks = tuple(range(8))  # a mesh of 2 x 2 x 2
+    by_own = {
+        own: (
+            identity(ranks, own, axis((2,), (4,)), axis((2,), (1,)), at=(own // 4, own % 2)),
+            identity(ranks, own, axis((2,), (2,)), at=(own // 2 % 2,)),
+            identity(ranks, own, axis((2, 2), (4, 1)), at=(own // 4 * 2 + own % 2,)),
+            identity(ranks, own, axis((8,), (1,)), at=(own,)),
+        )
+        for own in ranks
+    }
+    for own, other in itertools.combinations(ranks, 2):
+        same = [left == right for left, right in zip(by_own[own], by_own[other], strict=True)]
+        outer = own // 2 % 2 == other // 2 % 2
+        inner = (own // 4, own % 2) == (other // 4, other % 2)
+        assert same == [outer, inner, outer, True]
+    assert all(found[0] == found[2] is not None for found in by_own.values())
+    flat = read_mesh(of_2_5((2, 2), [0, 1, 4, 5], [0, 0]))
+    assert flat is not None
+    assert flat.identity == by_own[0][0]
+
+
+def test_a_mesh_whose_ranks_are_not_known_has_no_identity() -> None:
+    assert identity((), 0, axis((2,), (1,)), at=(0,)) is None
+    assert identity((0, 1, 2, 3), 9, axis((2,), (2,)), at=(0,)) is None
+    assert identity((0, 1, 2, 3), 0, axis((2,), (2,)), at=(1,)) is None
+    assert identity((0, 1, 2, 3), 3, axis((2,), (2,)), at=(0,)) is None
+    assert identity((0, 1, 2, 3), 0, axis((2,), None), at=(0,)) is None
+    assert identity((0, 1), 0, axis((2,), (1,)), at=None) is None
 
 
 def test_a_rank_that_is_not_on_the_mesh_has_no_place() -> None:
-    assert read_mesh(of_2_13((0, 1), axis((2,), (1,)), at=None)) == Mesh((2,), None, (True,))
+    assert read_mesh(of_2_13((0, 1), axis((2,), (1,)), at=None)) == Mesh((2,), None, (True,), None)
 
 
 @pytest.mark.parametrize("ranks", list(itertools.permutations(range(4))))
@@ -97,5 +138,7 @@ def test_what_is_no_mesh_that_is_known_is_not_read(mesh: Inert) -> None:
 
 @pytest.mark.parametrize("ranks", [(), ("a", "b"), (5,)])
 def test_ranks_that_cannot_be_read_are_taken_to_ascend(ranks: Any) -> None:
-    assert read_mesh(of_2_13(ranks, axis((2,), (1,)))) == Mesh((2,), (0,), (True,))
-    assert read_mesh(of_2_13((1, 0), axis((2,), None))) == Mesh((2,), (0,), (True,))
+    assert read_mesh(of_2_13(ranks, axis((2,), (1,)))) == Mesh((2,), (0,), (True,), None)
+    unknown = read_mesh(of_2_13((1, 0), axis((2,), None)))
+    assert unknown is not None
+    assert unknown.ascends == (True,)

@@ -299,7 +299,7 @@ def rows(*given: object) -> bytes:
     return frame(wire.ROWS, json.dumps(given).encode()) + frame(wire.DONE)
 
 
-GOOD: list[object] = ["w", "F32", [2], "0", 0, [[4], [2]]]
+GOOD: list[object] = ["w", "F32", [2], "0", 0, [[4], [2], 9]]
 PARTS: list[object] = ["p", "F32", [4], [GOOD[1:], GOOD[1:]]]
 
 
@@ -331,12 +331,16 @@ RUBBISH = {
     "an offset that is text": changed(4, "0"),
     "a position that is text": changed(5, "ab"),
     "a position that is 0": changed(5, 0),
-    "a position of lists of lists": changed(5, [[[]], [[]]]),
+    "a position of lists of lists": changed(5, [[[]], [[]], 9]),
     "a position without offsets": changed(5, [[4]]),
-    "a position of another dimension": changed(5, [[4, 4], [2, 0]]),
-    "a position that disagrees with itself": changed(5, [[4, 4], [2]]),
-    "an offset of 2**63": changed(5, [[4], [2**63]]),
-    "a negative place": changed(5, [[4], [-1]]),
+    "a position without a mesh": changed(5, [[4], [2]]),
+    "a position of another dimension": changed(5, [[4, 4], [2, 0], 9]),
+    "a position that disagrees with itself": changed(5, [[4, 4], [2], 9]),
+    "an offset of 2**63": changed(5, [[4], [2**63], 9]),
+    "a negative place": changed(5, [[4], [-1], 9]),
+    "a mesh that is text": changed(5, [[4], [2], "9"]),
+    "a negative mesh": changed(5, [[4], [2], -9]),
+    "a mesh that is a list": changed(5, [[4], [2], [9]]),
     "parts that are no list": rows([*PARTS[:3], "ab"]),
     "parts that are no pieces": rows([*PARTS[:3], [7]]),
     "parts of another dtype": rows(["p", "F16", *PARTS[2:]]),
@@ -367,7 +371,7 @@ def test_an_answer_as_it_should_be_is_taken(tmp_path: Path) -> None:
     body = SPEAK.format(ready=frame(wire.READY), answer=rows(GOOD, PARTS), then="os.read(0, 99)")
     with IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child:
         found = child.read_pieces(b"}.", "x", intact=True)
-    piece = Piece("F32", (2,), "0", 0, Position((4,), (2,)))
+    piece = Piece("F32", (2,), "0", 0, Position((4,), (2,), 9))
     assert found == {"w": piece, "p": Pieces("F32", (4,), (piece, piece))}
 
 

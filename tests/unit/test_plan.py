@@ -21,13 +21,23 @@ def local(
     return Local(dtype, shape, at, math.prod(shape) * ITEMSIZE[dtype], "data/0", position)
 
 
-def box(whole: Shape, offsets: Shape, shape: Shape, *, dtype: str = "F32", at: int = 0) -> Local:
-    return local(shape, Position(whole, offsets), dtype=dtype, at=at)
+def box(
+    whole: Shape,
+    offsets: Shape,
+    shape: Shape,
+    *,
+    dtype: str = "F32",
+    at: int = 0,
+    mesh: int | None = 7,
+) -> Local:
+    return local(shape, Position(whole, offsets, mesh), dtype=dtype, at=at)
 
 
-def rows(start: int, count: int, *, size: int = 8, dtype: str = "F32") -> Local:
+def rows(
+    start: int, count: int, *, size: int = 8, dtype: str = "F32", mesh: int | None = 7
+) -> Local:
     """Some rows of a (size, 2) tensor, which are in their file where they are in the tensor."""
-    return box((size, 2), (start, 0), (count, 2), dtype=dtype, at=8 * start)
+    return box((size, 2), (start, 0), (count, 2), dtype=dtype, at=8 * start, mesh=mesh)
 
 
 def plan(*tensors: Mapping[str, Local | Chunks], max_file_size: int = 10**9) -> MergePlan:
@@ -111,6 +121,21 @@ def test_of_equal_blocks_the_first_is_used() -> None:
     made = plan(*({"weight": rows(start, 4)} for start in (0, 4, 0, 4)))
     assert only(made).parts == (Run(0, 0, 32), Run(1, 32, 32))
     assert only(made).copies == ()
+
+
+def test_equal_blocks_of_other_meshes_must_be_the_same() -> None:
+    # Ranks 0 and 1 are on a mesh, 2 and 3 on another; 4 and 5 do not know which theirs is.
+    meshes = (1, 1, 2, 2, None, None)
+    made = plan(*({"weight": rows(4 * (r % 2), 4, mesh=mesh)} for r, mesh in enumerate(meshes)))
+    assert only(made).parts == (Run(0, 0, 32), Run(1, 32, 32))
+    assert only(made).copies == tuple(
+        Copy(None, (Run(rank, 0, 32), Run(rank + 1, 32, 32))) for rank in (2, 4)
+    )
+
+
+def test_what_only_some_blocks_have_twice_is_compared_too() -> None:
+    made = plan(*({"weight": rows(at, 4, mesh=mesh)} for at, mesh in ((0, 1), (4, 1), (4, 2))))
+    assert only(made).copies == (Copy(None, (Run(0, 0, 32), Run(2, 32, 32))),)
 
 
 def test_a_replicated_scalar_is_the_first_ranks() -> None:
@@ -273,7 +298,18 @@ def test_a_head_of_its_own_is_left_out_and_must_be_equal(order: tuple[str, str])
 
 def test_a_plain_head_must_be_equal_and_the_embedding_the_same_on_all_ranks() -> None:
     found = tied(*({EMBEDDING: local((4,)), HEAD: local((4,), at=99)} for _ in range(2)))
-    assert found[EMBEDDING].copies == (Copy(None, (Run(1, 0, 16),)), Copy(HEAD, (Run(0, 99, 16),)))
+    assert found[EMBEDDING].copies == (
+        Copy(None, (Run(1, 0, 16),)),
+        Copy(HEAD, (Run(0, 99, 16),)),
+        Copy(HEAD, (Run(1, 99, 16),)),
+    )
+
+
+def test_of_several_embeddings_the_one_of_the_same_model_is_compared() -> None:
+    names = ("vision.embed_tokens.weight", "text.embed_tokens.weight", "text.lm_head.weight")
+    found = tied({name: local((4,), at=16 * number) for number, name in enumerate(names)})
+    assert list(found) == list(names[:2])
+    assert [len(tensor.copies) for tensor in found.values()] == [0, 1]
 
 
 @pytest.mark.parametrize(

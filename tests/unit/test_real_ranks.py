@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from syncd.checkpoint.isolated import IsolatedParser
-from syncd.checkpoint.placement import Chunks, Local
+from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CoverageError, PlacementError
@@ -279,6 +279,19 @@ def test_a_buffer_that_differs_between_ranks_is_named_with_both_files(
         merge(opened(written / "buffers_differ-2"), tmp_path / "out", digests=digests)
 
 
+def test_parts_of_one_name_that_ranks_of_other_meshes_hold_must_be_the_same(
+    written: Path, tmp_path: Path, opened: Open
+) -> None:
+    told = r"^weight differs between ranks 0 and 2, in .*_rank_0\.pt and .*_rank_2\.pt, which"
+    with pytest.raises(CoverageError, match=told):
+        merge(opened(written / "experts_apart-4"), tmp_path / "out")
+    # Tensor parallel leaves what FSDP alone has cut on as many meshes, and there it is the same.
+    indexes = [(s.path.name, s.tensors()) for s in opened(written / "fsdp2_tp-4")]
+    (file,) = plan_merge(indexes, max_file_size=10**9).files
+    compared = {tensor.name for tensor in file.tensors if tensor.copies}
+    assert {"norm.weight"} <= compared != {tensor.name for tensor in file.tensors}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -304,10 +317,10 @@ def test_placements_that_no_copy_undoes_are_refused_by_name(
 def test_the_saves_have_what_makes_merging_difficult(written: Path, opened: Open) -> None:
     """So that nothing above holds only because torch came to write something simpler."""
 
-    def local(name: str, rank: int, tensor: str) -> Local:
+    def position(name: str, rank: int, tensor: str) -> tuple[Shape, Shape] | None:
         found = opened(written / name)[rank].tensors()[tensor]
         assert isinstance(found, Local)
-        return found
+        return found.position and found.position[:2]
 
     def chunks(name: str, tensor: str) -> list[int]:
         found = [shard.tensors()[tensor] for shard in opened(written / name)]
@@ -320,11 +333,11 @@ def test_the_saves_have_what_makes_merging_difficult(written: Path, opened: Open
     assert chunks("fsdp1-4", "model.layers.0.one_row") == [1, 0, 0, 0]
     assert chunks("fsdp1-4", "model.layers.0.experts") == [1, 1, 1, 0]
     assert chunks("fsdp1_hybrid_groups-4", "model.layers.0.up.weight") == [1, 1, 1, 1]
-    assert local("fsdp1-1", 0, "model.layers.0.up.weight").position is None
-    assert local("shuffled-4", 1, "model.layers.0.up.weight").position == ((10, 6), (0, 0))
-    assert local("fsdp2_columns-4", 1, "experts").position == ((3, 8, 4), (0, 0, 1))
+    assert position("fsdp1-1", 0, "model.layers.0.up.weight") is None
+    assert position("shuffled-4", 1, "model.layers.0.up.weight") == ((10, 6), (0, 0))
+    assert position("fsdp2_columns-4", 1, "experts") == ((3, 8, 4), (0, 0, 1))
     # Tensor parallel has cut 41 rows into 21 and 20 first; FSDP first would have begun at 11.
-    assert local("fsdp2_tp-8", 2, "up.weight").position == ((41, 7), (6, 0))
-    assert local("fsdp2_tp-8", 1, "up.weight").position == ((41, 7), (21, 0))
+    assert position("fsdp2_tp-8", 2, "up.weight") == ((41, 7), (6, 0))
+    assert position("fsdp2_tp-8", 1, "up.weight") == ((41, 7), (21, 0))
     # FSDP1 writes the other order.
-    assert local("fsdp1_tp-4", 1, "up.weight").position == ((48, 7), (12, 0))
+    assert position("fsdp1_tp-4", 1, "up.weight") == ((48, 7), (12, 0))

@@ -1,0 +1,256 @@
+"""A tensor may have any name that a safetensors file can hold, and keeps it; others are errors."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.isolated import IsolatedParser
+from syncd.checkpoint.merge import Merged, run_plan
+from syncd.checkpoint.model_folder import write_index
+from syncd.checkpoint.placement import Local, Position
+from syncd.checkpoint.plan import plan_merge
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.protocol.errors import CoverageError, ShardFormatError
+from syncd.protocol.layout import MANIFEST, shard_name
+from syncd.protocol.records import Manifest, parse
+from syncd.storage.fsio import Storage
+from tests.jobs import nothing
+
+STORAGE = Storage(durable=False)
+
+#: Names that something on the way might take for something else, and that are only names.
+ODD: Final = (
+    "", " ", "  leading and trailing  ", ".", "..", "/", "../../etc/passwd", "data/0", "data.pkl",
+    "archive/data.pkl", "__metadata__x", "__METADATA__", "__metadata__.weight", "weight_map",
+    "_extra_state.weight", "_flat_param.weight", "true", "null", "0", "-1", "1e999", "{}", "[]",
+    "{0} %s $HOME `id`",
+    "it's", 'a "quoted" name', "back\\slash", "\\u0041", "a,b:c;d", "<b>&amp;</b>",
+    "caf\u00e9", "cafe\u0301",  # one text to a reader, two names
+    "模型.层.0", "🤖", "\u202egnp.exe", "\u200f", "\u200b", "\ufeff", "\u2028", "\ufffd", "\uffff",
+    "\x7f\x9b31m", "\U0010ffff", "x" * 1000, "é" * 1000, "🤖" * 1000,
+)  # fmt: skip
+
+#: Names that are refused, and how the error calls what is wrong with them.
+REFUSED: Final[dict[Any, str]] = {
+    "__metadata__": "'__metadata__' has the name of safetensors' own metadata",
+    "half a pair \ud83e": r"'half a pair \ud83e' is a key that is not text",
+    "\udd16 the other half": r"'\udd16 the other half' is a key that is not text",
+    "\0": r"'\x00' is a name with control characters",
+    "two\nlines": r"'two\nlines' is a name with control characters",
+    "\x1b[31mred": r"'\x1b[31mred' is a name with control characters",
+    "é\t": r"'é\t' is a name with control characters",
+    "x" * 1001: f"'{'x' * 200}…' is a name of 1001 characters, over the limit of 1000",
+    "🤖" * 1001: f"'{'🤖' * 200}…' is a name of 1001 characters, over the limit of 1000",
+    7: "a int is a key that is not text",
+    None: "a NoneType is a key that is not text",
+    ("layer", 0): "a tuple is a key that is not text",
+}
+
+#: What is no tensor of the model has a name that ends so, and is left out or refused.
+SPECIAL: Final = ("_extra_state", "_flat_param")
+
+legal = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), max_size=40).filter(
+    lambda name: name != "__metadata__" and not name.endswith(SPECIAL)
+)
+#: Text with one character in it that no name may have.
+refused = st.builds(
+    "{}{}{}".format,
+    legal,
+    st.characters(max_codepoint=31) | st.integers(0xD800, 0xDFFF).map(chr),
+    legal,
+)
+PROPERTY = settings(max_examples=100, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[IsolatedParser]:
+    with IsolatedParser(cancel=nothing) as parser:
+        yield parser
+
+
+def save(path: Path, names: Any) -> dict[Any, torch.Tensor]:
+    """A shard by torch with a tensor of its own for each name."""
+    state = {name: torch.tensor([number]) for number, name in enumerate(names)}
+    torch.save(state, path)
+    return state
+
+
+def merge(shards: list[ShardFile], folder: Path, max_file_size: int = 10**9) -> Merged:
+    plan = plan_merge([(s.path.name, s.tensors()) for s in shards], max_file_size=max_file_size)
+    return run_plan(STORAGE, plan, shards, folder, digests=True, check_crc=True, cancel=nothing)
+
+
+def loaded(folder: Path) -> dict[str, int]:
+    """What the safetensors library reads; where there are several files, as the index says."""
+    found, files = {}, {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                found[name], files[name] = int(opened.get_tensor(name)), path.name
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        assert json.loads(index.read_text())["weight_map"] == files
+    return found
+
+
+# -- names that are kept -----------------------------------------------------------------------
+
+
+@PROPERTY
+@given(names=st.lists(legal, min_size=1, max_size=8, unique=True), max_file_size=st.integers(1, 80))
+@example(names=list(ODD), max_file_size=80)
+def test_a_name_comes_out_of_a_merge_as_it_was_saved(
+    child: IsolatedParser, names: list[str], max_file_size: int
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        path, folder = Path(root) / "shard.pt", Path(root) / "out"
+        save(path, names)
+        folder.mkdir()
+        with ShardFile.open(STORAGE, path) as here, ShardFile.open(STORAGE, path) as there:
+            found = here.tensors()
+            assert list(found) == names
+            assert list(there.tensors(parse=child.read_pieces).items()) == list(found.items())
+            merged = merge([here], folder, max_file_size)
+        write_index(STORAGE, folder, merged)
+        assert loaded(folder) == {name: number for number, name in enumerate(names)}
+
+
+def test_odd_names_are_kept_from_the_save_to_the_manifest(tmp_path: Path) -> None:
+    """As ``syncd merge`` does it, with the pickle read in a child process."""
+    actor, out = tmp_path / "actor", tmp_path / "out"
+    actor.mkdir()
+    out.mkdir()
+    for rank in range(2):
+        save(actor / shard_name(2, rank), ODD)
+    build_model_folder(
+        STORAGE,
+        actor,
+        look_at_save(STORAGE, actor, 1),
+        out,
+        sequence=0,
+        digests=True,
+        max_file_size=80,
+        cancel=nothing,
+    )
+    assert loaded(out) == {name: number for number, name in enumerate(ODD)}
+    manifest = parse(Manifest, (out / MANIFEST).read_bytes(), out / MANIFEST)
+    assert sorted(tensor.name for tensor in manifest.tensors) == sorted(ODD)
+
+
+def test_extra_state_is_left_out_by_the_end_of_its_name_alone(tmp_path: Path) -> None:
+    path = tmp_path / "shard.pt"
+    save(path, ["layer._extra_state", "_extra_state", "_extra_state.weight", "_extra_state "])
+    with ShardFile.open(STORAGE, path) as opened:
+        assert list(opened.tensors()) == ["_extra_state.weight", "_extra_state "]
+
+
+# -- names that are refused --------------------------------------------------------------------
+
+
+def refusal(path: Path, child: IsolatedParser) -> str:
+    """What both ways of reading say of a shard, which is the same."""
+    messages = []
+    for parse_ in ({}, {"parse": child.read_pieces}):
+        with (
+            ShardFile.open(STORAGE, path) as opened,
+            pytest.raises(ShardFormatError) as caught,
+        ):
+            opened.tensors(**parse_)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    return messages[0]
+
+
+@pytest.mark.parametrize("name", REFUSED, ids=lambda name: ascii(name)[:20])
+def test_a_name_that_cannot_be_kept_is_an_error_that_names_file_and_tensor(
+    child: IsolatedParser, tmp_path: Path, name: Any
+) -> None:
+    path = tmp_path / "shard.pt"
+    save(path, ["good", name])
+    assert refusal(path, child) == f"{path}: {REFUSED[name]}"
+
+
+@PROPERTY
+@given(name=refused)
+def test_an_error_shows_a_name_that_cannot_be_kept_so_that_any_terminal_can(
+    child: IsolatedParser, name: str
+) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        path = Path(root) / "shard.pt"
+        save(path, [name])
+        message = refusal(path, child)
+    assert message.startswith(f"{path}: '")
+    assert message.isprintable()
+
+
+# -- names in messages -------------------------------------------------------------------------
+
+#: Names that would do something to a terminal or a log, or fill it.
+LOUD: Final = ("\u202egnp", "\x9b31mred", "\u2028", "🤖" * 1000)
+
+
+def local(size: int, position: Position | None = None) -> Local:
+    return Local("F32", (size,), 0, 4 * size, "data/0", position)
+
+
+def assert_quiet(message: str) -> None:
+    assert message.isprintable()
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [((2, 3), "but a plain F32 tensor"), ((2, None), "and missing in"), ((None, 2), "missing in")],
+)
+def test_a_plan_that_fails_shows_a_name_so_that_any_terminal_can(
+    name: str, sizes: tuple[int | None, ...], message: str
+) -> None:
+    shards = [
+        (f"rank {rank}", {"weight": local(1)} | ({} if size is None else {name: local(size)}))
+        for rank, size in enumerate(sizes)
+    ]
+    with pytest.raises(CoverageError, match=message) as caught:
+        plan_merge(shards, max_file_size=10**9)
+    assert_quiet(str(caught.value))
+
+
+@pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+def test_a_gap_or_a_clash_shows_a_name_so_that_any_terminal_can(name: str) -> None:
+    with pytest.raises(CoverageError, match="rows 1 to 3 are in no file") as caught:
+        plan_merge([("rank 0", {name: local(1, Position((4,), (0,)))})], max_file_size=10**9)
+    assert_quiet(str(caught.value))
+    with pytest.raises(CoverageError, match="would both be") as caught:
+        plan_merge(
+            [("rank 0", {"weight": local(1), name: local(1)})],
+            max_file_size=10**9,
+            rename=lambda _: name,
+        )
+    assert_quiet(str(caught.value))
+
+
+@pytest.mark.parametrize("name", LOUD, ids=lambda name: ascii(name)[:10])
+def test_a_tensor_that_differs_is_shown_so_that_any_terminal_can(tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    with ExitStack() as stack:
+        shards = []
+        for rank in range(2):
+            path = tmp_path / shard_name(2, rank)
+            torch.save({name: torch.tensor(rank)}, path)
+            shards.append(stack.enter_context(ShardFile.open(STORAGE, path)))
+        with pytest.raises(CoverageError, match="differs between ranks") as caught:
+            merge(shards, tmp_path / "out")
+    assert_quiet(str(caught.value))
