@@ -14,8 +14,9 @@ from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.contents import Contents, look_inside
 from syncd.checkpoint.merge import Merged, digest_safetensors, run_plan
 from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
+from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.save import Save, confirm_unchanged, open_save
+from syncd.checkpoint.save import Save, confirm_unchanged
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.layout import (

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.checkpoint.adapter import Adapter, find_adapter
+from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.placement import Chunks
 from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.save import OpenSave
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.checkpoint.torch_zip import Record
 from syncd.protocol.errors import CheckpointError

@@ -8,26 +8,17 @@ the names, sizes, inodes and times of its files, and it must not change.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import pydantic
 import xxhash
 
-from syncd.checkpoint.isolated import IsolatedParser, Limits
-from syncd.checkpoint.pieces import read_pieces
-from syncd.checkpoint.placement import Chunks, Local
-from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
-from syncd.checkpoint.safetensors_header import read_fields
-from syncd.checkpoint.shard_file import ReadPieces, ShardFile
 from syncd.protocol.errors import (
-    CheckpointError,
     RecordError,
     SaveNotReadyError,
-    ShardFormatError,
 )
 from syncd.protocol.layout import (
     ADAPTER_PICKLE,
@@ -51,8 +42,8 @@ from syncd.storage.fsio import RECORD_LIMIT, Storage
 RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
-_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
-_PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
+ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
+PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,7 @@ class Save:
 
         Shards may turn out to hold an adapter too.
         """
-        return self.weights in {(_ADAPTER,), (_PICKLED_ADAPTER,)}
+        return self.weights in {(ADAPTER,), (PICKLED_ADAPTER,)}
 
     @property
     def is_one_file(self) -> bool:
@@ -94,47 +85,6 @@ class Save:
     def vouched(self) -> dict[str, ReceiptFile]:
         """What the receipts say of each file, by its name inside ``actor/``."""
         return {file.name: file for receipt in self.receipts for file in receipt.files}
-
-
-@dataclass(slots=True)
-class OpenSave:
-    """A save whose weights are open; everything is read through these descriptors.
-
-    Attributes:
-        save: which.
-        shards: the open shards, in rank order; none where the weights are one file.
-        full: the one file, open: a full state dict or an adapter.
-        parse: reads the shards' pickles: those of another trainer in a child process.
-        limits: what reading may take.
-    """
-
-    save: Save
-    shards: list[ShardFile] = field(default_factory=list)
-    full: SafetensorsFile | None = None
-    parse: ReadPieces = read_pieces
-    limits: Limits = field(default_factory=Limits)
-    _found: int = 0
-
-    @property
-    def checked(self) -> Literal["receipt", "crc32", "stillness"]:
-        """How the merge can tell that these bytes are what the trainer wrote."""
-        if self.save.receipts:
-            return "receipt"
-        return "crc32" if self.shards and all(s.has_crc for s in self.shards) else "stillness"
-
-    def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
-        """The tensors of one of the shards; asked for once each.
-
-        Raises:
-            ShardFormatError: it cannot be read, or all shards together have too many.
-            PlacementError: a tensor's device mesh is of an unknown layout.
-            OSError: it cannot be read now.
-        """
-        found = shard.tensors(parse=self.parse)
-        self._found += len(found)
-        if self._found > self.limits.tensors:
-            raise _too_many(shard.path, self.limits, "tensors")
-        return found
 
 
 def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
@@ -154,83 +104,6 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
         # One folder that cannot be read (a link, a name too long, no permission) must not keep the
         # daemon from the others.
         return Save(step, None, f"{actor} cannot be looked at now: {error}")
-
-
-@contextmanager
-def open_save(
-    storage: Storage,
-    actor: Path,
-    save: Save,
-    *,
-    cancel: Callable[[], None] = lambda: None,
-    limits: Limits | None = None,
-) -> Iterator[OpenSave]:
-    """Open all files of a whole save, and check each against its receipt.
-
-    What a save without receipts holds is parsed in a child process, which ends with it.
-
-    Args:
-        storage: the shared storage.
-        actor: the ``actor/`` folder of the save.
-        save: as it was looked at last.
-        cancel: called often; it raises to stop.
-        limits: what reading may take.
-
-    Raises:
-        SaveNotReadyError: a file is gone, or is another one than its receipt says: look again.
-        ShardFormatError: a file is not one that can be read.
-        CheckpointError: the adapter is a pickle.
-        OSError: as the storage says, or no child can be started.
-    """
-    if save.weights == (_PICKLED_ADAPTER,):
-        raise CheckpointError(
-            f"{actor / _PICKLED_ADAPTER} is a pickle, which is never loaded: save the adapter with "
-            "PeftModel.save_pretrained, which writes adapter_model.safetensors, and remove this one"
-        )
-    vouched = save.vouched()
-    limits = limits or Limits()
-    opened = OpenSave(save, limits=limits)
-    records = 0
-    with ExitStack() as stack:
-        read_header: ReadFields = read_fields
-        if not save.receipts:
-            parser = stack.enter_context(IsolatedParser(cancel=cancel, limits=limits))
-            opened.parse, read_header = parser.read_pieces, parser.read_fields
-        try:
-            for name in save.weights:
-                cancel()
-                file: ShardFile | SafetensorsFile
-                if save.is_one_file:
-                    file = SafetensorsFile.open(storage, actor / name, parse=read_header)
-                    stack.callback(file.close)
-                    opened.full, digest = file, file.header_digest
-                else:
-                    file = ShardFile.open(storage, actor / name, cancel=cancel)
-                    stack.callback(file.close)
-                    opened.shards.append(file)
-                    digest = file.directory_digest
-                    records += len(file.records)
-                    # Some of each are no tensor's.
-                    if records > limits.tensors + 100 * len(save.weights):
-                        raise _too_many(file.path, limits, "records")
-                told = vouched.get(name)
-                if told is not None and (told.size, told.digest) != (file.size, digest):
-                    raise SaveNotReadyError(
-                        f"{actor / name} is not the file that its receipt of save "
-                        f"{save.identity} vouches for: it is being replaced, or was damaged"
-                    )
-        except OSError as error:
-            if is_gone(error):
-                raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
-            raise
-        yield opened
-
-
-def _too_many(path: Path, limits: Limits, what: str) -> ShardFormatError:
-    return ShardFormatError(
-        f"{path}: the shards up to this one have over {limits.tensors} {what}, which would take "
-        "gigabytes of memory to merge: save the model's own state dict, from fewer ranks"
-    )
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
@@ -305,7 +178,7 @@ def _receipt(storage: Storage, actor: Path, rank: int, left: int) -> tuple[Recei
 
 def _adapter_of(names: Container[str]) -> str | None:
     """The adapter's weights among names inside ``actor/``."""
-    return next((name for name in (_ADAPTER, _PICKLED_ADAPTER) if name in names), None)
+    return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
 
 
 def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
@@ -334,9 +207,7 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     if whole:
         shards = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
     elif ranks:
-        size, found = max(ranks.items())
-        missing = _missing_rank(size, found)
-        return Save(step, None, f"{actor} has no shard of rank {missing} of {size} yet")
+        return Save(step, None, f"{actor} has no {_missing_shard(ranks)}")
     adapter = None
     if LORA_ADAPTER in names:
         adapter = _adapter_of([f"{LORA_ADAPTER}/{n}" for n in storage.names(actor / LORA_ADAPTER)])
@@ -354,6 +225,17 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
 
 def _missing_rank(world_size: int, found: set[int]) -> int | None:
     return next((rank for rank in range(world_size) if rank not in found), None)
+
+
+def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
+    """Which shard is missing, where none of several sets is complete."""
+    size = max(ranks)
+    missing = _missing_rank(size, ranks[size]) or 0
+    told = f"{shard_name(size, missing)} yet, of {size} ranks"
+    if len(ranks) == 1:
+        return told
+    others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
+    return f"{told}; shards of world size {others} are there too, and no set is whole: save again"
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:

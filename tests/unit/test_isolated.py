@@ -17,11 +17,12 @@ import pytest
 
 from syncd.checkpoint import wire
 from syncd.checkpoint.isolated import IsolatedParser, Limits
+from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.placement import Position
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import read_fields
-from syncd.checkpoint.save import look_at_save, open_save
+from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
 from syncd.protocol.layout import shard_name

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from syncd.checkpoint.isolated import Limits
+from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.save import (
     Save,
     confirm_unchanged,
     look_at_save,
-    open_save,
 )
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
 from syncd.protocol.layout import RECEIPTS, receipt_name, shard_name
@@ -98,7 +98,7 @@ def test_receipts_that_vouch_for_no_weights_are_no_save(job: Job) -> None:
 def test_a_foreign_save_needs_every_rank_of_its_world_size(job: Job) -> None:
     shard(job, 3, 0)
     shard(job, 3, 2)
-    assert "no shard of rank 1 of 3 yet" in look(job).reason
+    assert "no model_world_size_3_rank_1.pt yet, of 3 ranks" in look(job).reason
     shard(job, 3, 1)
     save = look(job)
     assert save.weights == tuple(shard_name(3, rank) for rank in range(3))
@@ -106,9 +106,18 @@ def test_a_foreign_save_needs_every_rank_of_its_world_size(job: Job) -> None:
     assert save.identity.startswith("foreign-")
 
 
+def test_shards_of_several_world_sizes_of_which_none_is_whole_are_said(job: Job) -> None:
+    for world_size, rank in ((4, 0), (4, 1), (4, 3), (2, 1), (3, 0)):
+        shard(job, world_size, rank)
+    reason = look(job).reason
+    assert "no model_world_size_4_rank_2.pt yet, of 4 ranks" in reason
+    assert "world size 2 and 3 are there too" in reason
+    assert "save again" in reason
+
+
 def test_a_huge_world_size_in_a_name_costs_nothing(job: Job) -> None:
     shard(job, 9_999_999, 0)
-    assert "no shard of rank 1 of 9999999 yet" in look(job).reason
+    assert "no model_world_size_9999999_rank_1.pt yet" in look(job).reason
 
 
 def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: Job) -> None:
@@ -248,7 +257,7 @@ def test_an_adapter_stands_for_what_is_beside_it(job: Job, beside: str) -> None:
 def test_an_adapter_beside_shards_waits_for_all_of_them(job: Job) -> None:
     adapter(job)
     shard(job, 2, 0)
-    assert "no shard of rank 1 of 2 yet" in look(job).reason
+    assert "no model_world_size_2_rank_1.pt yet" in look(job).reason
     shard(job, 2, 1)
     assert look(job).weights == ADAPTER
 
