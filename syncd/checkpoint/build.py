@@ -12,7 +12,7 @@ from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.contents import Contents, look_inside
-from syncd.checkpoint.merge import Merged, digest_safetensors, run_plan
+from syncd.checkpoint.merge import Merged, Progress, digest_safetensors, run_plan, unheard
 from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.safetensors_file import SafetensorsFile
@@ -45,6 +45,7 @@ def build_model_folder(
     digests: bool,
     max_file_size: int,
     cancel: Callable[[], None],
+    progress: Progress = unheard,
     clock: Callable[[], float] = time.monotonic,
 ) -> Manifest:
     """Merge a save into an empty folder, durably, the manifest last.
@@ -63,6 +64,7 @@ def build_model_folder(
         digests: whether the manifest carries digests.
         max_file_size: the most bytes of tensors in one file.
         cancel: called between chunks; raises to stop.
+        progress: called with the bytes of tensors that are done, and those of all.
         clock: seconds, monotonic, for the timings in the manifest.
 
     Returns:
@@ -91,7 +93,14 @@ def build_model_folder(
             copied = clock()
             if opened.full is not None:
                 merged = _one_file(
-                    storage, opened.full, actor, save, folder, digests=digests, cancel=cancel
+                    storage,
+                    opened.full,
+                    actor,
+                    save,
+                    folder,
+                    digests=digests,
+                    cancel=cancel,
+                    progress=progress,
                 )
             else:
                 merged = run_plan(
@@ -106,6 +115,7 @@ def build_model_folder(
                     digests=digests,
                     check_crc=checked == "crc32",
                     cancel=cancel,
+                    progress=progress,
                 )
             merge_seconds = clock() - copied
     except OSError as error:
@@ -171,6 +181,7 @@ def _one_file(
     *,
     digests: bool,
     cancel: Callable[[], None],
+    progress: Progress,
 ) -> Merged:
     """The trainer's own file: linked where our hook wrote it, else copied."""
     (name,) = save.weights
@@ -182,7 +193,12 @@ def _one_file(
         if status is None or signature(status)[:2] != file.signature[:2]:
             raise SaveNotReadyError(f"{actor / name} was replaced while it was linked")
     return digest_safetensors(
-        storage, file, copy_to=None if linked else target, digests=digests, cancel=cancel
+        storage,
+        file,
+        copy_to=None if linked else target,
+        digests=digests,
+        cancel=cancel,
+        progress=progress,
     )
 
 

@@ -42,7 +42,11 @@ class Merged:
     data_size: int
 
 
-def _unheard(done: int, total: int) -> None:
+#: Called with the bytes of tensors that are done, and those of all.
+Progress = Callable[[int, int], None]
+
+
+def unheard(done: int, total: int) -> None:
     """Nobody watches the progress."""
 
 
@@ -64,7 +68,7 @@ def run_plan(
     digests: bool,
     check_crc: bool,
     cancel: Callable[[], None],
-    progress: Callable[[int, int], None] = _unheard,
+    progress: Progress = unheard,
     in_kernel: Callable[[int], bool] = may_copy_remotely,
 ) -> Merged:
     """Write the files of a plan, durably, into a folder that nobody else looks at.
@@ -129,6 +133,7 @@ def digest_safetensors(
     digests: bool = True,
     cancel: Callable[[], None],
     copy_to: Path | None = None,
+    progress: Progress = unheard,
 ) -> Merged:
     """Read a whole safetensors file once: say what it is, and copy it, durably, where asked.
 
@@ -138,18 +143,19 @@ def digest_safetensors(
         digests: whether to compute the digests that a manifest carries.
         cancel: called often; it raises to stop.
         copy_to: the name of the copy; its folder's entry is the caller's to sync.
+        progress: called with the bytes done and the bytes in all.
 
     Raises:
         SaveNotReadyError: the file became shorter while it was read.
         OSError: as the storage says.
     """
     if copy_to is None:
-        found = _stream(storage, source, None, cancel) if digests else []
+        found = _stream(storage, source, None, cancel, progress) if digests else []
     else:
         target = storage.create(copy_to)
         with storage.closing(target):
             storage.pwrite_all(target, source.header, 0)
-            found = _stream(storage, source, target, cancel)
+            found = _stream(storage, source, target, cancel, progress)
             storage.fsync(target)
     name = source.path.name
     digest = file_digest(source.header, found) if digests else None
@@ -168,7 +174,11 @@ def digest_safetensors(
 
 
 def _stream(
-    storage: Storage, source: SafetensorsFile, target: int | None, cancel: Callable[[], None]
+    storage: Storage,
+    source: SafetensorsFile,
+    target: int | None,
+    cancel: Callable[[], None],
+    progress: Progress,
 ) -> list[bytes]:
     """The digest of each tensor, and the bytes to ``target``."""
     view = memoryview(bytearray(_BUFFER))
@@ -185,6 +195,7 @@ def _stream(
             if target is not None:
                 storage.pwrite_all(target, view[:count], at)
             at += count
+            progress(at - len(source.header), source.size - len(source.header))
         found.append(hasher.digest())
     return found
 
@@ -202,7 +213,7 @@ class _Copy:
         digests: bool,
         in_kernel: Callable[[int], bool],
         cancel: Callable[[], None],
-        progress: Callable[[int, int], None],
+        progress: Progress,
     ) -> None:
         self._storage = storage
         self._reader = reader

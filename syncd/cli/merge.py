@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.save import look_at_save
 from syncd.cli import options
 from syncd.protocol.errors import InvalidSettingsError
@@ -45,16 +49,18 @@ def command(
     room = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(6)}")
     storage.make_folder(room, below=Path(out.anchor))
     try:
-        manifest = build_model_folder(
-            storage,
-            actor,
-            look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0),
-            room,
-            sequence=0,
-            digests=digest == "on",
-            max_file_size=max_shard_size,
-            cancel=lambda: None,
-        )
+        with _shown(out.name) as progress:
+            manifest = build_model_folder(
+                storage,
+                actor,
+                look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0),
+                room,
+                sequence=0,
+                digests=digest == "on",
+                max_file_size=max_shard_size,
+                cancel=lambda: None,
+                progress=progress,
+            )
         try:
             storage.rename(room, out)
         except OSError as error:
@@ -70,3 +76,25 @@ def command(
         f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
     )
+
+
+@contextmanager
+def _shown(name: str) -> Iterator[Progress]:
+    """A bar with rate and time left, where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield unheard
+        return
+    # Imported here: it takes a tenth of a second, which a script need not wait for.
+    from rich import progress as bars  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.DownloadColumn(),
+        bars.TransferSpeedColumn(),
+        bars.TimeRemainingColumn(),
+    )
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

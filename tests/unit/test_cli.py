@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shlex
 import subprocess
 import sys
@@ -105,6 +107,33 @@ def test_a_checkpoint_is_merged_without_a_daemon_and_verified(tmp_path: Path) ->
     verified = syncd("verify", out)
     assert verified.exit_code == 0
     assert "model: step 7, whole (sizes, headers, digests)" in verified.output
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_merge_shows_a_bar_on_a_terminal_and_nothing_elsewhere(
+    tmp_path: Path, terminal: bool
+) -> None:
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    argv = (sys.executable, "-m", "syncd", "merge", merged(tmp_path), tmp_path / "out")
+    with subprocess.Popen(
+        [*map(str, argv), "--no-fsync"],
+        stderr=theirs,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    ) as process:
+        os.close(theirs)
+        told = b""
+        with os.fdopen(ours, "rb", 0) as reading:
+            try:
+                while part := reading.read(4096):
+                    told += part
+            except OSError:
+                pass  # how a terminal says that nobody holds its other end
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert printed.startswith(b"merged ")
+    assert (b"29.7/29.7 kB" in told) == terminal
+    assert told == b"" or terminal
 
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
