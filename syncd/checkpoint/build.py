@@ -6,18 +6,20 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
+from syncd.checkpoint.cast import Caster
 from syncd.checkpoint.contents import Contents, look_inside
 from syncd.checkpoint.merge import Merged, Progress, digest_safetensors, run_plan, unheard
 from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
 from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.plan import MergePlan
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.save import Save, confirm_unchanged
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import Cast, shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.layout import (
     ADAPTER_CONFIG,
@@ -44,6 +46,7 @@ def build_model_folder(
     sequence: int,
     digests: bool,
     max_file_size: int,
+    cast: Cast | None = None,
     cancel: Callable[[], None],
     progress: Progress = unheard,
     clock: Callable[[], float] = time.monotonic,
@@ -63,6 +66,7 @@ def build_model_folder(
         sequence: for the manifest; 0 for a folder that is not published.
         digests: whether the manifest carries digests.
         max_file_size: the most bytes of tensors in one file.
+        cast: what floating tensors are to become; None for what they are.
         cancel: called between chunks; raises to stop.
         progress: called with the bytes of tensors that are done, and those of all.
         clock: seconds, monotonic, for the timings in the manifest.
@@ -91,7 +95,13 @@ def build_model_folder(
             if contents.kind == "adapter":
                 bias = _adapter_config(storage, actor, folder, models, contents).bias
             copied = clock()
-            if opened.full is not None:
+            plan = contents.plan(
+                bias=bias,
+                tied=ties_embeddings(storage, folder, models),
+                max_file_size=max_file_size,
+                cast=cast,
+            )
+            if opened.full is not None and not plan.casts:
                 merged = _one_file(
                     storage,
                     opened.full,
@@ -103,20 +113,18 @@ def build_model_folder(
                     progress=progress,
                 )
             else:
-                merged = run_plan(
-                    storage,
-                    contents.plan(
-                        bias=bias,
-                        tied=ties_embeddings(storage, folder, models),
-                        max_file_size=max_file_size,
-                    ),
-                    contents.sources(opened.shards, bias=bias),
-                    folder,
-                    digests=digests,
-                    check_crc=checked == "crc32",
-                    cancel=cancel,
-                    progress=progress,
-                )
+                with _casting(actor, plan, cancel) as caster:
+                    merged = run_plan(
+                        storage,
+                        plan,
+                        contents.sources(opened, bias=bias),
+                        folder,
+                        digests=digests,
+                        check_crc=checked == "crc32",
+                        cancel=cancel,
+                        progress=progress,
+                        caster=caster,
+                    )
             merge_seconds = clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
@@ -143,10 +151,24 @@ def build_model_folder(
     return manifest
 
 
+def _casting(
+    actor: Path, plan: MergePlan, cancel: Callable[[], None]
+) -> AbstractContextManager[Caster | None]:
+    """The child that casts, where there is something to cast: it takes a second to start."""
+    return Caster(str(actor), cancel=cancel) if plan.casts else nullcontext()
+
+
 def weights_size(
-    storage: Storage, actor: Path, save: Save, *, cancel: Callable[[], None] = lambda: None
+    storage: Storage,
+    actor: Path,
+    save: Save,
+    *,
+    cast: Cast | None = None,
+    cancel: Callable[[], None] = lambda: None,
 ) -> int:
-    """How many bytes of weights the version of a whole save has: of a PEFT model, the adapter's.
+    """How many bytes of weights are written for the version of a whole save.
+
+    Of a PEFT model they are the adapter's; what is linked is not written.
 
     Raises:
         SaveNotReadyError, CheckpointError, OSError: as :func:`build_model_folder`.
@@ -156,10 +178,7 @@ def weights_size(
         open_save(storage, actor, save, cancel=cancel) as opened,
     ):
         contents = look_inside(opened, cancel)
-        if opened.full is not None:
-            return opened.full.size
-        plan = contents.plan(bias="all", tied=False, max_file_size=sys.maxsize)
-        return plan.data_size
+        return contents.plan(bias="all", tied=False, max_file_size=sys.maxsize, cast=cast).data_size
 
 
 @contextmanager

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from syncd.checkpoint.adapter import Adapter, find_adapter
 from syncd.checkpoint.open_save import OpenSave
-from syncd.checkpoint.placement import Chunks
+from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.source_reader import Source
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.torch_zip import Record
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import ADAPTER_WEIGHTS, LORA_ADAPTER
@@ -25,51 +26,64 @@ class Contents:
 
     Attributes:
         kind: what it becomes.
-        indexes: of the shards; none where the weights are one file.
+        indexes: of the shards, or of the one file that the weights are.
         adapter: which of the shards' tensors are published, and by which names; None for all.
     """
 
     kind: Kind
-    indexes: Sequence[ShardIndex] = ()
+    indexes: Sequence[ShardIndex]
     adapter: Adapter | None = None
 
-    def plan(self, *, bias: str, tied: bool, max_file_size: int) -> MergePlan:
+    def plan(
+        self, *, bias: str, tied: bool, max_file_size: int, cast: Cast | None = None
+    ) -> MergePlan:
         """The merge of the shards; an adapter is one file: PEFT reads no others.
 
         Args:
             bias: as in ``adapter_config.json``.
             tied: as in ``config.json``: ``tie_word_embeddings``.
             max_file_size: how many bytes of tensors one file of a model may hold.
+            cast: what floating tensors are to become.
 
         Raises:
             CoverageError: as :func:`~syncd.checkpoint.plan.plan_merge`.
         """
         adapter = self.adapter
-        if adapter is None:
-            return plan_merge(self.indexes, max_file_size=max_file_size, tied=tied)
+        if self.kind == "full":
+            return plan_merge(self.indexes, max_file_size=max_file_size, tied=tied, cast=cast)
         return plan_merge(
             self.indexes,
             max_file_size=sys.maxsize,
-            rename=lambda name: adapter.saved_name(name, bias),
+            rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
             stem=Path(ADAPTER_WEIGHTS).stem,
+            cast=cast,
         )
 
-    def sources(self, shards: Sequence[ShardFile], *, bias: str) -> Sequence[ShardFile | _Part]:
+    def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
         """What the plan reads: of an adapter beside its base model, the adapter's records alone."""
+        if opened.full is not None:
+            return [_Part(opened.full.path, opened.full.fd)]
         if self.adapter is None:
-            return shards
+            return opened.shards
         return [
-            _Part(shard, _records(index, self.adapter, bias))
-            for shard, index in zip(shards, self.indexes, strict=True)
+            _Part(
+                shard.path,
+                shard.fd,
+                shard.has_crc,
+                {name: shard.records[name] for name in _records(index, self.adapter, bias)},
+            )
+            for shard, index in zip(opened.shards, self.indexes, strict=True)
         ]
 
 
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """A shard of which only some records are read and checked."""
+    """A file of which only some records are read and checked, or none has a check."""
 
-    def __init__(self, shard: ShardFile, needed: set[str]) -> None:
-        self.path, self.fd, self.has_crc = shard.path, shard.fd, shard.has_crc
-        self.records: Mapping[str, Record] = {name: shard.records[name] for name in needed}
+    path: Path
+    fd: int
+    has_crc: bool = False
+    records: Mapping[str, Record] = field(default_factory=dict)
 
 
 def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
@@ -90,13 +104,22 @@ def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> Contents:
     """
     if opened.full is not None:
         _check_one_file(opened.full, is_adapter=opened.save.is_adapter)
-        return Contents("adapter" if opened.save.is_adapter else "full")
+        return Contents("adapter" if opened.save.is_adapter else "full", [_index(opened.full)])
     indexes = []
     for shard in opened.shards:
         cancel()
         indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
     adapter = find_adapter(dict.fromkeys(name for index in indexes for name in index.tensors))
     return Contents("full" if adapter is None else "adapter", indexes, adapter)
+
+
+def _index(file: SafetensorsFile) -> ShardIndex:
+    """A safetensors file as the shard of a world of one rank."""
+    tensors = {
+        name: Local(dtype, shape, begin, end - begin, "", None)
+        for name, dtype, shape, begin, end in file.entries
+    }
+    return ShardIndex(file.path.name, tensors)
 
 
 def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:

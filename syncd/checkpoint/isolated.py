@@ -9,35 +9,22 @@ so that storage which does not answer is never taken for a file that is to blame
 from __future__ import annotations
 
 import errno
-import os
-import select
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, NoReturn, Self
 
 from syncd.checkpoint import wire
+from syncd.checkpoint.child_process import ChildProcess, EndedError, described
 from syncd.checkpoint.parser_child import EXIT_MEMORY
 from syncd.checkpoint.pieces import Piece, Pieces
 from syncd.checkpoint.placement import Position
 from syncd.checkpoint.safetensors_header import Entry
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
 from syncd.protocol.errors import CheckpointError, ShardFormatError
-from syncd.storage.errnos import GONE
 
-#: Not ``-m``, which would look for modules in the working folder before all others; nor ``site``,
-#: which may run what others installed. The package comes last, so that it hides no module either.
-_PROGRAM: Final = (
-    "import sys; sys.path.append(sys.argv[1]); from syncd.checkpoint.parser_child import run; run()"
-)
-_PACKAGE: Final = str(Path(__file__).resolve().parents[2])
-#: So often ``cancel`` is asked while the child works.
-_LOOK: Final = 0.05
-_PIPE: Final = 1024 * 1024
 _MIB: Final = 1024 * 1024
 
 
@@ -65,11 +52,7 @@ class Limits:
     tensors: int = 4_000_000
 
 
-class _EndedError(Exception):
-    """Raised when the child has ended."""
-
-
-class _MemoryError(_EndedError):
+class _MemoryError(EndedError):
     """Raised when the child says that it has no memory to go on."""
 
 
@@ -98,8 +81,7 @@ class IsolatedParser:
         self._limits = limits or Limits()
         self._python = python
         self._clock = clock
-        self._deadline = 0.0
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: ChildProcess | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -115,13 +97,8 @@ class IsolatedParser:
     def close(self) -> None:
         """End the child and wait for its end."""
         child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
-        child.wait()
+        if child is not None:
+            child.close()
 
     def read_pieces(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
         """As :func:`syncd.checkpoint.pieces.read_pieces` does, within the limits.
@@ -167,13 +144,12 @@ class IsolatedParser:
             OSError: they are not.
         """
         try:
-            if self._child is None:
-                self._start(where)
-            self._deadline = self._clock() + self._limits.wall_seconds
-            self._write(wire.REQUEST.pack(kind, len(data)), where)
-            self._write(data, where)
-            self._take_all(where, take)
-        except _EndedError as error:
+            child = self._child or self._start(where)
+            child.expect(where)
+            child.write(wire.REQUEST.pack(kind, len(data)))
+            child.write(data)
+            self._take_all(child, where, take)
+        except EndedError as error:
             fault = self._fault(error)
         except ValueError as error:
             fault = f"made the process that reads it give an impossible answer ({error})"
@@ -190,12 +166,12 @@ class IsolatedParser:
             "save it again, or touch it to have it tried once more"
         )
 
-    def _take_all(self, where: str, take: Callable[[wire.Row], None]) -> None:
+    def _take_all(self, child: ChildProcess, where: str, take: Callable[[wire.Row], None]) -> None:
         """Take the rows as they come."""
         count = 0
         while True:
             self._cancel()
-            tag, content = self._frame(where)
+            tag, content = _frame(child)
             if tag == wire.DONE:
                 return
             if tag == wire.FAILED:
@@ -209,92 +185,37 @@ class IsolatedParser:
             for row in rows:
                 take(row)
 
-    def _start(self, where: str) -> None:
+    def _start(self, where: str) -> ChildProcess:
         """Start the child, and wait until it is confined.
 
         Raises:
             OSError: it cannot be started: that says nothing about any file.
         """
         given = self._limits
-        limits = (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds)
+        # Without ``site``, which may run what others installed.
+        self._child = child = ChildProcess(
+            "parser_child",
+            (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
+            where,
+            task="read",
+            flags="-I -S",
+            cancel=self._cancel,
+            wall_seconds=given.wall_seconds,
+            python=self._python,
+            clock=self._clock,
+        )
         try:
-            self._child = subprocess.Popen(  # noqa: S603 - our own program, by sys.executable
-                [self._python, "-I", "-S", "-c", _PROGRAM, _PACKAGE, *map(str, limits)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                bufsize=0,
-                cwd="/",
-                start_new_session=True,
-            )
-        except OSError as error:
-            # A python that is missing must not be taken for a save that went away.
-            code = errno.EAGAIN if error.errno in GONE else error.errno or errno.EAGAIN
-            raise OSError(code, f"cannot start a process to read it: {error}", where) from error
-        for pipe in (self._child.stdin, self._child.stdout):
-            assert pipe is not None  # noqa: S101 - for the type checker
-            os.set_blocking(pipe.fileno(), False)
-        self._deadline = self._clock() + given.wall_seconds
-        try:
-            tag, _ = self._frame(where)
-        except (_EndedError, ValueError):
+            tag, _ = _frame(child)
+        except (EndedError, ValueError):
             tag = b""
         if tag != wire.READY:
             raise OSError(
                 errno.EAGAIN,
-                f"the process to read it failed while it started ({_described(self._ended())}): "
-                f"see that '{self._python} -c \"import syncd\"' works and that there is memory",
+                f"the process to read it failed while it started ({described(child.end())}): see "
+                f"that '{self._python} -c \"import syncd\"' works and that there is memory",
                 where,
             )
-
-    def _write(self, data: bytes, where: str) -> None:
-        child = self._child
-        assert child is not None and child.stdin is not None  # noqa: S101, PT018 - for the checker
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(child.stdin.fileno(), view[:_PIPE]) :]
-            except BlockingIOError:
-                self._wait(child.stdin.fileno(), select.POLLOUT, where)
-            except BrokenPipeError:
-                raise _EndedError from None
-
-    def _frame(self, where: str) -> tuple[bytes, bytes]:
-        tag, length = wire.FRAME.unpack(self._read(wire.FRAME.size, where))
-        if length > wire.FRAME_LIMIT:
-            raise ValueError(f"has {length} bytes, over the limit")
-        return tag, self._read(length, where)
-
-    def _read(self, count: int, where: str) -> bytes:
-        child = self._child
-        assert child is not None and child.stdout is not None  # noqa: S101, PT018 - for the checker
-        parts: list[bytes] = []
-        while count:
-            try:
-                part = os.read(child.stdout.fileno(), count)
-            except BlockingIOError:
-                self._wait(child.stdout.fileno(), select.POLLIN, where)
-                continue
-            if not part:
-                raise _EndedError
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
-
-    def _wait(self, fd: int, event: int, where: str) -> None:
-        """Until the child takes or gives a byte, or has ended."""
-        poll = select.poll()
-        poll.register(fd, event)
-        self._cancel()
-        while not poll.poll(_LOOK * 1000):
-            self._cancel()
-            if self._clock() > self._deadline:
-                raise OSError(
-                    errno.ETIMEDOUT,
-                    f"the process that reads it did nothing for {self._limits.wall_seconds:.0f} s: "
-                    "this machine, or where python is installed, stands still",
-                    where,
-                )
+        return child
 
     def _raise_failure(self, content: bytes, where: str) -> NoReturn:
         kind, message = wire.read_failure(content)
@@ -305,10 +226,11 @@ class IsolatedParser:
         separator = "" if message.startswith((" ", ":")) else ": "
         raise wire.ERRORS[kind](f"{where}{separator}{message}")
 
-    def _fault(self, error: _EndedError) -> str:
+    def _fault(self, error: EndedError) -> str:
         """What a file did to the child, as the rest of a sentence."""
         limits = self._limits
-        status = self._ended()
+        assert self._child is not None  # noqa: S101 - for the type checker
+        status = self._child.end()
         if status == -signal.SIGXCPU:
             return f"takes more than {limits.cpu_seconds} s of processor time to read"
         if status == EXIT_MEMORY or isinstance(error, _MemoryError):
@@ -318,17 +240,11 @@ class IsolatedParser:
             )
         if status == -signal.SIGKILL:
             return "was being read when that process was killed, as where memory is short"
-        return f"made the process that reads it end with {_described(status)}"
-
-    def _ended(self) -> int:
-        """The exit status of the child, which says that it has ended."""
-        assert self._child is not None  # noqa: S101 - for the type checker
-        self._child.kill()  # it may only have closed its pipes
-        return self._child.wait()
+        return f"made the process that reads it end with {described(status)}"
 
 
-def _described(status: int) -> str:
-    try:
-        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
-    except ValueError:
-        return f"signal {-status}"
+def _frame(child: ChildProcess) -> tuple[bytes, bytes]:
+    tag, length = wire.FRAME.unpack(child.read(wire.FRAME.size))
+    if length > wire.FRAME_LIMIT:
+        raise ValueError(f"has {length} bytes, over the limit")
+    return tag, child.read(length)

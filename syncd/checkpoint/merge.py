@@ -14,12 +14,13 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.plan import Copy, MergePlan, PlannedFile, PlannedTensor
-from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
+from syncd.checkpoint.cast import Caster
+from syncd.checkpoint.plan import MergePlan, PlannedFile, PlannedTensor
+from syncd.checkpoint.safetensors_file import ITEMSIZE, SafetensorsFile, file_digest
 from syncd.checkpoint.source_reader import Source, SourceReader, shorter
 from syncd.checkpoint.tensor_rules import shown
-from syncd.checkpoint.tensor_stream import TensorStream
-from syncd.checkpoint.tiling import Part, Run, source_at
+from syncd.checkpoint.tensor_stream import ComparedStream, TensorStream
+from syncd.checkpoint.tiling import Run, source_at
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.records import TensorEntry, VersionFile
 from syncd.storage.fsio import Storage
@@ -70,6 +71,7 @@ def run_plan(
     cancel: Callable[[], None],
     progress: Progress = unheard,
     in_kernel: Callable[[int], bool] = may_copy_remotely,
+    caster: Caster | None = None,
 ) -> Merged:
     """Write the files of a plan, durably, into a folder that nobody else looks at.
 
@@ -84,6 +86,7 @@ def run_plan(
         cancel: called often; it raises to stop.
         progress: called with the bytes done and the bytes in all.
         in_kernel: whether the kernel copies into this file, where digests and checks allow it.
+        caster: casts; needed where the plan says so.
 
     Raises:
         SaveNotReadyError: a source became shorter.
@@ -99,6 +102,7 @@ def run_plan(
         total=plan.data_size,
         digests=digests,
         in_kernel=in_kernel if not (digests or check_crc) else lambda _: False,
+        caster=caster,
         cancel=cancel,
         progress=progress,
     )
@@ -212,10 +216,12 @@ class _Copy:
         total: int,
         digests: bool,
         in_kernel: Callable[[int], bool],
+        caster: Caster | None,
         cancel: Callable[[], None],
         progress: Progress,
     ) -> None:
         self._storage = storage
+        self._caster = caster
         self._reader = reader
         self._sources = sources
         self._digests = digests
@@ -236,14 +242,16 @@ class _Copy:
         found = []
         for tensor in file.tensors:
             hasher = xxhash.xxh3_128() if self._digests else None
-            if in_kernel and not tensor.copies:
+            if tensor.dtype != tensor.source_dtype:
+                self._cast(tensor, hasher)
+            elif in_kernel and not tensor.copies:
                 for part in tensor.parts:
                     if isinstance(part, Run) and part.length >= _WORTH_A_CALL:
                         self._run(part)
                     else:
-                        self._gather(tensor, (part,), part.length, hasher)
+                        self._gather(TensorStream(self._reader, (part,)), part.length, hasher)
             else:
-                self._gather(tensor, tensor.parts, tensor.length, hasher)
+                self._gather(self._compared(tensor), tensor.length, hasher)
             if hasher is not None:
                 found.append(hasher.digest())
         self._flush()
@@ -265,36 +273,51 @@ class _Copy:
             left -= count
             self._advance(count)
 
+    def _compared(self, tensor: PlannedTensor) -> TensorStream | ComparedStream:
+        stream = TensorStream(self._reader, tensor.parts)
+        if not tensor.copies:
+            return stream
+        copies = [TensorStream(self._reader, copy.parts) for copy in tensor.copies]
+        return ComparedStream(stream, copies, lambda *found: self._differs(tensor, *found))
+
     def _gather(
         self,
-        tensor: PlannedTensor,
-        parts: Sequence[Part],
+        stream: TensorStream | ComparedStream,
         length: int,
         hasher: xxhash.xxh3_128 | None,
     ) -> None:
-        """Copy parts of a tensor, or all of it where it has copies, through the buffer."""
-        stream = TensorStream(self._reader, parts)
-        copies = [TensorStream(self._reader, copy.parts) for copy in tensor.copies]
+        """Copy so many bytes through the buffer."""
         left = length
         while left:
-            count = min(left, _BUFFER - self._filled)
-            view = self._view[self._filled : self._filled + count]
+            view = self._view[self._filled : self._filled + left]
             stream.read_into(view)
             if hasher is not None:
                 hasher.update(view)
-            for number, copy in enumerate(copies):
-                other = bytearray(count)
-                copy.read_into(memoryview(other))
-                if other != view:
-                    at = next(at for at in range(count) if other[at] != view[at])
-                    raise self._differs(tensor, tensor.copies[number], length - left + at)
-            self._filled += count
-            left -= count
+            left -= len(view)
+            self._filled += len(view)
             if self._filled == _BUFFER:
                 self._flush()
 
-    def _differs(self, tensor: PlannedTensor, copy: Copy, offset: int) -> CoverageError:
+    def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
+        """Copy a tensor through the child that casts it, and through the buffer."""
+        assert self._caster is not None  # noqa: S101 - as run_plan asks for
+        stream = self._compared(tensor)
+        count = tensor.length // ITEMSIZE[tensor.dtype]
+        for tile in self._caster.cast(stream.read_into, count, tensor.source_dtype, tensor.dtype):
+            if hasher is not None:
+                hasher.update(tile)
+            done = 0
+            while done < len(tile):
+                part = tile[done : done + _BUFFER - self._filled]
+                self._view[self._filled : self._filled + len(part)] = part
+                self._filled += len(part)
+                done += len(part)
+                if self._filled == _BUFFER:
+                    self._flush()
+
+    def _differs(self, tensor: PlannedTensor, number: int, offset: int) -> CoverageError:
         """The error for a tensor that is not what a copy of it is, at an offset in bytes."""
+        copy = tensor.copies[number]
         name = shown(tensor.name)
         if copy.tied is not None:
             return CoverageError(

@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import ITEMSIZE, Entry, header_bytes
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.checkpoint.tiling import Block, Part, Run, tile
 from syncd.protocol.errors import CoverageError
 
@@ -50,6 +50,7 @@ class PlannedTensor:
         shape: of the whole tensor.
         begin: where it begins in the data section, in bytes.
         length: in bytes.
+        source_dtype: of the parts; another one where it is to be cast.
         parts: what it is made of, in order.
         copies: what must be the same.
     """
@@ -59,6 +60,7 @@ class PlannedTensor:
     shape: Shape
     begin: int
     length: int
+    source_dtype: str
     parts: tuple[Part, ...]
     copies: tuple[Copy, ...]
 
@@ -80,6 +82,13 @@ class MergePlan:
     files: tuple[PlannedFile, ...]
     data_size: int
 
+    @property
+    def casts(self) -> bool:
+        """Whether any tensor is to be cast."""
+        return any(
+            tensor.dtype != tensor.source_dtype for file in self.files for tensor in file.tensors
+        )
+
 
 class _Whole(NamedTuple):
     """A tensor that was proved to be whole, not yet given a place."""
@@ -99,6 +108,7 @@ def plan_merge(
     rename: Callable[[str], str | None] = str,
     stem: str = "model",
     tied: bool = False,
+    cast: Cast | None = None,
 ) -> MergePlan:
     """Plan how to make one model of all ranks' shards.
 
@@ -113,6 +123,7 @@ def plan_merge(
         stem: what the names of the output files begin with.
         tied: whether the model's config says that the output embedding is the input embedding; then
             it is left out, as Hugging Face's ``save_pretrained`` does.
+        cast: what floating tensors are to become.
 
     Raises:
         CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none;
@@ -130,47 +141,59 @@ def plan_merge(
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
     tensors = [_whole(name, indexes)._replace(name=renamed) for renamed, name in names.items()]
-    groups = list(_split(_without_tied(tensors) if tied else tensors, max_file_size))
+    kept = _without_tied(tensors) if tied else tensors
+    groups = list(_split(kept, max_file_size, cast))
     files = tuple(
         _file(
             f"{stem}.safetensors"
             if len(groups) == 1
             else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors",
             group,
+            cast,
         )
         for number, group in enumerate(groups, 1)
     )
     return MergePlan(files, sum(file.data_size for file in files))
 
 
-def _split(tensors: Iterable[_Whole], max_file_size: int) -> Iterator[list[_Whole]]:
+def _split(
+    tensors: Iterable[_Whole], max_file_size: int, cast: Cast | None
+) -> Iterator[list[_Whole]]:
     group: list[_Whole] = []
     size = 0
     for tensor in tensors:
-        if group and size + tensor.length > max_file_size:
+        length = _length(tensor, cast)
+        if group and size + length > max_file_size:
             yield group
             group, size = [], 0
         group.append(tensor)
-        size += tensor.length
+        size += length
     yield group
 
 
-def _file(name: str, group: list[_Whole]) -> PlannedFile:
+def _length(tensor: _Whole, cast: Cast | None) -> int:
+    """In bytes, in the output."""
+    return tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[cast_dtype(tensor.dtype, cast)]
+
+
+def _file(name: str, group: list[_Whole], cast: Cast | None) -> PlannedFile:
     planned = []
     at = 0
-    for tensor in sorted(group, key=lambda tensor: -ITEMSIZE[tensor.dtype]):
+    for tensor in sorted(group, key=lambda tensor: -ITEMSIZE[cast_dtype(tensor.dtype, cast)]):
+        length = _length(tensor, cast)
         planned.append(
             PlannedTensor(
-                tensor.name,
-                tensor.dtype,
-                tensor.shape,
-                at,
-                tensor.length,
-                tensor.parts,
-                tensor.copies,
+                name=tensor.name,
+                dtype=cast_dtype(tensor.dtype, cast),
+                shape=tensor.shape,
+                begin=at,
+                length=length,
+                source_dtype=tensor.dtype,
+                parts=tensor.parts,
+                copies=tensor.copies,
             )
         )
-        at += tensor.length
+        at += length
     header = header_bytes(
         Entry(tensor.name, tensor.dtype, tensor.shape, tensor.begin, tensor.begin + tensor.length)
         for tensor in planned

@@ -5,7 +5,7 @@ A file may be written by anyone. What passes here can be put into any header, re
 
 from __future__ import annotations
 
-from typing import Final, TypeGuard
+from typing import Final, Literal, TypeGuard
 
 from syncd.checkpoint.placement import Shape
 
@@ -29,6 +29,11 @@ DTYPES: Final = {
 }
 #: safetensors' dtype name -> bytes an element.
 ITEMSIZE: Final = dict(DTYPES.values())
+#: What floating tensors can be cast to, by the name that users give.
+Cast = Literal["bf16", "fp16", "fp32"]
+_CASTS: Final = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+#: What is cast. fp8 is a quantization: it means nothing without the scales that are beside it.
+_FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 #: The key under which safetensors keeps text about a file.
 METADATA: Final = "__metadata__"
 #: The most tensors in one file: ten times what the largest models have.
@@ -39,6 +44,11 @@ NAME_LIMIT: Final = 1000
 DIMENSION_LIMIT: Final = 64
 #: Sizes and offsets are less: records, headers and system calls hold 63 bits.
 NUMBER_LIMIT: Final = 2**63
+
+
+def cast_dtype(dtype: str, cast: Cast | None) -> str:
+    """What a dtype becomes, by safetensors' names; integers, bool and fp8 stay what they are."""
+    return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
 
 
 def shape_of(value: object) -> Shape | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal
 
 from syncd.checkpoint.source_reader import SourceReader
 from syncd.checkpoint.tiling import Part, Run, Weave, leaves
+from syncd.protocol.errors import SyncdError
 
 #: Formats of ``memoryview.cast`` by their size in bytes.
 _FORMATS: Final[dict[int, Literal["Q", "I", "H", "B"]]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
@@ -71,6 +72,42 @@ class TensorStream:
                 return count
             begin += own
         return rows * width
+
+
+class ComparedStream:
+    """A stream of bytes that must be the same in other places.
+
+    Args:
+        stream: what is read.
+        copies: the same bytes.
+        differs: the error for one of the copies, by its number, that differs at an offset.
+    """
+
+    def __init__(
+        self,
+        stream: TensorStream,
+        copies: Sequence[TensorStream],
+        differs: Callable[[int, int], SyncdError],
+    ) -> None:
+        self._stream = stream
+        self._copies = copies
+        self._differs = differs
+        self._done = 0
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes; there are as many.
+
+        Raises:
+            SyncdError: a copy differs; and as :meth:`TensorStream.read_into`.
+        """
+        self._stream.read_into(view)
+        other = memoryview(bytearray(len(view)))
+        for number, copy in enumerate(self._copies):
+            copy.read_into(other)
+            if other != view:
+                at = next(at for at in range(len(view)) if other[at] != view[at])
+                raise self._differs(number, self._done + at)
+        self._done += len(view)
 
 
 def _scatter(tile: memoryview, own: int, view: memoryview, begin: int, width: int) -> None:

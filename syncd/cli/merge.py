@@ -13,6 +13,7 @@ import click
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.layout import TEMPORARY, parse_step_folder
@@ -24,6 +25,7 @@ from syncd.storage.fsio import Storage
 @click.argument("actor_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @click.argument("out_dir", type=click.Path(path_type=Path, file_okay=False))
 @options.digest
+@options.dtype
 @options.max_shard_size
 @click.option(
     "--fsync/--no-fsync",
@@ -32,7 +34,13 @@ from syncd.storage.fsio import Storage
     help="Wait until the result would survive a power loss.",
 )
 def command(
-    actor_dir: Path, out_dir: Path, digest: str, max_shard_size: int, *, fsync: bool
+    actor_dir: Path,
+    out_dir: Path,
+    digest: str,
+    cast: Cast | None,
+    max_shard_size: int,
+    *,
+    fsync: bool,
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
@@ -58,6 +66,7 @@ def command(
                 sequence=0,
                 digests=digest == "on",
                 max_file_size=max_shard_size,
+                cast=cast,
                 cancel=lambda: None,
                 progress=progress,
             )

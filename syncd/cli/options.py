@@ -84,6 +84,13 @@ digest = click.option(
     show_default=True,
     help="Whether xxh3-128 digests are computed while copying.",
 )
+dtype = click.option(
+    "--dtype",
+    "cast",
+    type=click.Choice(["bf16", "fp16", "fp32"]),
+    default=None,
+    help="Cast floating tensors, as torch does; integers and fp8 stay.  [default: as saved]",
+)
 max_shard_size = click.option(
     "--max-shard-size",
     type=click.IntRange(min=1),

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
     help="How often the job is looked at when no event says that something changed.",
 )
 @options.digest
+@options.dtype
 @options.max_shard_size
 @options.policy
 def command(job: Path, digest: str, **given: Any) -> None:

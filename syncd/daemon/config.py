@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.layout import STATE_POINTER
 
 
@@ -18,6 +19,8 @@ class DaemonConfig(BaseModel):
         tick: how often the job is looked at when no event says that something changed.
         keep: how many versions stay published besides those that are leased; LATEST is one.
         digests: whether versions carry xxh3-128 digests, which explorers check.
+        cast: what floating tensors of versions become: ``bf16``, ``fp16`` or ``fp32``, rounded as
+            torch does; None for what the trainer saved. Integers, bool and fp8 stay.
         max_shard_size: the most bytes of tensors in one file of a version.
         prune_steps: whether step folders that were published or skipped are deleted.
         prune_foreign: whether that goes also for saves without receipts in a job that has no
@@ -36,6 +39,7 @@ class DaemonConfig(BaseModel):
     tick: Annotated[float, Field(gt=0, le=60)] = 1.0
     keep: Annotated[int, Field(ge=1)] = 2
     digests: bool = True
+    cast: Cast | None = None
     max_shard_size: Annotated[int, Field(ge=1)] = 5_000_000_000
     prune_steps: bool = True
     prune_foreign: bool = False

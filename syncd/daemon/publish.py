@@ -144,6 +144,7 @@ class Publisher:
                 sequence=sequence,
                 digests=self._config.digests,
                 max_file_size=self._config.max_shard_size,
+                cast=self._config.cast,
                 cancel=self._cancel,
                 clock=self._clock,
             )
@@ -261,17 +262,19 @@ class Publisher:
             NoRoomError: the disk has no room for this version.
             SaveNotReadyError, CheckpointError: as :meth:`publish`.
         """
-        needed = _SMALL_FILES
+        needed = 0
         actor = self._layout.actor(save.step)
-        # One file of our hook takes no room: it is given a second name.
-        linked = save.is_one_file and save.receipts
-        for name in () if linked else save.weights:
+        for name in save.weights:
             status = self._storage.status(actor / name)
             needed += status.st_size if status else 0
+        cast = self._config.cast
+        needed = _SMALL_FILES + (2 if cast == "fp32" else 1) * needed
         free = self._storage.free(self._layout.epochs)
-        if free.bytes is not None and free.bytes < needed and not save.is_one_file:
-            # Of the shards of a PEFT model only the adapter is written.
-            needed = _SMALL_FILES + weights_size(self._storage, actor, save, cancel=self._cancel)
+        if free.bytes is not None and free.bytes < needed:
+            # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
+            needed = _SMALL_FILES + weights_size(
+                self._storage, actor, save, cast=cast, cancel=self._cancel
+            )
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
                 f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.cast import TILE, Caster
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype
+from syncd.protocol.errors import CancelledError, CoverageError
+from syncd.storage.fsio import Storage
+from tests.fsdp_fixtures import shard_paths
+from tests.jobs import Job, nothing, receipt_of
+from tests.merging import assert_equal, truth
+
+STORAGE = Storage(durable=False)
+TORCH = {name: getattr(torch, key) for key, (name, _) in DTYPES.items()}
+FLOATING = ("F64", "F32", "F16", "BF16")
+CASTS: dict[Cast, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@pytest.fixture(scope="module")
+def caster() -> Iterator[Caster]:
+    with Caster("a save", cancel=nothing) as made:
+        yield made
+
+
+def bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Any bits at all: infinities, denormals, zeros of both signs, values halfway between two."""
+    generator = torch.Generator().manual_seed(1)
+    size = (count * dtype.itemsize,)
+    found = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator).view(dtype)
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 65504.0, 65520.0, 1e-8, 3.4e38, 1e39])
+    found[: len(special)] = special.to(dtype)
+    return found
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def reader(content: bytes) -> Callable[[memoryview], None]:
+    left = memoryview(content)
+
+    def read(view: memoryview) -> None:
+        nonlocal left
+        view[:] = left[: len(view)]
+        left = left[len(view) :]
+
+    return read
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("given", FLOATING)
+def test_bits_come_out_as_torch_casts_them(caster: Caster, given: str, cast: Cast) -> None:
+    tensor = bits(TORCH[given], 70_000)
+    if TORCH[given].itemsize == 2:
+        tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(TORCH[given])
+    expected = tensor.to(CASTS[cast])
+    found = b"".join(
+        map(bytes, caster.cast(reader(raw(tensor)), len(tensor), given, cast_dtype(given, cast)))
+    )
+    assert found == raw(expected)
+
+
+@pytest.mark.parametrize("count", [0, 1, TILE // 4 - 1, TILE // 4, TILE // 4 + 1, TILE + 3])
+@pytest.mark.parametrize(("given", "wanted"), [("F32", "BF16"), ("F16", "F32")])
+def test_any_number_of_elements_is_cast_in_order(
+    caster: Caster, count: int, given: str, wanted: str
+) -> None:
+    tensor = torch.arange(count, dtype=torch.float32).to(TORCH[given])
+    tiles = caster.cast(reader(raw(tensor)), count, given, wanted)
+    assert b"".join(map(bytes, tiles)) == raw(tensor.to(TORCH[wanted]))
+
+
+def test_integers_bools_and_fp8_are_never_cast() -> None:
+    kept = {name for name, dtype in TORCH.items() if not dtype.is_floating_point}
+    kept |= {"F8_E4M3", "F8_E5M2"}
+    for cast in CASTS:
+        assert {name for name in TORCH if cast_dtype(name, cast) == name} >= kept
+        assert {cast_dtype(name, cast) for name in FLOATING} == {cast_dtype("F64", cast)}
+    assert all(cast_dtype(name, None) == name for name in TORCH)
+
+
+# -- whole saves -------------------------------------------------------------------------------
+
+
+def built(actor: Path, out: Path, cast: Cast | None, size: int = 10**9) -> dict[str, torch.Tensor]:
+    out.mkdir()
+    manifest = build_model_folder(
+        STORAGE,
+        actor,
+        look_at_save(STORAGE, actor, 1),
+        out,
+        sequence=0,
+        digests=True,
+        max_file_size=size,
+        cast=cast,
+        cancel=nothing,
+    )
+    found: dict[str, torch.Tensor] = {}
+    for path in out.glob("*.safetensors"):
+        found |= load_file(path)
+    assert {entry.name: TORCH[entry.dtype] for entry in manifest.tensors} == {
+        name: tensor.dtype for name, tensor in found.items()
+    }
+    return found
+
+
+def cast_of(tensor: torch.Tensor, cast: Cast) -> torch.Tensor:
+    kept = not tensor.is_floating_point() or tensor.dtype.itemsize == 1
+    return tensor if kept else tensor.to(CASTS[cast])
+
+
+@pytest.mark.parametrize("size", [10**9, 700])
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("kind", ["fsdp2-4", "fsdp2_tp-8", "fsdp1-4", "plain-2"])
+def test_a_save_of_real_ranks_is_cast_as_torch_casts_its_tensors(
+    written: Path, tmp_path: Path, kind: str, cast: Cast, size: int
+) -> None:
+    actor = tmp_path / "actor"
+    actor.mkdir()
+    for path in shard_paths(written / kind):
+        os.link(path, actor / path.name)
+    expected = {name: cast_of(t, cast) for name, t in truth(written / kind).items()}
+    assert_equal(built(actor, tmp_path / "out", cast, size), expected)
+
+
+def full(job: Job, state: dict[str, torch.Tensor]) -> Path:
+    path = job.layout.actor(1) / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    save_file(state, path)
+    job.receipt(1, "run-1-0", 0, 1, receipt_of(path.read_bytes()))
+    return path
+
+
+def test_a_full_state_dict_is_cast_and_not_linked(job: Job, tmp_path: Path) -> None:
+    state = {"weight": torch.randn(3, 5), "steps": torch.tensor(7)}
+    path = full(job, state)
+    found = built(path.parent, tmp_path / "out", "bf16")
+    assert_equal(found, {"weight": state["weight"].bfloat16(), "steps": state["steps"]})
+    assert_equal(load_file(path), state)
+
+
+def test_what_needs_no_cast_is_linked_and_no_child_is_started(job: Job, tmp_path: Path) -> None:
+    path = full(job, {"weight": torch.randn(3, 5).bfloat16(), "steps": torch.tensor(7)})
+    built(path.parent, tmp_path / "out", "bf16")
+    assert (tmp_path / "out" / path.name).samefile(path)
+
+
+def test_plain_tensors_are_compared_before_they_are_cast(tmp_path: Path) -> None:
+    # Both are 1.0 in bf16.
+    for rank, value in enumerate((1.0, 1.0001)):
+        name = f"model_world_size_2_rank_{rank}.pt"
+        torch.save({"weight": torch.full((4,), value)}, tmp_path / name)
+    with pytest.raises(CoverageError, match="weight differs between ranks 0 and 1"):
+        built(tmp_path, tmp_path / "out", "bf16")
+
+
+def test_a_merge_that_casts_does_not_import_torch_itself(tmp_path: Path) -> None:
+    actor = tmp_path / "global_step_1" / "actor"
+    actor.mkdir(parents=True)
+    torch.save({"weight": torch.ones(4)}, actor / "model_world_size_1_rank_0.pt")
+    program = (
+        "import sys; from syncd.cli import cli; "
+        "cli(sys.argv[1:], standalone_mode=False); assert 'torch' not in sys.modules"
+    )
+    arguments = ("merge", "--dtype", "bf16", str(actor), str(tmp_path / "out"))
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=120)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["weight"].dtype == torch.bfloat16
+
+
+# -- a child that does not work ----------------------------------------------------------------
+
+
+def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
+    with Caster("a save", cancel=nothing) as made:
+        tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16")
+        next(tiles)
+        os.kill(made._child.pid, signal.SIGKILL)
+        with pytest.raises(OSError, match="the process to cast it ended with SIGKILL"):
+            list(tiles)
+
+
+def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    with (
+        Caster("a save", cancel=nothing, python=str(python)) as made,
+        pytest.raises(OSError, match=r"ended with .*: see that 'python -c .import torch.' works"),
+    ):
+        list(made.cast(reader(bytes(4)), 1, "F32", "BF16"))
+
+
+def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 1000\n")
+    python.chmod(0o755)
+
+    def cancel() -> None:
+        raise CancelledError("stop")
+
+    with Caster("a save", cancel=cancel, python=str(python)) as made:
+        pid = made._child.pid
+        with pytest.raises(CancelledError):
+            list(made.cast(reader(bytes(4)), 1, "F32", "BF16"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
