@@ -150,6 +150,12 @@ class Adapter:
         return name
 
 
+def is_peft_model(names: Iterable[str]) -> bool:
+    """Whether every tensor is below the name that a PeftModel gives to the model that it wraps."""
+    names = list(names)
+    return bool(names) and all(name.startswith(PREFIX) for name in names)
+
+
 def find_adapter(names: Iterable[str]) -> Adapter | None:
     """The LoRA adapter of a state dict with these names; None where it is no PEFT model's.
 
@@ -169,12 +175,10 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
         lora = f"{match['module']}.lora_{match['embedding'] or ''}"
         halves[match["adapter"]][lora].add(match["half"])
     modules = {match["module"] for match in matches}
-    is_peft_model = all(name.startswith(PREFIX) for name in names)
-    if not (is_peft_model or modules & _wrapped(names) or all(map(_ADAPTERS_OWN.search, names))):
+    is_wrapped = is_peft_model(names)
+    if not (is_wrapped or modules & _wrapped(names) or all(map(_ADAPTERS_OWN.search, names))):
         return None
-    if not is_peft_model and (
-        inside := next((m for m in modules if f".{PREFIX}" in f".{m}"), None)
-    ):
+    if not is_wrapped and (inside := next((m for m in modules if f".{PREFIX}" in f".{m}"), None)):
         raise CheckpointError(
             f"{shown(inside)} is of a PEFT model inside another module: save the state dict of the "
             "PeftModel itself, or the adapter with PeftModel.save_pretrained"
@@ -189,7 +193,7 @@ def find_adapter(names: Iterable[str]) -> Adapter | None:
     return Adapter(
         adapter,
         frozenset(match["module"] for match in matches if match["adapter"] == adapter),
-        "" if is_peft_model else PREFIX,
+        "" if is_wrapped else PREFIX,
         frozenset(halves.keys() - {adapter}),
     )
 

@@ -100,6 +100,7 @@ def build_model_folder(
                 tied=ties_embeddings(storage, folder, models),
                 max_file_size=max_file_size,
                 cast=cast,
+                cancel=cancel,
             )
             if opened.full is not None and not plan.casts:
                 merged = _one_file(
@@ -178,7 +179,11 @@ def weights_size(
         open_save(storage, actor, save, cancel=cancel) as opened,
     ):
         contents = look_inside(opened, cancel)
-        return contents.plan(bias="all", tied=False, max_file_size=sys.maxsize, cast=cast).data_size
+        plan = contents.plan(
+            bias="all", tied=False, max_file_size=sys.maxsize, cast=cast, cancel=cancel
+        )
+        linked = opened.full is not None and save.receipts and not plan.casts
+        return 0 if linked else plan.data_size
 
 
 @contextmanager

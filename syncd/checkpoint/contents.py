@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from syncd.checkpoint.adapter import Adapter, find_adapter
+from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
 from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
@@ -35,7 +35,13 @@ class Contents:
     adapter: Adapter | None = None
 
     def plan(
-        self, *, bias: str, tied: bool, max_file_size: int, cast: Cast | None = None
+        self,
+        *,
+        bias: str,
+        tied: bool,
+        max_file_size: int,
+        cast: Cast | None,
+        cancel: Callable[[], None],
     ) -> MergePlan:
         """The merge of the shards; an adapter is one file: PEFT reads no others.
 
@@ -44,19 +50,23 @@ class Contents:
             tied: as in ``config.json``: ``tie_word_embeddings``.
             max_file_size: how many bytes of tensors one file of a model may hold.
             cast: what floating tensors are to become.
+            cancel: called often; it raises to stop.
 
         Raises:
             CoverageError: as :func:`~syncd.checkpoint.plan.plan_merge`.
         """
         adapter = self.adapter
         if self.kind == "full":
-            return plan_merge(self.indexes, max_file_size=max_file_size, tied=tied, cast=cast)
+            return plan_merge(
+                self.indexes, max_file_size=max_file_size, tied=tied, cast=cast, cancel=cancel
+            )
         return plan_merge(
             self.indexes,
             max_file_size=sys.maxsize,
             rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
             stem=Path(ADAPTER_WEIGHTS).stem,
             cast=cast,
+            cancel=cancel,
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
@@ -109,7 +119,10 @@ def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> Contents:
     for shard in opened.shards:
         cancel()
         indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
-    adapter = find_adapter(dict.fromkeys(name for index in indexes for name in index.tensors))
+    names = dict.fromkeys(name for index in indexes for name in index.tensors)
+    adapter = find_adapter(names)
+    if adapter is None and is_peft_model(names):
+        raise _of_another_method(opened.shards[0].path.parent)
     return Contents("full" if adapter is None else "adapter", indexes, adapter)
 
 
@@ -129,10 +142,19 @@ def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
         raise CheckpointError(
             f"{file.path} holds no tensors, as where they could not be gathered: save it again"
         )
+    if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
+        raise _of_another_method(file.path)
     if found is None or (is_adapter and found.name is None):
         return
     what = "an adapter by the names that it has in the model" if is_adapter else "a PEFT model"
     raise CheckpointError(
         f"{file.path} is {what}, which no engine loads: save the adapter into {LORA_ADAPTER}/ with "
         "PeftModel.save_pretrained"
+    )
+
+
+def _of_another_method(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} holds a PEFT model of another method than LoRA, which no engine loads: save its "
+        f"merge_and_unload(), or the adapter into {LORA_ADAPTER}/ with PeftModel.save_pretrained"
     )

@@ -34,6 +34,9 @@ def read_mesh(mesh: Inert) -> Mesh | None:
     if axes is None:
         return None
     shape = tuple(math.prod(sizes) for sizes, _ in axes)
+    if "_flatten_rank_map" not in mesh.state:
+        # The ranks that are told are those of this mesh alone, one row after the other.
+        axes = [((size,), (math.prod(shape[dim + 1 :]),)) for dim, size in enumerate(shape)]
     told = mesh.state.get("_coordinate_on_dim", ())
     at = shape_of(told)
     if told is not None and (
@@ -67,7 +70,7 @@ def _identity(
     steps = [sum(step) for step in product(*lines)]
     if len(steps) == len(ranks):
         members = ranks
-    elif own in ranks and all(strides for _, strides in axes):
+    elif own in ranks and all(len(sizes) == len(strides) for sizes, strides in axes):
         base = ranks.index(own) - sum(line[index] for line, index in zip(lines, at, strict=True))
         if base < 0 or base + max(steps) >= len(ranks):
             return None
@@ -86,7 +89,7 @@ def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
         shape = shape_of(ranks.shape) if isinstance(ranks, TensorRef) else None
         if shape is None or 0 in shape:
             return None
-        return [((size,), (math.prod(shape[dim + 1 :]),)) for dim, size in enumerate(shape)]
+        return [((size,), ()) for size in shape]
     found = []
     for size, stride in _layout(layout.state) or [(None, None)]:
         sizes, strides = _flat(size), _flat(stride)
@@ -132,11 +135,11 @@ def _flat(sizes: object) -> Shape | None:
 
 def _ascends(ranks: Shape, sizes: Shape, strides: Shape) -> bool:
     """Whether every line of ranks along a mesh dimension ascends, as far as that is known."""
-    if all(before < after for before, after in pairwise(ranks)) or not strides:
-        return True
-    if math.prod(sizes) > len(ranks) or 0 in strides:
+    if not strides or 0 in strides or math.prod(sizes) > len(ranks):
         return True
     steps = _steps(sizes, strides)
+    if all(before < after for before, after in pairwise(ranks)):
+        return all(before < after for before, after in pairwise(steps))
     return all(
         ranks[base + before] < ranks[base + after]
         for base in range(len(ranks) - steps[-1])

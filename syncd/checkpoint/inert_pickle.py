@@ -14,7 +14,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Self
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import ShardFormatError, SyncdError
@@ -30,6 +30,8 @@ class Inert:
 
     __slots__ = ("args", "state")
 
+    #: Of a placement of torch before 2.5, whose FSDP2 cuts after tensor parallelism, and says not.
+    unordered: ClassVar[bool] = False
     args: tuple[object, ...]
     state: dict[Any, Any]
 
@@ -84,6 +86,8 @@ class TensorRef(_Sealed):
     offset: object
     shape: object
     stride: object
+    #: What reading changes: ``{"neg": True}``, ``{"conj": True}``; nothing of most tensors.
+    bits: object = None
 
 
 @dataclass(slots=True)
@@ -136,8 +140,8 @@ class _Call(_Sealed):
         return self._function(*args)
 
 
-def _inert(name: str) -> type[Inert]:
-    return type(name, (Inert,), {"__slots__": ()})
+def _inert(name: str, *, unordered: bool = False) -> type[Inert]:
+    return type(name, (Inert,), {"__slots__": (), "unordered": unordered})
 
 
 class DTensor(Inert):
@@ -153,18 +157,19 @@ class ShardedTensor(Inert):
 
 
 def _tensor_v2(
-    storage: object, offset: object, shape: object, stride: object, *_: object
-) -> TensorRef:
+    storage: object, offset: object, shape: object, stride: object,
+    _grad: object = None, _hooks: object = None, bits: object = None,
+) -> TensorRef:  # fmt: skip
     dtype = storage.dtype if isinstance(storage, StorageRef) else None
-    return TensorRef(storage, dtype, offset, shape, stride)
+    return TensorRef(storage, dtype, offset, shape, stride, bits)
 
 
 def _tensor_v3(
     storage: object, offset: object, shape: object, stride: object, _grad: object, _hooks: object,
-    dtype: object, *_: object,
+    dtype: object, bits: object = None,
 ) -> TensorRef:  # fmt: skip
     name = dtype.name if isinstance(dtype, DType) else None
-    return TensorRef(storage, name, offset, shape, stride)
+    return TensorRef(storage, name, offset, shape, stride, bits)
 
 
 def _from_type(
@@ -229,6 +234,7 @@ _OPAQUE: Final = {
     "torch": "device Tensor",
     "torch._tensor": "Tensor",
     "torch.nn.parameter": "Parameter Buffer",
+    "_io": "BytesIO",  # in an _extra_state of TransformerEngine, which is left out
 }
 
 
@@ -237,6 +243,7 @@ def _allowed() -> dict[tuple[str, str], object]:
         ("collections", "OrderedDict"): _StateDict,
         ("torch", "Size"): _Call(_size),
         ("torch.serialization", "_get_layout"): _Call(lambda name: name),
+        ("_codecs", "encode"): _Call(lambda *_: None),  # bytes, in an _extra_state
         ("torch._tensor", "_rebuild_from_type_v2"): _Call(_from_type),
         ("torch._utils", "_rebuild_wrapper_subclass"): _Call(lambda *_: None),
         ("torch._utils", "_rebuild_tensor_v2"): _Call(_tensor_v2),
@@ -253,7 +260,8 @@ def _allowed() -> dict[tuple[str, str], object]:
         table[module, "DTensor"] = DTensor
     for module in ("torch.distributed.tensor.placement_types",
                    "torch.distributed._tensor.placement_types"):  # fmt: skip
-        table.update({(module, name): _inert(name) for name in _PLACEMENTS})
+        old = module.startswith("torch.distributed._tensor")
+        table.update({(module, name): _inert(name, unordered=old) for name in _PLACEMENTS})
     for module, names in _OPAQUE.items():
         table.update({(module, name): _inert(name) for name in names.split()})
     for name in _DTYPES:

@@ -278,7 +278,9 @@ class _Copy:
         if not tensor.copies:
             return stream
         copies = [TensorStream(self._reader, copy.parts) for copy in tensor.copies]
-        return ComparedStream(stream, copies, lambda *found: self._differs(tensor, *found))
+        return ComparedStream(
+            stream, copies, lambda *found: self._differs(tensor, *found), self._cancel
+        )
 
     def _gather(
         self,

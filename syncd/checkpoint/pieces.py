@@ -190,13 +190,15 @@ class _Reader:
         """The name of a dtype in safetensors files."""
         dtype = tensor.name if isinstance(tensor, DType) else tensor.dtype
         if dtype not in DTYPES:
-            raise self._wrong(name, f"has dtype {dtype}, which safetensors files cannot hold")
+            raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")
         return DTYPES[dtype][0]
 
     def _piece(self, name: str, tensor: TensorRef, position: Position | None) -> Piece:
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
+        if tensor.bits:
+            raise self._wrong(name, "is negated or conjugated as it is read: save resolve_neg()")
         dtype = self._dtype(name, tensor)
         if len(shape) != len(stride) or not _contiguous(shape, stride):
             sizes = f"(shape {shape}, stride {stride})"
@@ -239,6 +241,13 @@ class _Reader:
                     "not ascend, where torch itself is not of one mind which rank has which part: "
                     "make the mesh with init_device_mesh"
                 )
+        cut = [given.dim for given in placed if isinstance(given, placement.Shard)]
+        unordered = any(isinstance(told, Inert) and told.unordered for told in placements)
+        if unordered and len(cut) > len(set(cut)):
+            raise PlacementError(
+                f"{self._where}: {shown(name)} is cut along one dimension by several of its device "
+                "mesh, and torch before 2.5 does not save which cut first: save with a newer one"
+            )
         if on.coordinate is None:
             return shape
         order = _order(spec.state)

@@ -109,6 +109,7 @@ def plan_merge(
     stem: str = "model",
     tied: bool = False,
     cast: Cast | None = None,
+    cancel: Callable[[], None] = lambda: None,
 ) -> MergePlan:
     """Plan how to make one model of all ranks' shards.
 
@@ -124,6 +125,7 @@ def plan_merge(
         tied: whether the model's config says that the output embedding is the input embedding; then
             it is left out, as Hugging Face's ``save_pretrained`` does.
         cast: what floating tensors are to become.
+        cancel: called often; it raises to stop.
 
     Raises:
         CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none;
@@ -140,7 +142,9 @@ def plan_merge(
             )
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
-    tensors = [_whole(name, indexes)._replace(name=renamed) for renamed, name in names.items()]
+    tensors = [
+        _whole(name, indexes, cancel)._replace(name=renamed) for renamed, name in names.items()
+    ]
     kept = _without_tied(tensors) if tied else tensors
     groups = list(_split(kept, max_file_size, cast))
     files = tuple(
@@ -245,8 +249,9 @@ def _module(name: str) -> str:
     return module.rpartition(".")[2] if parameter == "weight" else ""
 
 
-def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
+def _whole(name: str, shards: Sequence[ShardIndex], cancel: Callable[[], None]) -> _Whole:
     """Prove that a tensor is whole, and of what."""
+    cancel()
     found = [
         (source, value)
         for source, shard in enumerate(shards)
@@ -284,7 +289,8 @@ def _whole(name: str, shards: Sequence[ShardIndex]) -> _Whole:
     if is_plain:
         own, *others = ((block.run,) for block in blocks)
         return _Whole(name, dtype, shape, length, own, tuple(Copy(None, run) for run in others))
-    parts, copies = tile(shown(name), shape, blocks, [shard.label for shard in shards])
+    labels = [shard.label for shard in shards]
+    parts, copies = tile(shown(name), shape, blocks, labels, cancel=cancel)
     return _Whole(name, dtype, shape, length, parts, tuple(Copy(None, copy) for copy in copies))
 
 

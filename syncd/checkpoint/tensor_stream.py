@@ -81,6 +81,7 @@ class ComparedStream:
         stream: what is read.
         copies: the same bytes.
         differs: the error for one of the copies, by its number, that differs at an offset.
+        cancel: called for each copy: there can be thousands. It raises to stop.
     """
 
     def __init__(
@@ -88,7 +89,9 @@ class ComparedStream:
         stream: TensorStream,
         copies: Sequence[TensorStream],
         differs: Callable[[int, int], SyncdError],
+        cancel: Callable[[], None],
     ) -> None:
+        self._cancel = cancel
         self._stream = stream
         self._copies = copies
         self._differs = differs
@@ -103,6 +106,7 @@ class ComparedStream:
         self._stream.read_into(view)
         other = memoryview(bytearray(len(view)))
         for number, copy in enumerate(self._copies):
+            self._cancel()
             copy.read_into(other)
             if other != view:
                 at = next(at for at in range(len(view)) if other[at] != view[at])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from syncd.checkpoint.placement import Shape
@@ -95,7 +95,14 @@ class Tiled(NamedTuple):
     copies: tuple[tuple[Part, ...], ...]
 
 
-def tile(name: str, shape: Shape, blocks: Iterable[Block], labels: Sequence[str]) -> Tiled:
+def tile(
+    name: str,
+    shape: Shape,
+    blocks: Iterable[Block],
+    labels: Sequence[str],
+    *,
+    cancel: Callable[[], None] = lambda: None,
+) -> Tiled:
     """Prove that blocks cover a tensor exactly once, and put their bytes in order.
 
     Equal blocks are replicas, of which the first is used. Those of one mesh are the same by torch's
@@ -107,6 +114,7 @@ def tile(name: str, shape: Shape, blocks: Iterable[Block], labels: Sequence[str]
         shape: of the whole tensor, which has elements.
         blocks: in any order, each with as many dimensions as the tensor.
         labels: the sources' names, for messages.
+        cancel: called often; it raises to stop.
 
     Raises:
         CoverageError: they overlap otherwise, leave a gap, or reach beyond the tensor.
@@ -118,11 +126,12 @@ def tile(name: str, shape: Shape, blocks: Iterable[Block], labels: Sequence[str]
             alike.setdefault(-1 - len(alike) if block.mesh is None else block.mesh, block)
     choices = [list(alike.values()) for alike in boxes.values()]
     tiling = _Tiling(name, shape, labels)
-    parts, *copies = (
-        tiling.parts([alike[min(number, len(alike) - 1)] for alike in choices], 0, 1)
-        for number in range(max(map(len, choices), default=1))
-    )
-    return Tiled(parts, tuple(copies))
+    tiled = []
+    for number in range(max(map(len, choices), default=1)):
+        cancel()
+        chosen = [alike[min(number, len(alike) - 1)] for alike in choices]
+        tiled.append(tiling.parts(chosen, 0, 1))
+    return Tiled(tiled[0], tuple(tiled[1:]))
 
 
 class _Tiling:

@@ -323,6 +323,22 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
         "by the names that it has in the model",
     ),
     "an empty adapter": ({LORA: file_of(), TOLD: CONFIG}, "holds no tensors"),
+    "VeRA": (
+        {
+            SHARD: shard_of(
+                "base_model.model.q.base_layer.weight", "base_model.model.q.vera_lambda_b.x"
+            )
+        },
+        "a PEFT model of another method than LoRA",
+    ),
+    "a module that PEFT trains in whole": (
+        {SHARD: shard_of("base_model.model.lm_head.modules_to_save.default.weight")},
+        "a PEFT model of another method than LoRA",
+    ),
+    "a full state dict of IA3": (
+        {"model.safetensors": file_of("base_model.model.q.weight", "base_model.model.q.ia3_l.x")},
+        "a PEFT model of another method than LoRA",
+    ),
     "a full state dict of a PEFT model": (
         {"model.safetensors": file_of(*PEFT), TOLD: CONFIG},
         "is a PEFT model, which no engine loads",
@@ -419,6 +435,15 @@ def test_an_adapter_takes_room_only_where_it_is_copied(
     if has_receipt:
         job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA))
     assert (serve(job, clock) is not None) is has_receipt
+
+
+def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(
+    job: Job, clock: Clock
+) -> None:
+    put(job, {LORA: file_of("base_model.model.q.ia3_l"), TOLD: b'{"peft_type": "IA3"}'})
+    manifest = serve(job, clock)
+    assert manifest is not None
+    assert manifest.kind == "adapter"
 
 
 def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: Job, clock: Clock) -> None:

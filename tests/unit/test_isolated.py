@@ -368,6 +368,19 @@ def test_an_answer_that_cannot_be_is_an_error_of_the_file(tmp_path: Path, kind: 
         child.read_pieces(b"}.", "/job/shard.pt", intact=True)
 
 
+def test_the_limit_on_tensors_is_on_their_parts(tmp_path: Path) -> None:
+    body = SPEAK.format(ready=frame(wire.READY), answer=rows(PARTS), then="os.read(0, 99)")
+    (tmp_path / shard_name(1, 0)).write_bytes(shard({}))
+    save = look_at_save(STORAGE, tmp_path, 1)
+    with (
+        IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child,
+        open_save(STORAGE, tmp_path, save, limits=Limits(tensors=1)) as opened,
+    ):
+        opened.parse = child.read_pieces
+        with pytest.raises(ShardFormatError, match="over 1 tensors"):
+            opened.tensors(opened.shards[0])
+
+
 def test_an_answer_as_it_should_be_is_taken(tmp_path: Path) -> None:
     body = SPEAK.format(ready=frame(wire.READY), answer=rows(GOOD, PARTS), then="os.read(0, 99)")
     with IsolatedParser(cancel=nothing, python=impostor(tmp_path, body)) as child:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import os
 import struct
 import zipfile
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -112,6 +114,61 @@ def test_a_tensor_that_cannot_be_copied_is_named(tmp_path: Path, made: Built, me
 def test_strides_of_single_elements_do_not_matter(tmp_path: Path) -> None:
     state = {"one": tensor((1, 1, 6), (7, 9, 1)), "none": tensor((0, 3), (1, 5), offset=6)}
     assert [local.nbytes for local in read(tmp_path, shard(state)).values()] == [24, 0]
+
+
+@pytest.mark.parametrize("function", ["_rebuild_tensor_v2", "_rebuild_tensor_v3"])
+@pytest.mark.parametrize("bits", [{"neg": True}, {"conj": True}])
+def test_a_tensor_that_is_changed_as_it_is_read_is_named(
+    tmp_path: Path, function: str, bits: dict[str, bool]
+) -> None:
+    plain = tensor()
+    more = (Named("torch", "float32"),) if function.endswith("3") else ()
+    made = Built(Named("torch._utils", function), (*plain.args, *more, bits))
+    with pytest.raises(ShardFormatError, match="'weight' is negated or conjugated"):
+        read(tmp_path, shard({"weight": made}))
+    kept = Built(Named("torch._utils", function), (*plain.args, *more))
+    assert list(read(tmp_path, shard({"weight": kept}))) == ["weight"]
+
+
+def test_a_negated_tensor_of_torch_is_named(tmp_path: Path) -> None:
+    torch.save({"weight": torch._neg_view(torch.arange(1.0, 4.0))}, tmp_path / "saved.pt")
+    with pytest.raises(ShardFormatError, match="'weight' is negated"):
+        read(tmp_path, (tmp_path / "saved.pt").read_bytes())
+
+
+def test_extra_state_of_any_kind_that_is_known_is_left_out(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2), "attention._extra_state": io.BytesIO(b"scales")}
+    torch.save(state, tmp_path / "saved.pt")
+    assert list(read(tmp_path, (tmp_path / "saved.pt").read_bytes())) == ["weight"]
+
+
+def of_torch_2_4(*placements: str) -> Built:
+    """A DTensor as it is pickled with the names of before torch 2.5."""
+    old = "torch.distributed._tensor"
+    mesh = Built(
+        Named("torch.distributed.device_mesh", "DeviceMesh"),
+        (),
+        {"mesh": tensor((2, 2), (2, 1)), "_coordinate_on_dim": [0, 0]},
+    )
+    told = tuple(Built(Named(f"{old}.placement_types", name), (0,)) for name in placements)
+    spec = Built(
+        Named(f"{old}.placement_types", "DTensorSpec"), (), {"mesh": mesh, "placements": told}
+    )
+    return Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Named("torch._utils", "_rebuild_wrapper_subclass"),
+            Named(f"{old}.api", "DTensor"),
+            (None, None, (4 if placements[0] == "Replicate" else 8, 3)),
+            {"_local_tensor": tensor(), "_spec": spec},
+        ),
+    )
+
+
+def test_two_cuts_of_a_torch_that_does_not_save_their_order_are_refused(tmp_path: Path) -> None:
+    assert list(read(tmp_path, shard({"weight": of_torch_2_4("Replicate", "Shard")}))) == ["weight"]
+    with pytest.raises(PlacementError, match=r"torch before 2\.5 does not save which cut first"):
+        read(tmp_path, shard({"weight": of_torch_2_4("Shard", "Shard")}))
 
 
 def test_a_mesh_of_an_unknown_layout_is_named(tmp_path: Path) -> None:
