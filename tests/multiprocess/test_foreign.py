@@ -87,6 +87,18 @@ def test_every_kind_of_shard_that_trainers_write_is_served_one_after_the_other(j
             assert same(job, latest.sequence, truth_of(kind))
 
 
+def test_a_daemon_that_casts_publishes_what_torch_would_make_of_it(job: Path) -> None:
+    with Daemon(job, "--dtype", "fp32"):
+        for step in (1, 2):
+            put(job, "fsdp_tp", step)
+            (job / STATE_POINTER).write_text(str(step))
+            latest = wait_for_step(job, step)
+            truth = truth_of("fsdp_tp")
+            wanted = {name: t.float() if t.is_floating_point() else t for name, t in truth.items()}
+            assert any(t.dtype == torch.bfloat16 for t in truth.values())
+            assert same(job, latest.sequence, wanted)
+
+
 @pytest.mark.parametrize("torch_version", ["2.5.1", "2.15.0"])
 def test_a_plain_verl_job_is_served_and_never_pruned(job: Path, torch_version: str) -> None:
     with Daemon(job, "--pointer", CHECKPOINT_POINTER, "--keep", "1"):
