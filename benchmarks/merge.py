@@ -57,6 +57,19 @@ class Contender:
     memory: int = 2
 
 
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is merged: so many GB of shards, cut as :mod:`benchmarks.shards` says."""
+
+    gigabytes: float
+    layout: str
+
+    @property
+    def arguments(self) -> tuple[str, str]:
+        """For :mod:`benchmarks.shards`."""
+        return str(self.gigabytes), self.layout
+
+
 def _merge(step: int, *options: str) -> Callable[[Path], Sequence[str]]:
     def argv(work: Path) -> Sequence[str]:
         actor = str(_actor(work, step))
@@ -77,24 +90,34 @@ def _start(name: str, *argv: str) -> Contender:
     return Contender(f"{_START}{name}", lambda _: argv, merges=False, memory=0)
 
 
-_MERGES: Final = (
-    Contender("syncd merge, no digests", _merge(1, "--digest", "off")),
-    Contender("syncd merge, digests", _merge(1, "--digest", "on")),
-    Contender("syncd merge, digests, no receipts: CRC-32", _merge(2, "--digest", "on")),
-)
-_CONTENDERS: Final = (
-    Contender(_CAT, lambda work: ("cat", *map(str, _shards(work))), merges=False, stdout=True),
-    Contender(
-        "cp --reflink=never, of the merged file",
-        lambda work: ("cp", "--reflink=never", str(_copied(work)), str(work / "out" / "copy")),
-        merges=False,
-    ),
-    *_MERGES,
+def _merges(layout: str) -> tuple[Contender, ...]:
+    cast = ("--dtype", "bf16") if layout == "fp32" else ()
+    return (
+        Contender("syncd merge, no digests", _merge(1, "--digest", "off", *cast)),
+        Contender("syncd merge, digests", _merge(1, "--digest", "on", *cast)),
+        Contender("syncd merge, digests, no receipts: CRC-32", _merge(2, "--digest", "on", *cast)),
+    )
+
+
+def _contenders(layout: str, *, with_torch: bool) -> tuple[Contender, ...]:
+    return (
+        Contender(_CAT, lambda work: ("cat", *map(str, _shards(work))), merges=False, stdout=True),
+        Contender(
+            "cp --reflink=never, of the merged file",
+            lambda work: ("cp", "--reflink=never", str(_copied(work)), str(work / "out" / "copy")),
+            merges=False,
+        ),
+        *_merges(layout),
+        *(_TORCH if with_torch and layout == "fsdp" else ()),
+        _start("syncd merge --help", *_SYNCD, "merge", "--help"),
+        _start("syncd --version", *_SYNCD, "--version"),
+        _start("true", "true"),
+    )
+
+
+_TORCH: Final = (
     Contender("torch.load, cat, save_file", _torch(), memory=4),
     Contender("torch.load(mmap=True), cat, save_file", _torch("mmap"), memory=4),
-    _start("syncd merge --help", *_SYNCD, "merge", "--help"),
-    _start("syncd --version", *_SYNCD, "--version"),
-    _start("true", "true"),
 )
 
 
@@ -115,17 +138,18 @@ def _child(*argv: str) -> None:
     subprocess.run((sys.executable, "-m", "benchmarks.shards", *argv), check=True)
 
 
-def _prepare(work: Path, gigabytes: float, layout: str) -> int:
+def _prepare(work: Path, model: Model) -> int:
     """Write the shards, and merge them once for ``cp``; returns the bytes of the shards."""
     shutil.rmtree(work / "job", ignore_errors=True)
-    _child("write", str(work / "job"), str(gigabytes), layout)
-    (work / "out").mkdir(exist_ok=True)
-    run_measured(_merge(1)(work))
+    _child("write", str(work / "job"), *model.arguments)
+    shutil.rmtree(work / "out", ignore_errors=True)
+    (work / "out").mkdir()
+    run_measured(_merges(model.layout)[0].argv(work))
     (work / "out" / "merged" / "model.safetensors").rename(_copied(work))
     return sum(path.stat().st_size for path in _shards(work))
 
 
-def _run(contender: Contender, work: Path, verified_as: float | None) -> Usage:
+def _run(contender: Contender, work: Path, verified_as: Model | None) -> Usage:
     """One run in an empty ``out`` folder."""
     out = work / "out"
     shutil.rmtree(out)
@@ -138,19 +162,19 @@ def _run(contender: Contender, work: Path, verified_as: float | None) -> Usage:
         usage = replace(usage, inside=json.loads(manifest.read_bytes())["timings"]["build"])
     if verified_as is not None and contender.merges:
         folder = out / "merged"
-        _child("verify", str(folder if folder.is_dir() else out), str(verified_as))
+        _child("verify", str(folder if folder.is_dir() else out), *verified_as.arguments)
     return usage
 
 
 def _rounds(
-    work: Path, contenders: tuple[Contender, ...], gigabytes: float, rounds: int
+    work: Path, contenders: tuple[Contender, ...], model: Model, rounds: int
 ) -> dict[str, list[Usage]]:
     found: dict[str, list[Usage]] = {contender.name: [] for contender in contenders}
     for number in range(rounds + 1):
         first = number % len(contenders)
         for contender in (*contenders[first:], *contenders[:first]):
             print(f"round {number} of {rounds}: {contender.name}", file=sys.stderr)
-            usage = _run(contender, work, gigabytes if number == rounds else None)
+            usage = _run(contender, work, model if number == rounds else None)
             if number:  # round 0 compiles what Python imports
                 found[contender.name].append(usage)
     return found
@@ -189,7 +213,10 @@ def main() -> None:
         "--rss", type=float, nargs="*", default=[0.3, 3.0], help="more sizes for peak RSS, in GB"
     )
     parser.add_argument(
-        "--layout", choices=("fsdp", "fsdp+tp"), default="fsdp", help="how the shards are cut"
+        "--layout",
+        choices=("fsdp", "fsdp+tp", "fp32"),
+        default="fsdp",
+        help="how the shards are cut; fp32: by rows, and merged into bf16",
     )
     parser.add_argument(
         "--no-torch",
@@ -203,21 +230,27 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made:
         work = Path(made)
         prepare_process(work)
-        size = _prepare(work, given.gigabytes, given.layout)
-        with_torch = given.layout == "fsdp" and not given.no_torch
-        contenders = tuple(c for c in _CONTENDERS if c.memory < 4 or with_torch)
-        found = _rounds(work, contenders, given.gigabytes, given.rounds)
-        peaks = {size: {c.name: max(u.peak_mb for u in found[c.name]) for c in _MERGES}}
+        model = Model(given.gigabytes, given.layout)
+        size = _prepare(work, model)
+        found = _rounds(
+            work,
+            _contenders(given.layout, with_torch=not given.no_torch),
+            model,
+            given.rounds,
+        )
+        merges = _merges(given.layout)
+        peaks = {size: {c.name: max(u.peak_mb for u in found[c.name]) for c in merges}}
         for gigabytes in given.rss:
-            other = _prepare(work, gigabytes, given.layout)
-            peaks[other] = {c.name: _run(c, work, gigabytes).peak_mb for c in _MERGES}
+            other = replace(model, gigabytes=gigabytes)
+            bytes_ = _prepare(work, other)
+            peaks[bytes_] = {c.name: _run(c, work, other).peak_mb for c in merges}
     if given.json:
         rounds = {name: [asdict(usage) for usage in usages] for name, usages in found.items()}
         print(json.dumps({"machine": machine, "bytes": size, "rounds": rounds, "peak_mb": peaks}))
         return
     print_machine(machine)
     print(
-        f"\n4 bf16 shards ({given.layout}) of {size / 1e9:.2f} GB in all; {given.rounds} rounds, "
+        f"\n4 shards ({given.layout}) of {size / 1e9:.2f} GB in all; {given.rounds} rounds, "
         "no fsync\n"
     )
     _print_rounds(found, size)
@@ -225,7 +258,7 @@ def main() -> None:
     sizes = sorted(peaks)
     print_table(
         ("process", *(f"{bytes_ / 1e9:.2f} GB" for bytes_ in sizes)),
-        [(c.name, *(f"{peaks[bytes_][c.name]:.0f}" for bytes_ in sizes)) for c in _MERGES],
+        [(c.name, *(f"{peaks[bytes_][c.name]:.0f}" for bytes_ in sizes)) for c in merges],
     )
 
 

@@ -7,7 +7,10 @@ leaves them on a 2 x 2 mesh (``fsdp+tp``: colwise, rowwise, and what FSDP alone 
 take turns in one process, over torch's fake process group; nothing is communicated. global_step_2
 has hard links to the same shards and no receipts, as another trainer would leave them.
 
-``python -m benchmarks.shards verify FOLDER 1.2`` compares merged tensors with the truth, every bit.
+``fp32`` is ``fsdp`` in float32, to be cast to bf16.
+
+``python -m benchmarks.shards verify FOLDER 1.2 fsdp`` compares merged tensors with the truth, every
+bit.
 """
 
 from __future__ import annotations
@@ -35,17 +38,17 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.writer import Contents, RankWriter
 
 RANKS: Final = 4
-_MESHES: Final = {"fsdp": (RANKS,), "fsdp+tp": (2, 2)}
+_MESHES: Final = {"fsdp": (RANKS,), "fsdp+tp": (2, 2), "fp32": (RANKS,)}
 _ROWWISE: Final = re.compile(r"(o_proj|down_proj)\.weight$")
 _COLWISE: Final = re.compile(r"(q|k|v|gate|up)_proj\.")
 _LAYERS: Final = 28
 _VOCABULARY: Final = 151_936
 
 
-def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
-    """The tensors of a 28-layer transformer (Qwen2's proportions) of about so many GB in bf16."""
+def shapes(gigabytes: float, layout: str) -> dict[str, tuple[int, ...]]:
+    """The tensors of a 28-layer transformer (Qwen2's proportions) of about so many GB."""
     # 555 h² for the layers and one embedding of h columns, solved for h, in whole heads of 48.
-    wanted = gigabytes * 1e9 / 2
+    wanted = gigabytes * 1e9 / (4 if layout == "fp32" else 2)
     hidden = round(((_VOCABULARY**2 + 4 * 555 * wanted) ** 0.5 - _VOCABULARY) / (2 * 555) / 48) * 48
     key, wide = hidden // 6, hidden * 35 // 6
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, hidden)}
@@ -68,9 +71,11 @@ def shapes(gigabytes: float) -> dict[str, tuple[int, ...]]:
     return found | {"model.norm.weight": (hidden,)}
 
 
-def _whole(number: int, shape: tuple[int, ...]) -> Tensor:
+def _whole(number: int, shape: tuple[int, ...], layout: str) -> Tensor:
     """A tensor: every bit random, the same each time that it is asked for."""
     generator = torch.Generator().manual_seed(number)
+    if layout == "fp32":
+        return torch.randn(shape, generator=generator)
     bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
     return bits.view(torch.bfloat16)
 
@@ -113,8 +118,8 @@ def write(root: Path, gigabytes: float, layout_name: str) -> None:
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
         mesh = init_device_mesh("cpu", _MESHES[layout_name])
         state = {
-            name: _dtensor(name, _whole(number, shape), mesh)
-            for number, (name, shape) in enumerate(shapes(gigabytes).items())
+            name: _dtensor(name, _whole(number, shape, layout_name), mesh)
+            for number, (name, shape) in enumerate(shapes(gigabytes, layout_name).items())
         }
         files = (_write_config,) if rank == 0 else ()
         writer = RankWriter(storage, layout, rank, RANKS, save_timeout=10)
@@ -130,9 +135,9 @@ def _write_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2", "layers": _LAYERS}))
 
 
-def verify(folder: Path, gigabytes: float) -> str:
+def verify(folder: Path, gigabytes: float, layout: str) -> str:
     """What is wrong with the merged tensors in a folder, or nothing."""
-    left = shapes(gigabytes)
+    left = shapes(gigabytes, layout)
     numbers = {name: number for number, name in enumerate(left)}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -141,7 +146,7 @@ def verify(folder: Path, gigabytes: float) -> str:
                 found = file.get_tensor(name)
                 if found.dtype != torch.bfloat16 or tuple(found.shape) != shape:
                     return f"{path}: {name} is {found.dtype} {tuple(found.shape)}"
-                truth = _whole(numbers[name], shape)
+                truth = _whole(numbers[name], shape, layout).bfloat16()
                 if not torch.equal(truth.view(torch.int16), found.view(torch.int16)):
                     return f"{path}: {name} has other bits"
     return f"{folder} lacks {', '.join(left)}"[:200] if left else ""
@@ -154,7 +159,7 @@ def main(
     if what == "write":
         write(Path(folder), float(gigabytes), layout)
     else:
-        sys.exit(verify(Path(folder), float(gigabytes)) or 0)
+        sys.exit(verify(Path(folder), float(gigabytes), layout) or 0)
 
 
 if __name__ == "__main__":
