@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
+
+from zlib_ng.zlib_ng import crc32
 
 from syncd.checkpoint.pieces import PICKLE_LIMIT, Piece, Pieces, read_pieces
 from syncd.checkpoint.placement import Chunks, Local
@@ -147,7 +148,7 @@ class ShardFile:
                 f"{self.path} has no data.pkl, or one over 256 MiB: save it again"
             )
         data = self._storage.pread_all(self.fd, record.size, record.offset)
-        if len(data) != record.size or (self.has_crc and zlib.crc32(data) != record.crc32):
+        if len(data) != record.size or (self.has_crc and crc32(data) != record.crc32):
             raise ShardFormatError(
                 f"{self.path}: data.pkl does not match its CRC-32: the file is damaged, or still "
                 "being written; save it again"

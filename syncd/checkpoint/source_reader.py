@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Protocol
+
+from zlib_ng.zlib_ng import crc32
 
 from syncd.checkpoint.torch_zip import Record
 from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
@@ -132,7 +133,7 @@ class _Checks:
         fresh = part[self.at[number] - offset :]
         if not fresh:
             return
-        self._crc[number] = zlib.crc32(fresh, self._crc[number])
+        self._crc[number] = crc32(fresh, self._crc[number])
         self.at[number] += len(fresh)
         if self.at[number] == self.ends[number] and self._crc[number] != self._expected[number]:
             raise ShardFormatError(
