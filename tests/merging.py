@@ -8,17 +8,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merge import Merged, may_copy_remotely, run_plan
 from syncd.checkpoint.plan import plan_merge
+from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.tensor_rules import Cast
+from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
+from tests.jobs import nothing
 
 STORAGE = Storage(durable=False)
 STORED = Path(__file__).resolve().parent / "fixtures"
-
-
-def nothing() -> None:
-    """Nobody cancels."""
 
 
 def merge(
@@ -50,6 +51,25 @@ def merge(
     sizes = {file.name: file.size for file in merged.files}
     assert sizes == {path.name: path.stat().st_size for path in folder.iterdir()}
     return merged
+
+
+def build(
+    actor: Path, out: Path, *, max_file_size: int = 10**9, cast: Cast | None = None
+) -> Manifest:
+    """Merge a whole save into a new folder, as ``syncd merge`` does."""
+    out.mkdir()
+    save = look_at_save(STORAGE, actor, 1)
+    return build_model_folder(
+        STORAGE,
+        actor,
+        save,
+        out,
+        sequence=0,
+        digests=True,
+        max_file_size=max_file_size,
+        cast=cast,
+        cancel=nothing,
+    )
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:

@@ -72,6 +72,35 @@ def tensor(
     return Built(rebuild, (Storage_(kind, key, 6), offset, shape, stride, False, OrderedDict()))
 
 
+def dtensor(
+    local: object = None,
+    shape: object = (2, 3),
+    mesh: object = None,
+    placements: object = (),
+    state: object = None,
+    **of_spec: object,
+) -> Built:
+    """A DTensor, on a mesh of no dimensions where nothing else is said."""
+    given = {"_coordinate_on_dim": (), "_layout": None, "mesh": tensor((), ())}
+    device_mesh = Built(
+        Named("torch.distributed.device_mesh", "DeviceMesh"), (), given if mesh is None else mesh
+    )
+    spec = Built(
+        Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
+        (),
+        {"mesh": device_mesh, "placements": placements, **of_spec},
+    )
+    return Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Named("torch._utils", "_rebuild_wrapper_subclass"),
+            Named("torch.distributed.tensor", "DTensor"),
+            (None, None, shape),
+            {"_local_tensor": local or tensor(), "_spec": spec} if state is None else state,
+        ),
+    )
+
+
 def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as archive:

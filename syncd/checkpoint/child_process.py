@@ -163,10 +163,9 @@ class ChildProcess:
 
     def close(self) -> None:
         """End it, and give its pipes back."""
-        self._process.kill()
+        self.end()
         for pipe in (self._stdin, self._stdout):
             pipe.close()
-        self._process.wait()
 
 
 def described(status: int) -> str:

@@ -55,8 +55,10 @@ class OpenSave:
             OSError: it cannot be read now.
         """
         found = shard.tensors(parse=self.parse)
-        parts = (len(value.locals) if isinstance(value, Chunks) else 1 for value in found.values())
-        self._found += sum(max(1, part) for part in parts)
+        self._found += sum(
+            max(1, len(value.locals)) if isinstance(value, Chunks) else 1
+            for value in found.values()
+        )
         if self._found > self.limits.tensors:
             raise _too_many(shard.path, self.limits, "tensors")
         return found

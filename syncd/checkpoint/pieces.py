@@ -128,7 +128,7 @@ class _Reader:
             )
         match value:
             case TensorRef():
-                return self._piece(name, value, None)
+                return self._piece(name, value)
             case DTensorRef():
                 return self._dtensor(name, value)
             case ShardedTensorRef():
@@ -146,7 +146,7 @@ class _Reader:
         layout = self._layout(name, tensor)
         if isinstance(layout, tuple):
             return Pieces(self._dtype(name, local), layout, ())
-        piece = self._piece(name, local, None)
+        piece = self._piece(name, local)
         known = (layout, piece.shape)
         position = self._positions.get(known)
         if position is None:
@@ -173,7 +173,7 @@ class _Reader:
                     "tensors (FSDP1 on top of another sharding), which is not merged: build FSDP "
                     "with a device_mesh, or use fully_shard"
                 )
-            piece = self._piece(name, local, None)
+            piece = self._piece(name, local)
             offsets = shape_of(told.state.get("shard_offsets"))
             sizes = shape_of(told.state.get("shard_sizes"))
             if (
@@ -193,7 +193,8 @@ class _Reader:
             raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")
         return DTYPES[dtype][0]
 
-    def _piece(self, name: str, tensor: TensorRef, position: Position | None) -> Piece:
+    def _piece(self, name: str, tensor: TensorRef) -> Piece:
+        """A tensor by itself, without a position."""
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
@@ -208,7 +209,7 @@ class _Reader:
             raise self._wrong(name, f"is in a storage of an impossible name, {shown(key)!r}")
         if not is_offset(offset):
             raise self._wrong(name, f"lies outside its record data/{key}")
-        return Piece(dtype, shape, key, offset, position)
+        return Piece(dtype, shape, key, offset, None)
 
     def _layout(self, name: str, tensor: DTensorRef) -> Sharding | Shape:
         """How a DTensor is laid out; its shape alone where this rank is not on its mesh."""

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import ITEMSIZE, Entry, header_bytes
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
-from syncd.checkpoint.tiling import Block, Part, Run, tile
+from syncd.checkpoint.tiling import Block, Part, Run, Tiled, tile
 from syncd.protocol.errors import CoverageError
 
 
@@ -97,6 +97,7 @@ class _Whole(NamedTuple):
     dtype: str
     shape: Shape
     length: int
+    source_dtype: str
     parts: tuple[Part, ...]
     copies: tuple[Copy, ...]
 
@@ -142,62 +143,60 @@ def plan_merge(
             )
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
+    labels = [index.label for index in indexes]
     tensors = [
-        _whole(name, indexes, cancel)._replace(name=renamed) for renamed, name in names.items()
+        _whole(name, indexes, labels, cancel)._replace(name=renamed)
+        for renamed, name in names.items()
     ]
     kept = _without_tied(tensors) if tied else tensors
-    groups = list(_split(kept, max_file_size, cast))
+    groups = list(_split((_cast(tensor, cast) for tensor in kept), max_file_size))
     files = tuple(
         _file(
             f"{stem}.safetensors"
             if len(groups) == 1
             else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors",
             group,
-            cast,
         )
         for number, group in enumerate(groups, 1)
     )
     return MergePlan(files, sum(file.data_size for file in files))
 
 
-def _split(
-    tensors: Iterable[_Whole], max_file_size: int, cast: Cast | None
-) -> Iterator[list[_Whole]]:
+def _cast(tensor: _Whole, cast: Cast | None) -> _Whole:
+    dtype = cast_dtype(tensor.dtype, cast)
+    length = tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[dtype]
+    return tensor._replace(dtype=dtype, length=length)
+
+
+def _split(tensors: Iterable[_Whole], max_file_size: int) -> Iterator[list[_Whole]]:
     group: list[_Whole] = []
     size = 0
     for tensor in tensors:
-        length = _length(tensor, cast)
-        if group and size + length > max_file_size:
+        if group and size + tensor.length > max_file_size:
             yield group
             group, size = [], 0
         group.append(tensor)
-        size += length
+        size += tensor.length
     yield group
 
 
-def _length(tensor: _Whole, cast: Cast | None) -> int:
-    """In bytes, in the output."""
-    return tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[cast_dtype(tensor.dtype, cast)]
-
-
-def _file(name: str, group: list[_Whole], cast: Cast | None) -> PlannedFile:
+def _file(name: str, group: list[_Whole]) -> PlannedFile:
     planned = []
     at = 0
-    for tensor in sorted(group, key=lambda tensor: -ITEMSIZE[cast_dtype(tensor.dtype, cast)]):
-        length = _length(tensor, cast)
+    for tensor in sorted(group, key=lambda tensor: -ITEMSIZE[tensor.dtype]):
         planned.append(
             PlannedTensor(
                 name=tensor.name,
-                dtype=cast_dtype(tensor.dtype, cast),
+                dtype=tensor.dtype,
                 shape=tensor.shape,
                 begin=at,
-                length=length,
-                source_dtype=tensor.dtype,
+                length=tensor.length,
+                source_dtype=tensor.source_dtype,
                 parts=tensor.parts,
                 copies=tensor.copies,
             )
         )
-        at += length
+        at += tensor.length
     header = header_bytes(
         Entry(tensor.name, tensor.dtype, tensor.shape, tensor.begin, tensor.begin + tensor.length)
         for tensor in planned
@@ -249,7 +248,9 @@ def _module(name: str) -> str:
     return module.rpartition(".")[2] if parameter == "weight" else ""
 
 
-def _whole(name: str, shards: Sequence[ShardIndex], cancel: Callable[[], None]) -> _Whole:
+def _whole(
+    name: str, shards: Sequence[ShardIndex], labels: Sequence[str], cancel: Callable[[], None]
+) -> _Whole:
     """Prove that a tensor is whole, and of what."""
     cancel()
     found = [
@@ -275,7 +276,7 @@ def _whole(name: str, shards: Sequence[ShardIndex], cancel: Callable[[], None]) 
             "save the same model on every rank, or what one rank has gathered as model.safetensors"
         )
     if not length:
-        return _Whole(name, dtype, shape, 0, (), ())
+        return _Whole(name, dtype, shape, 0, dtype, (), ())
     blocks = (
         Block(
             (0,) * len(shape) if local.position is None else local.position.offsets,
@@ -288,10 +289,11 @@ def _whole(name: str, shards: Sequence[ShardIndex], cancel: Callable[[], None]) 
     )
     if is_plain:
         own, *others = ((block.run,) for block in blocks)
-        return _Whole(name, dtype, shape, length, own, tuple(Copy(None, run) for run in others))
-    labels = [shard.label for shard in shards]
-    parts, copies = tile(shown(name), shape, blocks, labels, cancel=cancel)
-    return _Whole(name, dtype, shape, length, parts, tuple(Copy(None, copy) for copy in copies))
+        tiled = Tiled(own, tuple(others))
+    else:
+        tiled = tile(shown(name), shape, blocks, labels, cancel=cancel)
+    copies = tuple(Copy(None, parts) for parts in tiled.copies)
+    return _Whole(name, dtype, shape, length, dtype, tiled.parts, copies)
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:

@@ -16,10 +16,7 @@ from typing import Final
 import pydantic
 import xxhash
 
-from syncd.protocol.errors import (
-    RecordError,
-    SaveNotReadyError,
-)
+from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.layout import (
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,

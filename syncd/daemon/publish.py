@@ -84,6 +84,9 @@ class Publisher:
         self._clock = clock
         self._floor = 0
         self._unwritten = False
+        # What a save that does not fit would take: all of it is parsed for that, and it is asked
+        # for again and again while the disk is full.
+        self._sized: tuple[str | None, int] | None = None
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.outcomes: dict[int, SaveOutcome] = {}
@@ -272,9 +275,10 @@ class Publisher:
         free = self._storage.free(self._layout.epochs)
         if free.bytes is not None and free.bytes < needed:
             # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
-            needed = _SMALL_FILES + weights_size(
-                self._storage, actor, save, cast=cast, cancel=self._cancel
-            )
+            if self._sized is None or self._sized[0] != save.identity:
+                size = weights_size(self._storage, actor, save, cast=cast, cancel=self._cancel)
+                self._sized = save.identity, size
+            needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
                 f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "

@@ -20,15 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.merge import Merged, run_plan
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.layout import shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
+from tests.merging import build
 from tests.storages import FastStorage
 
 STORAGE = Storage(durable=False)
@@ -243,20 +242,10 @@ def save_rank(actor: Path, rank: int, whole: torch.Tensor) -> None:
 def test_twenty_thousand_tensors_of_two_ranks_become_one_model(tmp_path: Path) -> None:
     actor, out = tmp_path / "actor", tmp_path / "out"
     actor.mkdir()
-    out.mkdir()
     whole = torch.arange(COUNT * 6, dtype=torch.int32).view(COUNT, 3, 2)
     for rank in range(2):
         save_rank(actor, rank, whole)
-    manifest = build_model_folder(
-        STORAGE,
-        actor,
-        look_at_save(STORAGE, actor, 1),
-        out,
-        sequence=0,
-        digests=True,
-        max_file_size=24 * COUNT // 3 + 24,
-        cancel=nothing,
-    )
+    manifest = build(actor, out, max_file_size=24 * COUNT // 3 + 24)
     assert manifest.checked == "crc32"
     index = json.loads((out / "model.safetensors.index.json").read_text())
     found = {}

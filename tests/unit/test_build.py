@@ -425,6 +425,35 @@ def test_room_is_asked_for_what_is_written_and_not_for_the_base_model(
     assert job.latest.step == 6
 
 
+class Counted(Small):
+    """The same, and how often bytes of zips were read."""
+
+    reads = 0
+
+    def pread_all(self, fd: int, count: int, offset: int) -> bytes:
+        self.reads += 1
+        return super().pread_all(fd, count, offset)
+
+
+def test_a_save_that_does_not_fit_is_parsed_once_and_not_at_every_attempt(
+    job: Job, clock: Clock
+) -> None:
+    job.storage = storage = Counted(LARGE // 2)
+    put(job, {SHARD: large("model.weight")})
+    with job.daemon(clock=clock) as loop:
+        settle(loop, clock)
+        reads = storage.reads
+        assert reads > 0
+        for _ in range(5):
+            clock.advance(100)
+            settle(loop, clock)
+        assert storage.reads == reads
+        storage.bytes = 10 * LARGE
+        clock.advance(100)
+        settle(loop, clock)
+    assert job.latest.step == 4
+
+
 @pytest.mark.parametrize("has_receipt", [True, False])
 def test_an_adapter_takes_room_only_where_it_is_copied(
     job: Job, clock: Clock, *, has_receipt: bool

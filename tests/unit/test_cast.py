@@ -11,15 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.cast import TILE, Caster
-from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype
 from syncd.protocol.errors import CancelledError, CoverageError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import Job, nothing, receipt_of
-from tests.merging import assert_equal, truth
+from tests.merging import assert_equal, build, loaded, truth
 
 STORAGE = Storage(durable=False)
 TORCH = {name: getattr(torch, key) for key, (name, _) in DTYPES.items()}
@@ -98,21 +96,8 @@ def test_integers_bools_and_fp8_are_never_cast() -> None:
 
 
 def built(actor: Path, out: Path, cast: Cast | None, size: int = 10**9) -> dict[str, torch.Tensor]:
-    out.mkdir()
-    manifest = build_model_folder(
-        STORAGE,
-        actor,
-        look_at_save(STORAGE, actor, 1),
-        out,
-        sequence=0,
-        digests=True,
-        max_file_size=size,
-        cast=cast,
-        cancel=nothing,
-    )
-    found: dict[str, torch.Tensor] = {}
-    for path in out.glob("*.safetensors"):
-        found |= load_file(path)
+    manifest = build(actor, out, max_file_size=size, cast=cast)
+    found = loaded(out)
     assert {entry.name: TORCH[entry.dtype] for entry in manifest.tensors} == {
         name: tensor.dtype for name, tensor in found.items()
     }

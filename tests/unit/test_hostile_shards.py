@@ -17,7 +17,7 @@ from syncd.checkpoint.shard_file import Chunks, ReadPieces, ShardFile
 from syncd.protocol.errors import PlacementError, ShardFormatError
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
-from tests.shards import Built, Entry, Named, pickled, shard, tensor, zip_of, zipped
+from tests.shards import Built, Entry, Named, dtensor, pickled, shard, tensor, zip_of, zipped
 
 STORAGE = Storage(durable=False)
 SYSTEM = b"cposix\nsystem\n"
@@ -296,34 +296,6 @@ def test_a_name_that_a_file_can_hold_is_read(
     (tmp_path / "shard.pt").write_bytes(shard({name: tensor()}))
     assert list(read(tmp_path / "shard.pt")) == [name]
     assert list(read(tmp_path / "shard.pt", child.read_pieces)) == [name]
-
-
-def dtensor(
-    local: object = None,
-    shape: object = (2, 3),
-    mesh: object = None,
-    placements: object = (),
-    state: object = None,
-    **of_spec: object,
-) -> Built:
-    given = {"_coordinate_on_dim": (), "_layout": None, "mesh": tensor((), ())}
-    device_mesh = Built(
-        Named("torch.distributed.device_mesh", "DeviceMesh"), (), given if mesh is None else mesh
-    )
-    spec = Built(
-        Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec"),
-        (),
-        {"mesh": device_mesh, "placements": placements, **of_spec},
-    )
-    return Built(
-        Named("torch._tensor", "_rebuild_from_type_v2"),
-        (
-            Named("torch._utils", "_rebuild_wrapper_subclass"),
-            Named("torch.distributed.tensor", "DTensor"),
-            (None, None, shape),
-            {"_local_tensor": local or tensor(), "_spec": spec} if state is None else state,
-        ),
-    )
 
 
 def on_mesh(**layout: object) -> Built:

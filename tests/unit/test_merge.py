@@ -25,7 +25,8 @@ from syncd.protocol.errors import (
     ShardFormatError,
 )
 from tests.fsdp_fixtures import shard_paths
-from tests.merging import STORAGE, STORED, assert_equal, loaded, merge, nothing
+from tests.jobs import nothing
+from tests.merging import STORAGE, STORED, assert_equal, loaded, merge
 
 # -- digests -----------------------------------------------------------------------------------
 

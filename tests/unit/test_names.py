@@ -15,19 +15,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.isolated import IsolatedParser
 from syncd.checkpoint.merge import Merged, run_plan
 from syncd.checkpoint.model_folder import write_index
 from syncd.checkpoint.placement import Local, Position
 from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CoverageError, ShardFormatError
 from syncd.protocol.layout import MANIFEST, shard_name
 from syncd.protocol.records import Manifest, parse
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
+from tests.merging import build
 
 STORAGE = Storage(durable=False)
 
@@ -132,19 +131,9 @@ def test_odd_names_are_kept_from_the_save_to_the_manifest(tmp_path: Path) -> Non
     """As ``syncd merge`` does it, with the pickle read in a child process."""
     actor, out = tmp_path / "actor", tmp_path / "out"
     actor.mkdir()
-    out.mkdir()
     for rank in range(2):
         save(actor / shard_name(2, rank), ODD)
-    build_model_folder(
-        STORAGE,
-        actor,
-        look_at_save(STORAGE, actor, 1),
-        out,
-        sequence=0,
-        digests=True,
-        max_file_size=80,
-        cancel=nothing,
-    )
+    build(actor, out, max_file_size=80)
     assert loaded(out) == {name: number for number, name in enumerate(ODD)}
     manifest = parse(Manifest, (out / MANIFEST).read_bytes(), out / MANIFEST)
     assert sorted(tensor.name for tensor in manifest.tensors) == sorted(ODD)

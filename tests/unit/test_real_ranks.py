@@ -18,7 +18,8 @@ from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CoverageError, PlacementError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import MERGEABLE, names, shard_paths
-from tests.merging import STORED, assert_equal, loaded, merge, nothing, truth
+from tests.jobs import nothing
+from tests.merging import STORED, assert_equal, loaded, merge, truth
 
 Open = Callable[[Path], list[ShardFile]]
 MERGED = names(MERGEABLE)

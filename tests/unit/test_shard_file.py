@@ -17,7 +17,7 @@ from syncd.checkpoint.placement import Local
 from syncd.checkpoint.shard_file import ShardFile, central_directory_digest
 from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
 from syncd.storage.fsio import Storage, signature
-from tests.shards import Built, Named, shard, tensor, without_crc, zipped
+from tests.shards import Built, Named, dtensor, shard, tensor, without_crc, zipped
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 STORAGE = Storage(durable=False)
@@ -172,18 +172,7 @@ def test_two_cuts_of_a_torch_that_does_not_save_their_order_are_refused(tmp_path
 
 
 def test_a_mesh_of_an_unknown_layout_is_named(tmp_path: Path) -> None:
-    placed = Named("torch.distributed.tensor._dtensor_spec", "DTensorSpec")
-    mesh = Built(Named("torch.distributed.device_mesh", "DeviceMesh"), (), {"shape_of_2027": (4,)})
-    spec = Built(placed, (), {"mesh": mesh, "placements": ()})
-    wrapped = Built(
-        Named("torch._tensor", "_rebuild_from_type_v2"),
-        (
-            Named("torch._utils", "_rebuild_wrapper_subclass"),
-            Named("torch.distributed.tensor", "DTensor"),
-            (None, None, (2, 3)),
-            {"_local_tensor": tensor(), "_spec": spec},
-        ),
-    )
+    wrapped = dtensor(mesh={"shape_of_2027": (4,)})
     with pytest.raises(PlacementError, match="weight is on a device mesh of a layout"):
         read(tmp_path, shard({"weight": wrapped}))
 
