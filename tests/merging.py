@@ -33,6 +33,7 @@ def merge(
     cancel: Callable[[], None] = nothing,
     storage: Storage = STORAGE,
     in_kernel: Callable[[int], bool] = may_copy_remotely,
+    threads: int = 1,
 ) -> Merged:
     """Merge into a new folder, which then holds what the result says."""
     folder.mkdir()
@@ -47,6 +48,7 @@ def merge(
         check_crc=check_crc,
         cancel=cancel,
         in_kernel=in_kernel,
+        threads=threads,
     )
     sizes = {file.name: file.size for file in merged.files}
     assert sizes == {path.name: path.stat().st_size for path in folder.iterdir()}

@@ -16,11 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
-import torch
 import xxhash
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from syncd.checkpoint.torch_zip import central_directory_digest
 from syncd.protocol.errors import RecordError, SaveFailedError
@@ -42,6 +40,7 @@ from syncd.protocol.layout import (
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode, parse
 from syncd.storage.errnos import NOT_EMPTY, PASSING, is_gone
 from syncd.storage.fsio import Draft, Storage
+from trainer_hooks.torch_file import save_state_dict
 
 log = logging.getLogger(__name__)
 
@@ -235,17 +234,11 @@ class RankWriter:
                 self._storage.unlink_if_there(actor / found)
 
     def _write_tensors(self, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
-        """``torch.save``, with the CRC-32 of every record, which the receipt binds."""
-        before = get_crc32_options()
-        set_crc32_options(compute_crc32=True)
-        try:
-            with Draft(self._storage, path) as draft:
-                _save(state, draft)
-                draft.finish()
-                size, digest = central_directory_digest(self._storage, draft.temporary)
-                draft.commit()
-        finally:
-            set_crc32_options(compute_crc32=before)
+        with Draft(self._storage, path) as draft:
+            save_state_dict(state, draft)
+            draft.finish()
+            size, digest = central_directory_digest(self._storage, draft.temporary)
+            draft.commit()
         return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
 
     def _write_model_files(
@@ -342,33 +335,3 @@ class RankWriter:
             if is_gone(error):
                 return None
             raise
-
-
-class _Sink:
-    """The file object that torch.save writes to; it keeps what storage refused."""
-
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-        self.refused: OSError | None = None
-
-    def write(self, data: bytes | memoryview) -> int:
-        try:
-            return self._draft.write(data)
-        except OSError as error:
-            self.refused = error
-            raise
-
-    def flush(self) -> None:
-        """Nothing is buffered here."""
-
-
-def _save(state: Mapping[str, Any], draft: Draft) -> None:
-    """``torch.save``; where a write is refused, that error and not torch's about its zip."""
-    sink = _Sink(draft)
-    try:
-        # Of a file object torch.save uses write and flush alone.
-        torch.save(dict(state), cast("IO[bytes]", sink))
-    except RuntimeError as error:
-        if sink.refused is not None:
-            raise sink.refused from error
-        raise

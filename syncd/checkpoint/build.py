@@ -6,7 +6,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +16,9 @@ from syncd.checkpoint.contents import Contents, look_inside
 from syncd.checkpoint.merge import Merged, Progress, digest_safetensors, run_plan, unheard
 from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
 from syncd.checkpoint.open_save import open_save
-from syncd.checkpoint.plan import MergePlan
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.save import Save, confirm_unchanged
-from syncd.checkpoint.tensor_rules import Cast, shown
+from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.layout import (
     ADAPTER_CONFIG,
@@ -47,6 +46,7 @@ def build_model_folder(
     digests: bool,
     max_file_size: int,
     cast: Cast | None = None,
+    threads: int = 1,
     cancel: Callable[[], None],
     progress: Progress = unheard,
     clock: Callable[[], float] = time.monotonic,
@@ -67,6 +67,7 @@ def build_model_folder(
         digests: whether the manifest carries digests.
         max_file_size: the most bytes of tensors in one file.
         cast: what floating tensors are to become; None for what they are.
+        threads: how many files are written at a time, and no more than there are processors.
         cancel: called between chunks; raises to stop.
         progress: called with the bytes of tensors that are done, and those of all.
         clock: seconds, monotonic, for the timings in the manifest.
@@ -85,10 +86,15 @@ def build_model_folder(
         with (
             _judged_at_rest(storage, actor, save),
             open_save(storage, actor, save, cancel=cancel) as opened,
+            ExitStack() as stack,
         ):
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             contents = look_inside(opened, cancel)
+            caster = None
+            if _has_to_cast(contents, cast):
+                # It imports torch, for seconds, while the small files are copied.
+                caster = stack.enter_context(Caster(str(actor), cancel=cancel))
             # The small files first: where one is not what was vouched for, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias = "none"
@@ -114,18 +120,18 @@ def build_model_folder(
                     progress=progress,
                 )
             else:
-                with _casting(actor, plan, cancel) as caster:
-                    merged = run_plan(
-                        storage,
-                        plan,
-                        contents.sources(opened, bias=bias),
-                        folder,
-                        digests=digests,
-                        check_crc=checked == "crc32",
-                        cancel=cancel,
-                        progress=progress,
-                        caster=caster,
-                    )
+                merged = run_plan(
+                    storage,
+                    plan,
+                    contents.sources(opened, bias=bias),
+                    folder,
+                    digests=digests,
+                    check_crc=checked == "crc32",
+                    cancel=cancel,
+                    progress=progress,
+                    threads=threads,
+                    caster=caster,
+                )
             merge_seconds = clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
@@ -152,11 +158,13 @@ def build_model_folder(
     return manifest
 
 
-def _casting(
-    actor: Path, plan: MergePlan, cancel: Callable[[], None]
-) -> AbstractContextManager[Caster | None]:
-    """The child that casts, where there is something to cast: it takes a second to start."""
-    return Caster(str(actor), cancel=cancel) if plan.casts else nullcontext()
+def _has_to_cast(contents: Contents, cast: Cast | None) -> bool:
+    """Whether any tensor of the save has another dtype than it is to have."""
+    return any(
+        cast_dtype(tensor.dtype, cast) != tensor.dtype
+        for index in contents.indexes
+        for tensor in index.tensors.values()
+    )
 
 
 def weights_size(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Chunks, Local, Shape
-from syncd.checkpoint.safetensors_file import ITEMSIZE, Entry, header_bytes
+from syncd.checkpoint.safetensors_file import ITEMSIZE, PAGE, Entry, header_bytes
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.checkpoint.tiling import Block, Part, Run, Tiled, tile
 from syncd.protocol.errors import CoverageError
@@ -115,8 +115,10 @@ def plan_merge(
     """Plan how to make one model of all ranks' shards.
 
     Files are filled in the order of the state dict (that of the first rank, then what only later
-    ones have), so that a layer stays together; a tensor over ``max_file_size`` has a file of its
-    own. Inside a file wider dtypes come first, so that every tensor is aligned to its dtype.
+    ones have), so that a layer stays together, to about the same size, so that they are written in
+    about the same time; a tensor over ``max_file_size`` has a file of its own. Inside a file
+    tensors of whole pages come first, so that all of them begin at one, then wider dtypes, so that
+    every tensor is aligned to its dtype.
 
     Args:
         shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
@@ -149,7 +151,7 @@ def plan_merge(
         for renamed, name in names.items()
     ]
     kept = _without_tied(tensors) if tied else tensors
-    groups = list(_split((_cast(tensor, cast) for tensor in kept), max_file_size))
+    groups = list(_split([_cast(tensor, cast) for tensor in kept], max_file_size))
     files = tuple(
         _file(
             f"{stem}.safetensors"
@@ -168,22 +170,27 @@ def _cast(tensor: _Whole, cast: Cast | None) -> _Whole:
     return tensor._replace(dtype=dtype, length=length)
 
 
-def _split(tensors: Iterable[_Whole], max_file_size: int) -> Iterator[list[_Whole]]:
+def _split(tensors: Sequence[_Whole], max_file_size: int) -> Iterator[list[_Whole]]:
+    left = sum(tensor.length for tensor in tensors)
     group: list[_Whole] = []
     size = 0
     for tensor in tensors:
-        if group and size + tensor.length > max_file_size:
-            yield group
-            group, size = [], 0
+        if group:
+            files = max(1, -(-(size + left) // max_file_size))  # that this and all later ones make
+            even = (size + left) / files
+            if size + tensor.length > max_file_size or size + tensor.length / 2 > even:
+                yield group
+                group, size = [], 0
         group.append(tensor)
         size += tensor.length
+        left -= tensor.length
     yield group
 
 
 def _file(name: str, group: list[_Whole]) -> PlannedFile:
     planned = []
     at = 0
-    for tensor in sorted(group, key=lambda tensor: -ITEMSIZE[tensor.dtype]):
+    for tensor in sorted(group, key=lambda one: (one.length % PAGE > 0, -ITEMSIZE[one.dtype])):
         planned.append(
             PlannedTensor(
                 name=tensor.name,

@@ -11,6 +11,7 @@ import xxhash
 
 from syncd.checkpoint.safetensors_header import (
     HEADER_LIMIT,
+    PAGE,
     Entry,
     arrange,
     broken,
@@ -24,6 +25,7 @@ __all__ = [
     "DTYPES",
     "ITEMSIZE",
     "METADATA",
+    "PAGE",
     "Entry",
     "SafetensorsFile",
     "file_digest",

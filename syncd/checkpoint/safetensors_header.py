@@ -25,6 +25,8 @@ from syncd.protocol.errors import ShardFormatError
 
 #: The limit of the safetensors library itself.
 HEADER_LIMIT: Final = 100_000_000
+#: Where the data section begins is a multiple of this, in bytes.
+PAGE: Final = 4096
 
 
 class Entry(NamedTuple):
@@ -44,13 +46,14 @@ class Entry(NamedTuple):
 def header_bytes(entries: Iterable[Entry]) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
-    Padded with spaces so that the data section behind it starts at a multiple of 8.
+    Padded with spaces so that the data section behind it starts at a page: its blocks can be shared
+    with the shards' then, and be read past the page cache.
     """
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     for name, dtype, shape, begin, end in entries:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % PAGE)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -40,12 +40,13 @@ class SourceReader:
     """Reads the sources, and checks the CRC-32 of their records where asked.
 
     A record's check goes forward from its first byte. Bytes that a read skips are read for the
-    check alone; bytes that come again (tied weights) are not checked again.
+    check alone; bytes that come again (tied weights) are not checked again. Readers in several
+    threads share the checks: the first that reads from a record checks it.
 
     Args:
         storage: what they are read through.
         sources: the open shards.
-        check_crc: whether to check; sources without CRC-32 are left out.
+        checks: of the sources' records, by :func:`record_checks`.
         cancel: called between reads for the check alone; it raises to stop.
     """
 
@@ -54,16 +55,14 @@ class SourceReader:
         storage: Storage,
         sources: Sequence[Source],
         *,
-        check_crc: bool,
+        checks: Sequence[RecordChecks | None],
         cancel: Callable[[], None],
     ) -> None:
         self._storage = storage
         self._sources = sources
         self._cancel = cancel
-        self._checks = [
-            _Checks(source) if check_crc and source.has_crc else None for source in sources
-        ]
-        self._scratch = memoryview(bytearray(_BUFFER if any(self._checks) else 0))
+        self._checks = checks
+        self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
 
     def read_into(self, source: int, offset: int, part: memoryview) -> None:
         """Fill ``part`` from a source, by its index; the bytes lie in one record.
@@ -76,11 +75,12 @@ class SourceReader:
         checks = self._checks[source]
         if checks is not None:
             number = checks.find(offset)
-            self._check_up_to(source, number, offset)
-            checks.extend(number, offset, part)
+            if checks.owners.setdefault(number, self) is self:  # in one step: threads do it at once
+                self._check_up_to(source, number, offset)
+                checks.extend(number, offset, part)
 
     def finish(self) -> None:
-        """Check what was not read.
+        """Check what was not read, once no other reader reads any more.
 
         Raises:
             SaveNotReadyError: a source became shorter.
@@ -111,8 +111,12 @@ class SourceReader:
             count += more
 
 
-class _Checks:
-    """How far the CRC-32 of each record of one source has come."""
+class RecordChecks:
+    """How far the CRC-32 of each record of one source has come.
+
+    Attributes:
+        owners: by the number of a record, who checks it.
+    """
 
     def __init__(self, source: Source) -> None:
         ordered = sorted((record, name) for name, record in source.records.items() if record.size)
@@ -123,6 +127,7 @@ class _Checks:
         self.starts = [record.offset for record, _ in ordered]
         self.ends = [record.offset + record.size for record, _ in ordered]
         self.at = list(self.starts)
+        self.owners: dict[int, object] = {}
 
     def find(self, offset: int) -> int:
         """The record that a byte of the file lies in."""
@@ -140,6 +145,11 @@ class _Checks:
                 f"{self._path}: record {self._names[number]} does not match its CRC-32: the file "
                 "is damaged, or still being written; save it again"
             )
+
+
+def record_checks(sources: Sequence[Source], *, check_crc: bool) -> list[RecordChecks | None]:
+    """What is to be checked of each source: nothing of those without CRC-32, or not asked for."""
+    return [RecordChecks(source) if check_crc and source.has_crc else None for source in sources]
 
 
 def shorter(path: Path) -> SaveNotReadyError:

@@ -27,6 +27,7 @@ from syncd.storage.fsio import Storage
 @options.digest
 @options.dtype
 @options.max_shard_size
+@options.copy_threads
 @click.option(
     "--fsync/--no-fsync",
     default=True,
@@ -39,6 +40,7 @@ def command(
     digest: str,
     cast: Cast | None,
     max_shard_size: int,
+    copy_threads: int,
     *,
     fsync: bool,
 ) -> None:
@@ -66,6 +68,7 @@ def command(
                 sequence=0,
                 digests=digest == "on",
                 max_file_size=max_shard_size,
+                threads=copy_threads,
                 cast=cast,
                 cancel=lambda: None,
                 progress=progress,

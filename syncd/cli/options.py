@@ -99,3 +99,10 @@ max_shard_size = click.option(
     metavar="BYTES",
     help="The most bytes of tensors in one file.",
 )
+copy_threads = click.option(
+    "--copy-threads",
+    type=click.IntRange(min=1, max=64),
+    default=_DEFAULTS.copy_threads,
+    show_default=True,
+    help="Files written at a time, and no more than there are processors.",
+)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 @options.digest
 @options.dtype
 @options.max_shard_size
+@options.copy_threads
 @options.policy
 def command(job: Path, digest: str, **given: Any) -> None:
     """Serve JOB until SIGTERM: merge, publish, signal, prune.

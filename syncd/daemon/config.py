@@ -22,6 +22,8 @@ class DaemonConfig(BaseModel):
         cast: what floating tensors of versions become: ``bf16``, ``fp16`` or ``fp32``, rounded as
             torch does; None for what the trainer saved. Integers, bool and fp8 stay.
         max_shard_size: the most bytes of tensors in one file of a version.
+        copy_threads: how many files of a version are written at a time, and no more than there are
+            processors.
         prune_steps: whether step folders that were published or skipped are deleted.
         prune_foreign: whether that goes also for saves without receipts in a job that has no
             ``latest_state_dict_iteration.txt``.
@@ -40,7 +42,8 @@ class DaemonConfig(BaseModel):
     keep: Annotated[int, Field(ge=1)] = 2
     digests: bool = True
     cast: Cast | None = None
-    max_shard_size: Annotated[int, Field(ge=1)] = 5_000_000_000
+    max_shard_size: Annotated[int, Field(ge=1)] = 1_000_000_000
+    copy_threads: Annotated[int, Field(ge=1, le=64)] = 4
     prune_steps: bool = True
     prune_foreign: bool = False
     dead_reader_grace: Annotated[float, Field(ge=0)] = 300.0

@@ -147,6 +147,7 @@ class Publisher:
                 sequence=sequence,
                 digests=self._config.digests,
                 max_file_size=self._config.max_shard_size,
+                threads=self._config.copy_threads,
                 cast=self._config.cast,
                 cancel=self._cancel,
                 clock=self._clock,

@@ -10,14 +10,19 @@ delete, what is not the job's.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import struct
 from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from syncd.storage.beneath import Beneath
 from syncd.storage.errnos import is_gone
+
+#: _IOW(0x94, 13, struct file_clone_range), of linux/fs.h.
+_FICLONERANGE: Final = 0x4020940D
 
 
 class Kind(Enum):
@@ -109,6 +114,14 @@ class Calls:
         """Copy inside the kernel between different filesystems; returns the bytes copied."""
         os.lseek(target, to, os.SEEK_SET)
         return os.sendfile(target, source, at, count)
+
+    def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
+        """Let a file share the blocks of another: ``FICLONERANGE`` of ioctl_ficlonerange(2).
+
+        Raises:
+            OSError: these two cannot, or the range is not one of whole blocks.
+        """
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("=qQQQ", source, at, count, to))
 
     def fsync(self, fd: int) -> None:
         """Wait until a file's bytes would survive a power loss."""

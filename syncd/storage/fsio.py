@@ -81,6 +81,20 @@ class Storage(Calls):
         self.pwrite_all(target, data, to)
         return len(data)
 
+    def share_range(self, source: int, target: int, count: int, at: int, to: int) -> bool:
+        """Let a file share blocks of another one, where this storage can: no byte is copied.
+
+        Returns:
+            False where it cannot; then nothing was changed.
+        """
+        try:
+            self.clone_range(source, target, count, at, to)
+        except OSError as error:
+            if error.errno in _REFUSED or error.errno == errno.ENOTTY:
+                return False
+            raise
+        return True
+
     def write_new(self, path: Path, data: bytes) -> None:
         """Write a new, durable file. The folder's entry is the caller's to sync."""
         fd = self.create(path)

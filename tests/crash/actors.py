@@ -48,7 +48,7 @@ from trainer_hooks.writer import Contents, RankWriter
 
 #: What changes nothing that anyone could see, where nothing waits for the disk.
 _UNSEEN: Final = {"fsync", "sync_folder", "close"}
-_PARTS: Final = {"write", "pwrite", "copy_file_range", "sendfile"}
+_PARTS: Final = {"write", "pwrite", "copy_file_range", "sendfile", "clone_range"}
 _LOOKS: Final = ("open_read", "names", "kinds", "status")
 STOPS: Final = tuple(name for name in CHANGES if name not in _UNSEEN) + _LOOKS
 #: Where an actor has nothing to do until someone else did something.

@@ -345,6 +345,11 @@ class RecordingStorage(FastStorage):
         count = super().copy_file_range(source, target, count, at, to)
         return self._wrote("copy_file_range", target, os.pread(source, count, at), to)
 
+    def clone_range(self, source: int, target: int, count: int, at: int, to: int) -> None:
+        self._begin()
+        super().clone_range(source, target, count, at, to)
+        self._wrote("clone_range", target, os.pread(source, count, at), to)
+
     def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
         self._begin()
         count = super().sendfile(source, target, count, at, to)

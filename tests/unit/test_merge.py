@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from syncd.checkpoint.merge import digest_safetensors, run_plan
 from syncd.checkpoint.model_folder import copy_model_files, write_index
+from syncd.checkpoint.placement import Local
 from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.shard_file import ShardFile
@@ -27,6 +31,7 @@ from syncd.protocol.errors import (
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import nothing
 from tests.merging import STORAGE, STORED, assert_equal, loaded, merge
+from tests.storages import RuledStorage, refuse
 
 # -- digests -----------------------------------------------------------------------------------
 
@@ -191,6 +196,103 @@ def test_progress_ends_at_the_whole(
     )  # fmt: skip
     assert seen == sorted(seen)
     assert seen[-1] == (merged.data_size, merged.data_size)
+
+
+# -- several files at a time ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("check_crc", [False, True])
+@pytest.mark.parametrize("kind", ["fsdp2-4", "fsdp2_tp-8", "fsdp1-4", "plain-2"])
+def test_threads_write_the_same_files_as_one_does(
+    written: Path,
+    tmp_path: Path,
+    opened: Callable[[Path], list[ShardFile]],
+    kind: str,
+    check_crc: bool,
+    digests: bool,
+) -> None:
+    shards = opened(written / kind)
+    made = []
+    for threads in (1, 4):
+        folder = tmp_path / str(threads)
+        merged = merge(
+            shards, folder, digests=digests, check_crc=check_crc, max_file_size=300, threads=threads
+        )
+        made.append((merged, {path.name: path.read_bytes() for path in folder.iterdir()}))
+    assert len(made[0][1]) > 4
+    assert made[0] == made[1]
+
+
+def views_of_one_storage(folder: Path) -> dict[str, torch.Tensor]:
+    """A save whose tensors all lie in one record, with bytes between them that none has."""
+    folder.mkdir()
+    whole = torch.arange(400_000, dtype=torch.int32)
+    state = {f"t{at}": whole[at : at + 9_000] for at in range(0, 400_000, 10_000)}
+    torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    return state
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_record_in_many_files_is_checked_by_all_its_bytes(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]], threads: int
+) -> None:
+    state = views_of_one_storage(tmp_path / "saved")
+    whole = {"check_crc": True, "max_file_size": 80_000, "threads": threads}
+    shards = opened(tmp_path / "saved")
+    merged = merge(shards, tmp_path / "good", **whole)  # type: ignore[arg-type]  # one dict
+    assert len(merged.files) > 10
+    assert_equal(loaded(tmp_path / "good"), state)
+    record = shards[0].records["data/0"]
+    for number, at in enumerate((0, 700_003, 38_001, record.size - 1)):
+        with shards[0].path.open("r+b", buffering=0) as file:
+            (byte,) = os.pread(file.fileno(), 1, record.offset + at)
+            os.pwrite(file.fileno(), bytes((byte ^ 1,)), record.offset + at)
+            with pytest.raises(ShardFormatError, match=r"record data/0 does not match its CRC-32"):
+                merge(shards, tmp_path / str(number), **whole)  # type: ignore[arg-type]  # as above
+            os.pwrite(file.fileno(), bytes((byte,)), record.offset + at)
+
+
+def test_threads_end_with_the_first_that_storage_refuses(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    storage = RuledStorage(refuse("create", errno.ENOSPC, where="model-00003"))
+    with pytest.raises(OSError, match="No space"):
+        merge(
+            opened(written / "fsdp2-4"),
+            tmp_path / "out",
+            max_file_size=300,
+            threads=4,
+            storage=storage,
+        )
+    assert not [t for t in threading.enumerate() if t.name.startswith("syncd-copy")]
+
+
+def test_progress_is_told_by_one_thread_and_grows(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    shards = opened(written / "fsdp2-4")
+    plan = plan_merge([(shard.path.name, shard.tensors()) for shard in shards], max_file_size=300)
+    seen: list[tuple[int, int, threading.Thread]] = []
+    run_plan(
+        STORAGE, plan, shards, tmp_path, digests=True, check_crc=True, cancel=nothing, threads=4,
+        progress=lambda done, total: seen.append((done, total, threading.current_thread())),
+    )  # fmt: skip
+    assert [done for done, _, _ in seen] == sorted({done for done, _, _ in seen})
+    assert {total for _, total, _ in seen} == {plan.data_size} == {seen[-1][0]}
+    assert {thread for _, _, thread in seen} == {threading.current_thread()}
+
+
+def test_files_are_of_about_the_same_size() -> None:
+    index = {
+        f"t{number}": Local("U8", (size,), 0, size, "data/0", None)
+        for number, size in enumerate([400, *[10] * 150, 300, 5, 5])
+    }
+    plan = plan_merge([("rank 0", index)], max_file_size=1000)
+    sizes = [file.data_size for file in plan.files]
+    assert len(sizes) == 3
+    assert max(sizes) <= 1000
+    assert max(sizes) - min(sizes) < 200
 
 
 # -- the rest of the folder --------------------------------------------------------------------
