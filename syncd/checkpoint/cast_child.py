@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import signal
 import sys
 import warnings
@@ -19,16 +18,15 @@ import torch
 from syncd.checkpoint.cast import DONE, REQUEST, SLOT, TILE
 from syncd.checkpoint.tensor_rules import DTYPES
 
-#: More would take them from those that share the machine, and storage is slower than two.
-_THREADS = 2
-
 
 def run() -> None:
     """Be the child, with the shared memory's descriptor as argument: cast until the input ends."""
     # What is sent to a whole service, or from a terminal, is for the parent to hear.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(min(_THREADS, os.cpu_count() or 1))
+    # One casts 10 GB/s. Two that share a tile wait for each other, and on a busy machine for long:
+    # measured, fifty times as long.
+    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}
     memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from syncd.checkpoint.cast import Caster
 from syncd.checkpoint.file_copy import BUFFER, FileCopy, may_copy_remotely
 from syncd.checkpoint.plan import MergePlan, PlannedFile
 from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
-from syncd.checkpoint.side_by_side import Check, run_side_by_side
+from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.checkpoint.source_reader import Source, SourceReader, record_checks, shorter
 from syncd.protocol.records import TensorEntry, VersionFile
 from syncd.storage.fsio import Storage
@@ -105,7 +104,7 @@ def run_plan(
     # One child casts for all of them.
     written = run_side_by_side(
         [partial(write, file) for file in plan.files],
-        threads=1 if plan.casts else min(threads, len(os.sched_getaffinity(0))),
+        threads=1 if plan.casts else threads_here(threads),
         look=look,
     )
     SourceReader(storage, sources, checks=checks, cancel=look).finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
@@ -13,6 +14,11 @@ Check = Callable[[], None]
 
 #: So often ``look`` is called, in seconds.
 _LOOK: Final = 0.05
+
+
+def threads_here(most: int) -> int:
+    """So many threads, and no more than this process has processors."""
+    return min(most, len(os.sched_getaffinity(0)))
 
 
 class _StoppedError(Exception):

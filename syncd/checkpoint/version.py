@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +12,7 @@ import xxhash
 
 from syncd.checkpoint.merge import digest_safetensors
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.layout import MANIFEST
@@ -40,9 +42,17 @@ def verify_version(
     folder: Path,
     manifest: Manifest,
     *,
+    threads: int = 4,
     cancel: Callable[[], None] = lambda: None,
 ) -> None:
     """Compare sizes, headers and, where the manifest has them, digests with the bytes on disk.
+
+    Args:
+        storage: what the files are read through.
+        folder: of the version.
+        manifest: of the version.
+        threads: how many files are read at a time, and no more than there are processors.
+        cancel: called often, in this thread; it raises to stop.
 
     Raises:
         VerificationError: a file is missing, or not what the manifest says.
@@ -57,19 +67,32 @@ def verify_version(
                 "which it does not list"
             )
         told[entry.file][entry.name] = entry
-    for file in manifest.files:
-        path = folder / file.name
-        try:
-            if file.name.endswith(WEIGHTS):
-                _verify_weights(storage, path, file, told[file.name], cancel)
-            else:
-                _verify_other(storage, path, file)
-        except (CheckpointError, SaveNotReadyError) as error:
-            raise VerificationError(str(error)) from error
-        except OSError as error:
-            if is_gone(error) or error.errno in _NOT_A_FILE:
-                raise VerificationError(f"{path} is not there, or no file: {error}") from error
-            raise
+    run_side_by_side(
+        [partial(_verify, storage, folder, file, told[file.name]) for file in manifest.files],
+        threads=threads_here(threads),
+        look=cancel,
+    )
+
+
+def _verify(
+    storage: Storage,
+    folder: Path,
+    file: VersionFile,
+    told: Mapping[str, TensorEntry],
+    cancel: Check,
+) -> None:
+    path = folder / file.name
+    try:
+        if file.name.endswith(WEIGHTS):
+            _verify_weights(storage, path, file, told, cancel)
+        else:
+            _verify_other(storage, path, file)
+    except (CheckpointError, SaveNotReadyError) as error:
+        raise VerificationError(str(error)) from error
+    except OSError as error:
+        if is_gone(error) or error.errno in _NOT_A_FILE:
+            raise VerificationError(f"{path} is not there, or no file: {error}") from error
+        raise
 
 
 def _verify_weights(
