@@ -28,7 +28,7 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
     """
     sink = _Sink(draft)
     settings: dict[str, object] = {"save.compute_crc32": True}
-    if _is_large(state) and hasattr(config.save, "storage_alignment"):  # torch 2.6 has none
+    if _is_large(state) and hasattr(config.save, "storage_alignment"):  # older ones have none
         settings["save.storage_alignment"] = _PAGE
     try:
         with config.patch(settings):  # type: ignore[attr-defined]  # put there at run time
