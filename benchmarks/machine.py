@@ -74,7 +74,11 @@ def run_measured(argv: Sequence[str], stdout: Path | None = None) -> Usage:
     with (stdout or Path(os.devnull)).open("wb") as out:
         begun = time.perf_counter()
         process = subprocess.Popen(argv, stdout=out)
-        _, status, used = os.wait4(process.pid, 0)
+        try:
+            _, status, used = os.wait4(process.pid, 0)
+        except BaseException:
+            process.kill()
+            raise
         seconds = time.perf_counter() - begun
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:

@@ -1,25 +1,34 @@
-"""Merging against copying: ``syncd merge`` beside ``cat``, ``cp`` and torch, in one run.
+"""Merging against copying: ``syncd merge`` beside ``cat``, ``cp``, torch and verl, in one run.
 
-Repeat with ``python -m benchmarks.merge`` from the project's root (5 rounds of 1.2 GB, and peak RSS
-at two more sizes: twelve minutes, four times the size in free memory; ``--dir`` is where to copy).
+Repeat with ``python -m benchmarks.merge`` from the project's root: Qwen2.5-1.5B in 4 shards, 5
+rounds; five times the model's size in free memory, and twice the largest size on the disk of
+``--dir``. ``--verl DIR`` adds verl, installed into DIR the first time.
 
 Every contender is a whole process, start-up included, measured from its fork until it is reaped.
-Nobody calls fsync. Before each run, outside the timing: the last output is removed, the inputs are
-read into the page cache, dirty pages are written, and free memory is touched. Contenders take
-turns, in an order that rotates from round to round; a ratio is the median of the ratios inside each
-round. "Without start-up" is what the manifest says that the merge took: the daemon's part, which
-has started long before. Merged tensors are compared with the truth bit by bit in the last round.
+Each of ``--modes`` has rounds and a table of its own. ``warm``: the inputs are in the page cache,
+and nobody calls fsync. ``cold``: their pages are dropped (fsync, then posix_fadvise DONTNEED; below
+a virtual machine's disk the host may have them still); programs and libraries stay. ``fsync``:
+everybody's files would survive a power loss; ``cat`` and ``cp`` are followed by ``sync FILE...``.
+
+Before each run, outside the timing: the last output is removed, dirty pages are written, and free
+memory is touched. Contenders take turns, in an order that rotates from round to round; a ratio is
+the median of the ratios inside each round. "Without start-up" is what the manifest says that the
+merge took: the daemon's part, which has started long before. Before the rounds each contender runs
+once, and what it merged is compared with the truth bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -34,232 +43,255 @@ from benchmarks.machine import (
     run_measured,
     settle,
 )
-
-_CAT: Final = "cat shards > file"
-_START: Final = "start-up: "
-_SYNCD: Final = (sys.executable, "-m", "syncd")
-
-
-@dataclass(frozen=True, slots=True)
-class Contender:
-    """One row: what is run on the job ``work/job`` with its output below ``work/out``.
-
-    Attributes:
-        merges: whether tensors come out.
-        stdout: whether its output is what it prints.
-        memory: what it needs at most, page cache included, in sizes of the input.
-    """
-
-    name: str
-    argv: Callable[[Path], Sequence[str]]
-    merges: bool = True
-    stdout: bool = False
-    memory: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What is merged: so many GB of shards, cut as :mod:`benchmarks.shards` says."""
-
-    gigabytes: float
-    layout: str
-
-    @property
-    def arguments(self) -> tuple[str, str]:
-        """For :mod:`benchmarks.shards`."""
-        return str(self.gigabytes), self.layout
-
-
-def _merge(step: int, *options: str) -> Callable[[Path], Sequence[str]]:
-    def argv(work: Path) -> Sequence[str]:
-        actor = str(_actor(work, step))
-        return (*_SYNCD, "merge", *options, "--no-fsync", actor, str(work / "out" / "merged"))
-
-    return argv
-
-
-def _torch(*mode: str) -> Callable[[Path], Sequence[str]]:
-    def argv(work: Path) -> Sequence[str]:
-        out = str(work / "out" / "merged.safetensors")
-        return (sys.executable, "-m", "benchmarks.torch_merge", str(_actor(work, 1)), out, *mode)
-
-    return argv
-
-
-def _start(name: str, *argv: str) -> Contender:
-    return Contender(f"{_START}{name}", lambda _: argv, merges=False, memory=0)
-
-
-def _merges(layout: str) -> tuple[Contender, ...]:
-    cast = ("--dtype", "bf16") if layout == "fp32" else ()
-    return (
-        Contender("syncd merge, no digests", _merge(1, "--digest", "off", *cast)),
-        Contender("syncd merge, digests", _merge(1, "--digest", "on", *cast)),
-        Contender("syncd merge, digests, no receipts: CRC-32", _merge(2, "--digest", "on", *cast)),
-    )
-
-
-def _contenders(layout: str, *, with_torch: bool) -> tuple[Contender, ...]:
-    return (
-        Contender(_CAT, lambda work: ("cat", *map(str, _shards(work))), merges=False, stdout=True),
-        Contender(
-            "cp --reflink=never, of the merged file",
-            lambda work: ("cp", "--reflink=never", str(_copied(work)), str(work / "out" / "copy")),
-            merges=False,
-        ),
-        *_merges(layout),
-        *(_TORCH if with_torch and layout == "fsdp" else ()),
-        _start("syncd merge --help", *_SYNCD, "merge", "--help"),
-        _start("syncd --version", *_SYNCD, "--version"),
-        _start("true", "true"),
-    )
-
-
-_TORCH: Final = (
-    Contender("torch.load, cat, save_file", _torch(), memory=4),
-    Contender("torch.load(mmap=True), cat, save_file", _torch("mmap"), memory=4),
+from benchmarks.merge_contenders import (
+    CAT,
+    START,
+    TORCH,
+    VERL_ROW,
+    Contender,
+    Model,
+    Place,
+    contenders,
+    merges,
 )
+from benchmarks.verl_environment import environment
+
+#: GB in bf16: Qwen2.5-1.5B, and 20,000 tensors of 4 KB.
+_SIZES: Final = {"fsdp": 3.087, "fsdp+tp": 3.087, "fp32": 3.087, "small": 0.08192}
+_HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
-def _actor(work: Path, step: int) -> Path:
-    return work / "job" / f"global_step_{step}" / "actor"
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Whether the inputs are in the page cache, and whether outputs must survive a power loss."""
+
+    words: str
+    cold: bool = False
+    durable: bool = False
 
 
-def _shards(work: Path) -> list[Path]:
-    return sorted(_actor(work, 1).glob("*.pt"))
+_MODES: Final = {
+    "warm": Mode("warm page cache, no fsync"),
+    "cold": Mode("inputs not in the page cache, no fsync", cold=True),
+    "fsync": Mode("warm page cache, fsync", durable=True),
+    "cold+fsync": Mode("inputs not in the page cache, fsync", cold=True, durable=True),
+}
 
 
-def _copied(work: Path) -> Path:
-    """The file that ``cp`` copies: merged once, before the rounds."""
-    return work / "merged.safetensors"
-
-
-def _child(*argv: str) -> None:
+def _shards(*argv: str) -> None:
+    """A child process, so that this one stays small."""
     subprocess.run((sys.executable, "-m", "benchmarks.shards", *argv), check=True)
 
 
-def _prepare(work: Path, model: Model) -> int:
-    """Write the shards, and merge them once for ``cp``; returns the bytes of the shards."""
-    shutil.rmtree(work / "job", ignore_errors=True)
-    _child("write", str(work / "job"), *model.arguments)
-    shutil.rmtree(work / "out", ignore_errors=True)
-    (work / "out").mkdir()
-    run_measured(_merges(model.layout)[0].argv(work))
-    (work / "out" / "merged" / "model.safetensors").rename(_copied(work))
-    return sum(path.stat().st_size for path in _shards(work))
+def _write(place: Place, model: Model) -> int:
+    """Write the shards; returns their bytes."""
+    for folder in (place.work / "job", place.out, place.merged):
+        shutil.rmtree(folder, ignore_errors=True)
+    _shards("write", str(place.work / "job"), *model.arguments)
+    return _bytes(place.shards)
 
 
-def _run(contender: Contender, work: Path, verified_as: Model | None) -> Usage:
+def _verify(contender: Contender, place: Place, model: Model) -> None:
+    folder = place.out / "merged"
+    if contender.merges:
+        _shards("verify", str(folder if folder.is_dir() else place.out), *model.arguments)
+
+
+def _clear(place: Place) -> None:
+    shutil.rmtree(place.out, ignore_errors=True)
+    place.out.mkdir()
+
+
+def _bytes(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def _evict(paths: Iterable[Path]) -> None:
+    """Drop files from the page cache; only clean pages go."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _run(contender: Contender, place: Place, *, cold: bool = False) -> Usage:
     """One run in an empty ``out`` folder."""
-    out = work / "out"
-    shutil.rmtree(out)
-    out.mkdir()
+    _clear(place)
     if contender.memory:
-        settle([*_shards(work), _copied(work)], contender.memory * _copied(work).stat().st_size)
-    usage = run_measured(contender.argv(work), out / "file" if contender.stdout else None)
-    manifest = out / "merged" / "manifest.json"
+        inputs = [*place.shards, *place.merged.glob("*.safetensors")]
+        size = _bytes(place.shards)
+        if cold:
+            _evict(inputs)
+            settle((), (contender.memory + 1) * size)
+        else:
+            settle(inputs, contender.memory * size)
+    stdout = place.out / "file" if contender.stdout and not place.durable else None
+    usage = run_measured(contender.argv(place), stdout)
+    manifest = place.out / "merged" / "manifest.json"
     if manifest.exists():
         usage = replace(usage, inside=json.loads(manifest.read_bytes())["timings"]["build"])
-    if verified_as is not None and contender.merges:
-        folder = out / "merged"
-        _child("verify", str(folder if folder.is_dir() else out), *verified_as.arguments)
     return usage
 
 
+def _try(place: Place, field: tuple[Contender, ...], model: Model) -> int:
+    """Run everyone once: Python compiles what it imports, and what is merged is verified.
+
+    The first merge is kept for ``cp``; returns how many files it is.
+    """
+    _clear(place)
+    run_measured(merges(model)[0].argv(place))
+    (place.out / "merged").rename(place.merged)
+    for contender in field:
+        print(f"trying: {contender.name}", file=sys.stderr)
+        _clear(place)
+        run_measured(contender.argv(place), place.out / "file" if contender.stdout else None)
+        _verify(contender, place, model)
+    return len(list(place.merged.glob("*.safetensors")))
+
+
 def _rounds(
-    work: Path, contenders: tuple[Contender, ...], model: Model, rounds: int
+    place: Place, field: tuple[Contender, ...], mode: Mode, rounds: int
 ) -> dict[str, list[Usage]]:
-    found: dict[str, list[Usage]] = {contender.name: [] for contender in contenders}
-    for number in range(rounds + 1):
-        first = number % len(contenders)
-        for contender in (*contenders[first:], *contenders[:first]):
-            print(f"round {number} of {rounds}: {contender.name}", file=sys.stderr)
-            usage = _run(contender, work, model if number == rounds else None)
-            if number:  # round 0 compiles what Python imports
-                found[contender.name].append(usage)
+    found: dict[str, list[Usage]] = {contender.name: [] for contender in field}
+    place = replace(place, durable=mode.durable)
+    for number in range(rounds):
+        first = number % len(field)
+        for contender in (*field[first:], *field[:first]):
+            print(f"{mode.words}: {number + 1} of {rounds}: {contender.name}", file=sys.stderr)
+            found[contender.name].append(_run(contender, place, cold=mode.cold))
     return found
 
 
-def _print_rounds(found: dict[str, list[Usage]], size: int) -> None:
-    cat = [usage.seconds for usage in found[_CAT]]
+def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, float]:
+    """One run, verified: the peak RSS in MB of its largest process, and of the first process alone.
 
-    def times(seconds: list[float], *, at_work: bool = True) -> tuple[str, ...]:
-        ratios = [mine / theirs for mine, theirs in zip(seconds, cat, strict=True)]
-        return (
-            f"{median(seconds):.3f}",
-            f"{min(seconds):.3f}-{max(seconds):.3f}",
-            f"{median(ratios):.2f}" if at_work else "",
-            f"{size / 1e9 / median(seconds):.2f}" if at_work else "",
-        )
+    The kernel tells the first number at the end. The second is the mark that it keeps while the
+    process lives, read every few milliseconds.
+    """
+    print(f"peak RSS of {model.gigabytes} GB: {contender.name}", file=sys.stderr)
+    _clear(place)
+    process = subprocess.Popen(contender.argv(place), stdout=subprocess.DEVNULL)
+    own = 0
+    try:
+        while True:
+            told = _HIGH_WATER.search(Path(f"/proc/{process.pid}/status").read_text())
+            own = int(told[1]) if told else own  # an ended process has no memory
+            ended, status, used = os.wait4(process.pid, os.WNOHANG)
+            if ended:
+                break
+            time.sleep(0.003)
+    except BaseException:
+        process.kill()
+        raise
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"{contender.name} ended with {process.returncode}")
+    _verify(contender, place, model)
+    return used.ru_maxrss * 1024 / 1e6, own * 1024 / 1e6
+
+
+def _print_rounds(found: dict[str, list[Usage]], model: Model, size: int) -> None:
+    seconds = {name: [usage.seconds for usage in usages] for name, usages in found.items()}
+    others = {"torch / it": TORCH, "verl / it": VERL_ROW}
+    others = {head: name for head, name in others.items() if name in found}
+    small = model.layout == "small"
+    tensors = model.gigabytes * 1e9 / 4096
+
+    def row(name: str, mine: list[float], *resources: str, at_work: bool = True) -> tuple[str, ...]:
+        middle = median(mine)
+        times = (f"{middle:.3f}", f"{min(mine):.3f}-{max(mine):.3f}")
+        if not at_work:
+            return (name, *times, *("" for _ in range(2 + len(others))), *resources)
+        ratios = [_ratio(mine, seconds[CAT])]
+        ratios += [_ratio(seconds[other], mine) for other in others.values()]
+        rate = 1e3 * middle / tensors if small else size / 1e9 / middle
+        return (name, *times, *(f"{ratio:.2f}" for ratio in ratios), f"{rate:.3f}", *resources)
 
     rows: list[tuple[str, ...]] = []
     for name, usages in found.items():
-        seconds = [usage.seconds for usage in usages]
-        cpu = median(usage.cpu for usage in usages)
-        peak = max(usage.peak_mb for usage in usages)
-        at_work = not name.startswith(_START)
-        rows.append((name, *times(seconds, at_work=at_work), f"{cpu:.3f}", f"{peak:.0f}"))
+        cpu = f"{median(usage.cpu for usage in usages):.3f}"
+        peak = f"{max(usage.peak_mb for usage in usages):.0f}"
+        rows.append(row(name, seconds[name], cpu, peak, at_work=not name.startswith(START)))
         inside = [usage.inside for usage in usages if usage.inside is not None]
         if inside:
-            rows.append(("  without start-up, as in the daemon", *times(inside), "", ""))
-    print_table(("process", "median s", "min-max s", "x cat", "GB/s", "CPU s", "peak RSS MB"), rows)
+            rows.append(row("  without start-up, as in the daemon", inside, "", ""))
+    rate = "ms a tensor" if small else "GB/s"
+    heads = ("process", "median s", "min-max s", "x cat", *others, rate, "CPU s", "peak RSS MB")
+    print_table(heads, rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="syncd merge beside cat, cp and torch")
-    parser.add_argument("--gigabytes", type=float, default=1.2, help="of shards; 1.2")
+def _ratio(these: list[float], those: list[float]) -> float:
+    return median(this / that for this, that in zip(these, those, strict=True))
+
+
+def _print_peaks(peaks: dict[int, dict[str, tuple[float, float]]], model: Model) -> None:
+    print("\nPeak RSS in MB by the size of the shards: one more run each, all verified\n")
+    sizes = sorted(peaks)
+    rows: list[tuple[str, ...]] = []
+    for contender in merges(model):
+        both = [peaks[bytes_][contender.name] for bytes_ in sizes]
+        rows.append((contender.name, *(f"{largest:.0f}" for largest, _ in both)))
+        if model.casts:
+            rows.append(("  its casting child apart", *(f"{own:.0f}" for _, own in both)))
+    print_table(("process", *(f"{bytes_ / 1e9:.2f} GB" for bytes_ in sizes)), rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="syncd merge beside cat, cp, torch and verl")
+    parser.add_argument(
+        "--layout", choices=tuple(_SIZES), default="fsdp", help="how the shards are cut"
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, help="of the model in bf16; small: 0.08192, others: 3.087"
+    )
+    parser.add_argument("--modes", nargs="+", choices=tuple(_MODES), default=["warm"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--rss", type=float, nargs="*", default=[0.3, 3.0], help="more sizes for peak RSS, in GB"
+        "--rss", type=float, nargs="*", default=[0.1, 1.0], help="more sizes for peak RSS, in GB"
     )
+    parser.add_argument("--no-torch", action="store_true", help="without what is slow")
     parser.add_argument(
-        "--layout",
-        choices=("fsdp", "fsdp+tp", "fp32"),
-        default="fsdp",
-        help="how the shards are cut; fp32: by rows, and merged into bf16",
-    )
-    parser.add_argument(
-        "--no-torch",
-        action="store_true",
-        help="without the slow contenders, which merge Shard(0) alone",
+        "--verl", type=Path, metavar="DIR", help="with verl, in a virtual environment of its own"
     )
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    given = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    given = _parser().parse_args()
+    model = Model(given.gigabytes or _SIZES[given.layout], given.layout)
+    verl = environment(given.verl) if given.verl else None
     machine = describe_machine(given.dir)
+    found: dict[str, dict[str, list[Usage]]] = {}
+    peaks: dict[int, dict[str, tuple[float, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made:
-        work = Path(made)
-        prepare_process(work)
-        model = Model(given.gigabytes, given.layout)
-        size = _prepare(work, model)
-        found = _rounds(
-            work,
-            _contenders(given.layout, with_torch=not given.no_torch),
-            model,
-            given.rounds,
-        )
-        merges = _merges(given.layout)
-        peaks = {size: {c.name: max(u.peak_mb for u in found[c.name]) for c in merges}}
-        for gigabytes in given.rss:
+        place = Place(Path(made))
+        prepare_process(place.work)
+        field = contenders(model, torch=not given.no_torch, verl=verl)
+        size = _write(place, model)
+        files = _try(place, field, model)
+        for name in given.modes:
+            found[name] = _rounds(place, field, _MODES[name], given.rounds)
+        for gigabytes in (model.gigabytes, *given.rss):
             other = replace(model, gigabytes=gigabytes)
-            bytes_ = _prepare(work, other)
-            peaks[bytes_] = {c.name: _run(c, work, other).peak_mb for c in merges}
+            bytes_ = size if other == model else _write(place, other)
+            peaks[bytes_] = {c.name: _peaks(c, place, other) for c in merges(model)}
     if given.json:
-        rounds = {name: [asdict(usage) for usage in usages] for name, usages in found.items()}
-        print(json.dumps({"machine": machine, "bytes": size, "rounds": rounds, "peak_mb": peaks}))
+        modes = {
+            mode: {name: [asdict(usage) for usage in usages] for name, usages in rounds.items()}
+            for mode, rounds in found.items()
+        }
+        print(json.dumps({"machine": machine, "bytes": size, "modes": modes, "peak_mb": peaks}))
         return
     print_machine(machine)
-    print(
-        f"\n4 shards ({given.layout}) of {size / 1e9:.2f} GB in all; {given.rounds} rounds, "
-        "no fsync\n"
-    )
-    _print_rounds(found, size)
-    print("\nPeak RSS in MB by the size of the shards; all merged tensors equal the truth\n")
-    sizes = sorted(peaks)
-    print_table(
-        ("process", *(f"{bytes_ / 1e9:.2f} GB" for bytes_ in sizes)),
-        [(c.name, *(f"{peaks[bytes_][c.name]:.0f}" for bytes_ in sizes)) for c in merges],
-    )
+    for name, rounds in found.items():
+        print(
+            f"\n4 shards ({model.layout}) of {size / 1e9:.2f} GB in all, merged into "
+            f"{files} file(s) unless it says one; {given.rounds} rounds; {_MODES[name].words}\n"
+        )
+        _print_rounds(rounds, model, size)
+    _print_peaks(peaks, model)
 
 
 if __name__ == "__main__":

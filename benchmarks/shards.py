@@ -1,22 +1,25 @@
 """The input of the merge benchmark, and the check of what came out; runs in a child process.
 
-``python -m benchmarks.shards write JOB 1.2 fsdp`` writes global_step_1 of a job with the writer
+``python -m benchmarks.shards write JOB 3.087 fsdp`` writes global_step_1 of a job with the writer
 that ``TrainerHook`` uses: real ``torch.save`` of bf16 DTensors of four ranks, each with its real
 coordinate, with receipts. They are cut by rows (``fsdp``), or as FSDP2 on top of tensor parallelism
 leaves them on a 2 x 2 mesh (``fsdp+tp``: colwise, rowwise, and what FSDP alone cuts). The ranks
 take turns in one process, over torch's fake process group; nothing is communicated. global_step_2
 has hard links to the same shards and no receipts, as another trainer would leave them.
 
-``fp32`` is ``fsdp`` in float32, to be cast to bf16.
+The size is that of the model in bf16. 3.087 GB is Qwen2.5-1.5B, shape by shape; other sizes have
+its 28 layers, its vocabulary and its proportions, and another width. ``fp32`` is ``fsdp`` in
+float32, to be cast to bf16. ``small`` is ``fsdp`` with tensors of 4 KB and nothing else.
 
-``python -m benchmarks.shards verify FOLDER 1.2 fsdp`` compares merged tensors with the truth, every
-bit.
+``python -m benchmarks.shards verify FOLDER 3.087 fsdp`` compares merged tensors with the truth,
+every bit.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -38,17 +41,28 @@ from syncd.storage.fsio import Storage
 from trainer_hooks.writer import Contents, RankWriter
 
 RANKS: Final = 4
-_MESHES: Final = {"fsdp": (RANKS,), "fsdp+tp": (2, 2), "fp32": (RANKS,)}
+#: The mesh of each layout: its size along each dimension.
+MESHES: Final = {
+    "fsdp": {"fsdp": RANKS},
+    "fsdp+tp": {"fsdp": 2, "tp": 2},
+    "fp32": {"fsdp": RANKS},
+    "small": {"fsdp": RANKS},
+}
 _ROWWISE: Final = re.compile(r"(o_proj|down_proj)\.weight$")
 _COLWISE: Final = re.compile(r"(q|k|v|gate|up)_proj\.")
 _LAYERS: Final = 28
 _VOCABULARY: Final = 151_936
+_SMALL: Final = (64, 32)
 
 
 def shapes(gigabytes: float, layout: str) -> dict[str, tuple[int, ...]]:
-    """The tensors of a 28-layer transformer (Qwen2's proportions) of about so many GB."""
-    # 555 h² for the layers and one embedding of h columns, solved for h, in whole heads of 48.
-    wanted = gigabytes * 1e9 / (4 if layout == "fp32" else 2)
+    """The tensors of a model of about so many GB in bf16."""
+    wanted = gigabytes * 1e9 / 2
+    if layout == "small":
+        count = round(wanted / math.prod(_SMALL))
+        return {f"model.layers.{number}.weight": _SMALL for number in range(count)}
+    # 555 h² for the layers and one embedding of h columns, solved for h, in steps of 48: 1536 for
+    # Qwen2.5-1.5B.
     hidden = round(((_VOCABULARY**2 + 4 * 555 * wanted) ** 0.5 - _VOCABULARY) / (2 * 555) / 48) * 48
     key, wide = hidden // 6, hidden * 35 // 6
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (_VOCABULARY, hidden)}
@@ -76,8 +90,11 @@ def _whole(number: int, shape: tuple[int, ...], layout: str) -> Tensor:
     generator = torch.Generator().manual_seed(number)
     if layout == "fp32":
         return torch.randn(shape, generator=generator)
-    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16, generator=generator)
-    return bits.view(torch.bfloat16)
+    # Four elements at a time, which takes half as long.
+    count = math.prod(shape)
+    bits = torch.empty(-(-count // 4), dtype=torch.int64)
+    bits.random_(-(2**63), None, generator=generator)
+    return bits.view(torch.bfloat16)[:count].view(shape)
 
 
 def _part(whole: Tensor, ranks: int, dim: int, at: int) -> Tensor:
@@ -88,7 +105,7 @@ def _part(whole: Tensor, ranks: int, dim: int, at: int) -> Tensor:
 
 def _dtensor(name: str, whole: Tensor, mesh: DeviceMesh) -> DTensor:
     """As FSDP2 leaves it, alone or on top of tensor parallelism, which has cut first."""
-    coordinate = mesh.get_coordinate() or []
+    coordinate = list(mesh.get_coordinate() or ())
     placements: list[Placement] = [Shard(0)]
     local = whole
     if mesh.ndim == 2 and _ROWWISE.search(name):
@@ -116,7 +133,8 @@ def write(root: Path, gigabytes: float, layout_name: str) -> None:
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     for rank in reversed(range(RANKS)):  # rank 0 last: it waits for the others' receipts
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-        mesh = init_device_mesh("cpu", _MESHES[layout_name])
+        axes = MESHES[layout_name]  # verl's merger looks at their names
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
         state = {
             name: _dtensor(name, _whole(number, shape, layout_name), mesh)
             for number, (name, shape) in enumerate(shapes(gigabytes, layout_name).items())
