@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def _axes(mesh: Inert) -> list[tuple[Shape, Shape]] | None:
     return found
 
 
-def _layout(given: dict[Any, Any]) -> list[tuple[object, object]]:
+def _layout(given: Mapping[Any, Any]) -> list[tuple[object, object]]:
     """Sizes and strides of each dimension, as they are told; nothing where they are unknown."""
     axes = given.get("axes")
     if isinstance(axes, tuple | list):  # torch 2.13: a layout of its own for each dimension

@@ -41,7 +41,7 @@ class Limits:
         cpu_seconds: of processor time.
         wall_seconds: a guard, for a child that does not work: a machine that stands still.
         tensors: the most tensors, and records, of all shards of a save together, each of which
-            takes about 1 KB of memory here until they are merged.
+            takes about 0.5 KB of memory here until they are merged.
     """
 
     memory: int = 256 * _MIB

@@ -6,6 +6,8 @@ in that file, and whether it lies in it, :mod:`~syncd.checkpoint.shard_file` say
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeGuard
 
@@ -37,6 +39,8 @@ PICKLE_LIMIT: Final = 256 * 1024 * 1024
 _KEY_LIMIT: Final = 200
 #: What FSDP1 calls all parameters of a unit, end to end and padded.
 _FLAT_PARAMETER: Final = "_flat_param"
+#: A ``shard_order`` that contradicts any placements.
+_UNREADABLE: Final[Order] = ((-1, ()),)
 #: The most chunks of one ShardedTensor on one rank; FSDP makes one.
 _CHUNK_LIMIT: Final = 64
 
@@ -104,33 +108,54 @@ def read_pieces(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | P
     }
 
 
+class _Given(NamedTuple):
+    """What a DTensor says of its layout, besides the mesh; None for what cannot be read.
+
+    Attributes:
+        shape: of the whole tensor.
+        told_shape: the same, of the spec's own account of the tensor, where it has one.
+        placed: its placements.
+        unordered: whether they are of a torch that does not save which of them cut first.
+        order: its ``shard_order``.
+    """
+
+    shape: Shape | None
+    told_shape: Shape | None
+    placed: tuple[placement.Placement, ...] | None
+    unordered: bool
+    order: Order | None
+
+
 class _Reader:
     """Makes pieces of one file's inert records."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        # Most tensors share one of a few positions; 20,000 copies of them would be felt.
-        self._positions: dict[tuple[Sharding, Shape], Position] = {}
+        # Most tensors share one of a few layouts and shapes: what follows from these is found once,
+        # and kept once. Every number in a key has been seen to be an int: True and 1.0 equal 1.
+        self._positions: dict[tuple[int, Shape, _Given], Position] = {}
+        self._contiguous: set[tuple[Shape, Shape]] = set()
         # By identity: the state dict keeps every mesh alive for as long as this reader is used.
         self._meshes: dict[int, Mesh | None] = {}
 
     def piece(self, name: object, value: object) -> Piece | Pieces:
         """What one entry of the state dict is."""
-        if not isinstance(name, str) or name_fault(name) is not None:
-            raise self._wrong(name, name_fault(name) or "")
+        fault = name_fault(name)
+        if not isinstance(name, str) or fault is not None:
+            raise self._wrong(name, fault or "")
         if not name.isprintable() and any(ord(letter) < 32 for letter in name):
             raise self._wrong(name, "is a name with control characters")
-        if name.rpartition(".")[2] == _FLAT_PARAMETER:
+        if name.endswith(_FLAT_PARAMETER) and name.rpartition(".")[2] == _FLAT_PARAMETER:
             raise PlacementError(
                 f"{self._where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), "
                 "which does not say what tensors it is made of: save with "
                 "StateDictType.SHARDED_STATE_DICT"
             )
         match value:
-            case TensorRef():
-                return self._piece(name, value)
             case DTensorRef():
                 return self._dtensor(name, value)
+            case TensorRef():
+                return Piece(*self._part(name, value), None)
             case ShardedTensorRef():
                 return self._sharded(name, value)
         raise self._wrong(name, f"is a {type(value).__name__}, not a tensor: leave it out")
@@ -143,16 +168,21 @@ class _Reader:
         local = tensor.state.get("_local_tensor")
         if not isinstance(local, TensorRef):
             raise self._wrong(name, "is a DTensor without a local tensor")
-        layout = self._layout(name, tensor)
-        if isinstance(layout, tuple):
-            return Pieces(self._dtype(name, local), layout, ())
-        piece = self._piece(name, local)
-        known = (layout, piece.shape)
+        dtype, shape, key, offset = self._part(name, local)
+        spec = tensor.state.get("_spec")
+        mesh = spec.state.get("mesh") if isinstance(spec, Inert) else None
+        if not isinstance(spec, Inert) or not isinstance(mesh, Inert):
+            raise self._wrong(name, "is a DTensor without a spec or a mesh")
+        given = _given(tensor, spec.state)
+        known = (id(mesh), shape, given)
         position = self._positions.get(known)
         if position is None:
-            position = place(piece.shape, layout, tensor=shown(name), file=self._where)
+            layout = self._layout(name, mesh, given)
+            if isinstance(layout, tuple):
+                return Pieces(dtype, layout, ())
+            position = place(shape, layout, tensor=shown(name), file=self._where)
             self._positions[known] = position
-        return piece._replace(position=position)
+        return Piece(dtype, shape, key, offset, position)
 
     def _sharded(self, name: str, tensor: ShardedTensorRef) -> Pieces:
         """A ShardedTensor says itself where its chunks lie (``ShardMetadata``)."""
@@ -173,17 +203,17 @@ class _Reader:
                     "tensors (FSDP1 on top of another sharding), which is not merged: build FSDP "
                     "with a device_mesh, or use fully_shard"
                 )
-            piece = self._piece(name, local)
+            part = self._part(name, local)
             offsets = shape_of(told.state.get("shard_offsets"))
             sizes = shape_of(told.state.get("shard_sizes"))
             if (
                 offsets is None
-                or sizes != piece.shape
-                or piece.dtype != dtype
+                or sizes is None
+                or part[:2] != (dtype, sizes)
                 or not len(offsets) == len(sizes) == len(shape)
             ):
                 raise self._wrong(name, "is a ShardedTensor whose chunks are not what it says")
-            pieces.append(piece._replace(position=Position(shape, offsets)))
+            pieces.append(Piece(*part, Position(shape, offsets)))
         return Pieces(dtype, shape, tuple(pieces))
 
     def _dtype(self, name: str, tensor: TensorRef | DType) -> str:
@@ -193,72 +223,76 @@ class _Reader:
             raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")
         return DTYPES[dtype][0]
 
-    def _piece(self, name: str, tensor: TensorRef) -> Piece:
-        """A tensor by itself, without a position."""
+    def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
+        """A tensor by itself: all that its piece is but the position."""
         storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
         if not isinstance(storage, StorageRef) or shape is None or stride is None:
             raise self._wrong(name, "is a tensor that cannot be read")
         if tensor.bits:
             raise self._wrong(name, "is negated or conjugated as it is read: save resolve_neg()")
         dtype = self._dtype(name, tensor)
-        if len(shape) != len(stride) or not _contiguous(shape, stride):
-            sizes = f"(shape {shape}, stride {stride})"
-            raise self._wrong(name, f"is not contiguous {shown(sizes)}: save a copy")
+        if (shape, stride) not in self._contiguous:
+            if len(shape) != len(stride) or not _contiguous(shape, stride):
+                sizes = f"(shape {shape}, stride {stride})"
+                raise self._wrong(name, f"is not contiguous {shown(sizes)}: save a copy")
+            self._contiguous.add((shape, stride))
         key, offset = storage.key, tensor.offset
         if not (key.isascii() and key.isprintable()) or len(key) > _KEY_LIMIT:
             raise self._wrong(name, f"is in a storage of an impossible name, {shown(key)!r}")
         if not is_offset(offset):
             raise self._wrong(name, f"lies outside its record data/{key}")
-        return Piece(dtype, shape, key, offset, None)
+        return dtype, shape, key, offset
 
-    def _layout(self, name: str, tensor: DTensorRef) -> Sharding | Shape:
+    def _layout(self, name: str, mesh: Inert, given: _Given) -> Sharding | Shape:
         """How a DTensor is laid out; its shape alone where this rank is not on its mesh."""
-        spec = tensor.state.get("_spec")
-        mesh = spec.state.get("mesh") if isinstance(spec, Inert) else None
-        if not isinstance(spec, Inert) or not isinstance(mesh, Inert):
-            raise self._wrong(name, "is a DTensor without a spec or a mesh")
         on = self._mesh(mesh)
-        placements = spec.state.get("placements")
-        if (
-            on is None
-            or not isinstance(placements, tuple | list)
-            or len(placements) != len(on.shape)
-        ):
+        if on is None or given.placed is None or len(given.placed) != len(on.shape):
             raise PlacementError(
                 f"{self._where}: {shown(name)} is on a device mesh of a layout that this syncd "
                 "does not know, of another torch release: report it, and keep the save"
             )
-        shape = shape_of(tensor.shape)
-        meta = spec.state.get("tensor_meta")
-        if shape is None or (
-            isinstance(meta, Inert) and meta.args and shape_of(meta.args[0]) != shape
-        ):
+        if given.shape is None or given.told_shape != given.shape:
             raise self._wrong(name, "is a DTensor whose global shape cannot be read")
-        placed = tuple(map(_placement, placements))
-        for ascends, given in zip(on.ascends, placed, strict=True):
-            if not ascends and given != placement.Replicate():
+        for ascends, placed in zip(on.ascends, given.placed, strict=True):
+            if not ascends and placed != placement.Replicate():
                 raise PlacementError(
                     f"{self._where}: {shown(name)} is sharded over a device mesh whose ranks do "
                     "not ascend, where torch itself is not of one mind which rank has which part: "
                     "make the mesh with init_device_mesh"
                 )
-        cut = [given.dim for given in placed if isinstance(given, placement.Shard)]
-        unordered = any(isinstance(told, Inert) and told.unordered for told in placements)
-        if unordered and len(cut) > len(set(cut)):
+        cut = [placed.dim for placed in given.placed if isinstance(placed, placement.Shard)]
+        if given.unordered and len(cut) > len(set(cut)):
             raise PlacementError(
                 f"{self._where}: {shown(name)} is cut along one dimension by several of its device "
                 "mesh, and torch before 2.5 does not save which cut first: save with a newer one"
             )
         if on.coordinate is None:
-            return shape
-        order = _order(spec.state)
-        return Sharding(shape, on.shape, on.coordinate, placed, order, on.identity)
+            return given.shape
+        return Sharding(
+            given.shape, on.shape, on.coordinate, given.placed, given.order, on.identity
+        )
 
     def _mesh(self, mesh: Inert) -> Mesh | None:
         known = id(mesh)
         if known not in self._meshes:
             self._meshes[known] = read_mesh(mesh)
         return self._meshes[known]
+
+
+def _given(tensor: DTensorRef, spec: Mapping[Any, Any]) -> _Given:
+    """The layout of a DTensor, as its spec says."""
+    shape = shape_of(tensor.shape)
+    meta = spec.get("tensor_meta")
+    told_shape = shape_of(meta.args[0]) if isinstance(meta, Inert) and meta.args else shape
+    placements = spec.get("placements")
+    if not isinstance(placements, tuple | list) or len(placements) > DIMENSION_LIMIT:
+        return _Given(shape, told_shape, None, False, None)
+    placed = []
+    unordered = False
+    for told in placements:
+        placed.append(_placement(told))
+        unordered = unordered or (isinstance(told, Inert) and told.unordered)
+    return _Given(shape, told_shape, tuple(placed), unordered, _order(spec))
 
 
 def _contiguous(shape: Shape, stride: Shape) -> bool:
@@ -276,14 +310,14 @@ def _placement(value: object) -> placement.Placement:
     if not isinstance(value, Inert):
         return placement.Other(shown(type(value).__name__))
     kind = type(value).__name__
-    dim = next(iter(value.args), value.state.get("dim"))
+    dim = value.args[0] if value.args else value.state.get("dim")
     if kind == "Shard" and _is_number(dim):
-        return placement.Shard(dim)
+        return _shard(dim)
+    if kind == "Replicate":
+        return placement.Replicate()
     factor = value.state.get("split_factor")
     if kind == "_StridedShard" and _is_number(dim) and _is_number(factor):
         return placement.StridedShard(dim, factor)
-    if kind == "Replicate":
-        return placement.Replicate()
     fields = value.state or dict(enumerate(islice(value.args, 8)))
     told = (
         f"{_plain(key)}={_plain(field)}"
@@ -293,11 +327,15 @@ def _placement(value: object) -> placement.Placement:
     return placement.Other(shown(f"{kind}({', '.join(told)})", 199))
 
 
+#: The same object for the same dimension: these are made, and compared, once for each tensor.
+_shard: Final = lru_cache(maxsize=DIMENSION_LIMIT)(placement.Shard)
+
+
 def _is_number(value: object) -> TypeGuard[int]:
     return type(value) is int and abs(value) < NUMBER_LIMIT
 
 
-def _order(spec: dict[Any, Any]) -> Order | None:
+def _order(spec: Mapping[Any, Any]) -> Order | None:
     """``shard_order``, where a spec has one; one that cannot be read contradicts everything."""
     told = spec.get("shard_order")
     if told is None:
@@ -306,11 +344,12 @@ def _order(spec: dict[Any, Any]) -> Order | None:
     order = []
     for entry in entries:
         fields = entry.args if isinstance(entry, Inert) else entry
-        match fields:
-            case (int(dim), mesh_dims) if (dims := shape_of(mesh_dims)) is not None:
-                order.append((dim, dims))
-            case _:
-                return ((-1, ()),)
+        if not isinstance(fields, tuple | list) or len(fields) != 2:
+            return _UNREADABLE
+        dim, mesh_dims = fields[0], shape_of(fields[1])
+        if type(dim) is not int or mesh_dims is None:
+            return _UNREADABLE
+        order.append((dim, mesh_dims))
     return tuple(order)
 
 

@@ -12,6 +12,7 @@ from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import ITEMSIZE, PAGE, Entry, header_bytes
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.checkpoint.tiling import Block, Part, Run, Tiled, tile
+from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import CoverageError
 
 
@@ -102,6 +103,7 @@ class _Whole(NamedTuple):
     copies: tuple[Copy, ...]
 
 
+@uncollected()
 def plan_merge(
     shards: Sequence[tuple[str, Mapping[str, Local | Chunks]]],
     *,
@@ -146,10 +148,7 @@ def plan_merge(
     if not names:
         raise CoverageError("the shards hold no tensors: save model.state_dict()")
     labels = [index.label for index in indexes]
-    tensors = [
-        _whole(name, indexes, labels, cancel)._replace(name=renamed)
-        for renamed, name in names.items()
-    ]
+    tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
     kept = _without_tied(tensors) if tied else tensors
     groups = list(_split([_cast(tensor, cast) for tensor in kept], max_file_size))
     files = tuple(
@@ -166,6 +165,8 @@ def plan_merge(
 
 def _cast(tensor: _Whole, cast: Cast | None) -> _Whole:
     dtype = cast_dtype(tensor.dtype, cast)
+    if dtype == tensor.dtype:
+        return tensor
     length = tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[dtype]
     return tensor._replace(dtype=dtype, length=length)
 
@@ -256,7 +257,11 @@ def _module(name: str) -> str:
 
 
 def _whole(
-    name: str, shards: Sequence[ShardIndex], labels: Sequence[str], cancel: Callable[[], None]
+    name: str,
+    renamed: str,
+    shards: Sequence[ShardIndex],
+    labels: Sequence[str],
+    cancel: Callable[[], None],
 ) -> _Whole:
     """Prove that a tensor is whole, and of what."""
     cancel()
@@ -283,24 +288,28 @@ def _whole(
             "save the same model on every rank, or what one rank has gathered as model.safetensors"
         )
     if not length:
-        return _Whole(name, dtype, shape, 0, dtype, (), ())
-    blocks = (
-        Block(
-            (0,) * len(shape) if local.position is None else local.position.offsets,
-            local.local_shape,
-            Run(source, local.offset, local.nbytes),
-            None if local.position is None else local.position.mesh,
-        )
+        return _Whole(renamed, dtype, shape, 0, dtype, (), ())
+    blocks = [
+        _block(source, local)
         for source, value in found
         for local in (value.locals if isinstance(value, Chunks) else (value,))
-    )
+    ]
     if is_plain:
         own, *others = ((block.run,) for block in blocks)
         tiled = Tiled(own, tuple(others))
     else:
         tiled = tile(shown(name), shape, blocks, labels, cancel=cancel)
     copies = tuple(Copy(None, parts) for parts in tiled.copies)
-    return _Whole(name, dtype, shape, length, dtype, tiled.parts, copies)
+    return _Whole(renamed, dtype, shape, length, dtype, tiled.parts, copies)
+
+
+def _block(source: int, local: Local) -> Block:
+    """A rank's part as a box of the tensor; a plain one is all of it."""
+    run = Run(source, local.offset, local.nbytes)
+    position = local.position
+    if position is None:
+        return Block((0,) * len(local.local_shape), local.local_shape, run, None)
+    return Block(position.offsets, local.local_shape, run, position.mesh)
 
 
 def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, Self
@@ -11,7 +11,7 @@ from typing import Protocol, Self
 from zlib_ng.zlib_ng import crc32
 
 from syncd.checkpoint.pieces import PICKLE_LIMIT, Piece, Pieces, read_pieces
-from syncd.checkpoint.placement import Chunks, Local
+from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.torch_zip import (
     Record,
@@ -19,6 +19,7 @@ from syncd.checkpoint.torch_zip import (
     read_directory,
     read_records,
 )
+from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Signature, Storage, signature
 
@@ -67,6 +68,8 @@ class ShardFile:
         self.records = records
         self.has_crc = any(record.crc32 for record in records.values())
         self._tensors: dict[str, Local | Chunks] | None = None
+        # Most tensors are of a few shapes, which need not be kept 20,000 times, nor their lengths.
+        self._kinds: dict[tuple[str, Shape], tuple[str, Shape, int]] = {}
 
     @classmethod
     def open(
@@ -130,15 +133,12 @@ class ShardFile:
             OSError: it cannot be read now.
         """
         if self._tensors is None:
-            # Half of the time would go into collections that find nothing: no cycles are made here.
-            collecting = gc.isenabled()
-            gc.disable()
-            try:
+            with uncollected():
                 pieces = parse(self._pickle(), str(self.path), intact=self.has_crc)
-                self._tensors = {name: self._found(name, piece) for name, piece in pieces.items()}
-            finally:
-                if collecting:
-                    gc.enable()
+                # All ranks have the same names, which are kept once.
+                self._tensors = {
+                    sys.intern(name): self._found(name, piece) for name, piece in pieces.items()
+                }
         return self._tensors
 
     def _pickle(self) -> bytes:
@@ -164,11 +164,15 @@ class ShardFile:
     def _local(self, name: str, piece: Piece) -> Local:
         """A piece as bytes of this file."""
         dtype, shape, storage, offset, position = piece
-        key = f"data/{storage}"
+        key = sys.intern(f"data/{storage}")
         record = self.records.get(key)
-        itemsize = ITEMSIZE[dtype]
-        nbytes = math.prod(shape) * itemsize
-        begin = offset * itemsize
+        kind = self._kinds.get((dtype, shape))
+        if kind is None:
+            kind = (dtype, shape, math.prod(shape) * ITEMSIZE[dtype])
+            self._kinds[dtype, shape] = kind
+        dtype, shape, nbytes = kind
+        begin = offset * ITEMSIZE[dtype]
         if record is None or (nbytes and begin + nbytes > record.size):
             raise ShardFormatError(f"{self.path}: '{shown(name)}' lies outside its record {key}")
-        return Local(dtype, shape, record.offset + begin, nbytes, key, position)
+        at = record.offset + begin if begin else record.offset  # the same number, not an equal one
+        return Local(dtype, shape, at, nbytes, key, position)

@@ -88,4 +88,6 @@ def shown(value: object, limit: int = 200) -> str:
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")
+    if cut.isprintable():
+        return cut
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in cut)

@@ -119,11 +119,14 @@ def tile(
     Raises:
         CoverageError: they overlap otherwise, leave a gap, or reach beyond the tensor.
     """
+    filled = [block for block in blocks if block.run.length]
+    rows = _rows(shape, filled)
+    if rows is not None:
+        return Tiled(rows, ())
     boxes: dict[tuple[Shape, Shape], dict[int, Block]] = {}
-    for block in blocks:
-        if block.run.length:
-            alike = boxes.setdefault((block.offsets, block.shape), {})
-            alike.setdefault(-1 - len(alike) if block.mesh is None else block.mesh, block)
+    for block in filled:
+        alike = boxes.setdefault((block.offsets, block.shape), {})
+        alike.setdefault(-1 - len(alike) if block.mesh is None else block.mesh, block)
     choices = [list(alike.values()) for alike in boxes.values()]
     tiling = _Tiling(name, shape, labels)
     tiled = []
@@ -132,6 +135,23 @@ def tile(
         chosen = [alike[min(number, len(alike) - 1)] for alike in choices]
         tiled.append(tiling.parts(chosen, 0, 1))
     return Tiled(tiled[0], tuple(tiled[1:]))
+
+
+def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
+    """The bytes of blocks of whole rows, each of which begins where the one before ends.
+
+    Those of most tensors are, so that this is worth its own proof. None where they are not, or not
+    all rows.
+    """
+    if not shape:
+        return None
+    at, inner = 0, shape[1:]
+    begin = (0,) * len(inner)
+    for block in blocks:
+        if block.offsets[0] != at or block.offsets[1:] != begin or block.shape[1:] != inner:
+            return None
+        at += block.shape[0]
+    return tuple([block.run for block in blocks]) if at == shape[0] else None
 
 
 class _Tiling:

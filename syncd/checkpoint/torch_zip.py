@@ -8,19 +8,25 @@ write is an error, so that a torn file is never taken for a whole one.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import xxhash
 
+from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Storage
 
 DIRECTORY_LIMIT: Final = 256 * 1024 * 1024
 RECORD_LIMIT: Final = 1_000_000
 _CANCEL_EVERY: Final = 1000
+#: Local headers up to so many bytes apart are read many at a time, by reads of _WINDOW bytes.
+_NEAR: Final = 8 * 1024
+_WINDOW: Final = 64 * 1024
 
 _END: Final = struct.Struct("<4s4H2LH")
 _LOCATOR: Final = struct.Struct("<4sLQL")
@@ -130,6 +136,7 @@ def read_directory(storage: Storage, fd: int, size: int, path: Path) -> Director
     return Directory(raw, offset, count)
 
 
+@uncollected()
 def read_records(
     storage: Storage,
     fd: int,
@@ -157,19 +164,27 @@ def read_records(
     if not entries:
         raise _broken(path, "has no records")
     prefix = entries[0].name.partition(b"/")[0] + b"/"
-    entries.sort(key=lambda entry: entry.header)
-    _check_disjoint(entries, directory.offset, path)
+    entries.sort(key=attrgetter("header"))
+    nexts = [entry.header for entry in entries[1:]] + [directory.offset]
+    _check_disjoint(entries, nexts, path)
     records: dict[str, Record] = {}
     end = 0
+    window, begin = b"", 0  # what was read last of the file, and where it begins in it
     for number, entry in enumerate(entries):
         if number % _CANCEL_EVERY == 0:
             cancel()
-        offset = _data_offset(storage, fd, entry, path)
+        length = _LOCAL.size + len(entry.name)
+        if entry.header + length > begin + len(window):
+            if nexts[number] - entry.header <= _NEAR:
+                length = max(length, _WINDOW)
+            window, begin = storage.pread_all(fd, length, entry.header), entry.header
+        offset = _data_offset(window, entry.header - begin, entry, path)
         if entry.header < end or offset + entry.size > directory.offset:
             raise _overlaps(path, entry)
         end = offset + entry.size
         try:
-            name = entry.name.removeprefix(prefix).decode()
+            # Also the names are the same on all ranks.
+            name = sys.intern(entry.name.removeprefix(prefix).decode())
         except UnicodeDecodeError:
             raise _broken(path, f"{_shown(entry)} is not named in UTF-8") from None
         if not entry.name.startswith(prefix) or name in records:
@@ -178,9 +193,8 @@ def read_records(
     return records
 
 
-def _check_disjoint(entries: list[_Entry], directory: int, path: Path) -> None:
-    """Check what the directory alone can tell, before a read for each of a million records."""
-    nexts = [entry.header for entry in entries[1:]] + [directory]
+def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path) -> None:
+    """Check what the directory alone can tell, before reads for up to a million records."""
     for entry, after in zip(entries, nexts, strict=True):
         if entry.header + _LOCAL.size + len(entry.name) + entry.size > after:
             raise _overlaps(path, entry)
@@ -201,16 +215,15 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
     for _ in range(directory.count):
         if at + _ENTRY.size > len(raw) or not raw.startswith(b"PK\1\2", at):
             raise _broken(path, "has a zip directory with fewer records than it says")
-        fields = _ENTRY.unpack_from(raw, at)
-        _, _, _, flags, method, _, _, crc32, packed, size, *lengths, disk, _, _, header = fields
-        names, extras, comments = lengths
+        (_, _, _, flags, method, _, _, crc32, packed, size, names, extras, comments, disk, _, _,
+         header) = _ENTRY.unpack_from(raw, at)  # fmt: skip
         begin = at + _ENTRY.size
         name = raw[begin : begin + names]
-        extra = raw[begin + names : begin + names + extras]
         at = begin + names + extras + comments
         if at > len(raw):
             raise _broken(path, "has a zip directory that ends inside a record")
         if _FULL32 in (size, packed, header):
+            extra = raw[begin + names : begin + names + extras]
             size, packed, header = _zip64(extra, size, packed, header, path)
         if method != 0 or size != packed or flags & _ENCRYPTED or disk:
             raise _broken(
@@ -241,17 +254,16 @@ def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tup
     raise _broken(path, "has a record over 4 GiB without its zip64 field")
 
 
-def _data_offset(storage: Storage, fd: int, entry: _Entry, path: Path) -> int:
+def _data_offset(window: bytes, at: int, entry: _Entry, path: Path) -> int:
     """Where a record's bytes begin: behind its local header, which torch pads to 64 bytes."""
-    local = storage.pread_all(fd, _LOCAL.size + len(entry.name), entry.header)
-    if len(local) < _LOCAL.size + len(entry.name) or not local.startswith(b"PK\3\4"):
+    if len(window) < at + _LOCAL.size + len(entry.name) or not window.startswith(b"PK\3\4", at):
         raise _broken(path, f"{_shown(entry)} has no local header")
-    _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(local)
+    _, _, flags, method, _, _, _, packed, size, names, extras = _LOCAL.unpack_from(window, at)
     # torch writes the sizes behind the bytes; who writes them here writes them right.
     told = entry.size if entry.size < _FULL32 else _FULL32
     sizes_differ = not flags & _SIZES_FOLLOW and not {packed, size} <= {told, _FULL32}
     if (
-        local[_LOCAL.size :] != entry.name
+        not window.startswith(entry.name, at + _LOCAL.size)
         or names != len(entry.name)
         or method != 0
         or flags & _ENCRYPTED

@@ -127,10 +127,13 @@ def read_piece(row: Row, known: dict[Hashable, Position]) -> tuple[str, Piece | 
     Raises:
         ValueError: it is not what :func:`piece_row` writes.
     """
-    match row:
-        case [str(name), *fields] if len(fields) == 5 and name_fault(name) is None:
-            return name, _read_piece(fields, known)
-        case [str(name), str(dtype), sizes, list(parts)] if name_fault(name) is None:
+    if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
+        raise ValueError("is no piece of a tensor")
+    name, *fields = row
+    if len(fields) == 5:
+        return name, _read_piece(fields, known)
+    match fields:
+        case [str(dtype), sizes, list(parts)]:
             shape = shape_of(sizes)
             if dtype in ITEMSIZE and shape is not None:
                 pieces = tuple(_read_piece(part, known) for part in parts)
@@ -143,17 +146,19 @@ def read_piece(row: Row, known: dict[Hashable, Position]) -> tuple[str, Piece | 
 
 
 def _read_piece(fields: Row, known: dict[Hashable, Position]) -> Piece:
-    match fields:
-        case [str(dtype), sizes, str(key), offset, where]:
-            shape = shape_of(sizes)
-            if (
-                dtype in ITEMSIZE
-                and shape is not None
-                and len(key) <= _TEXT_LIMIT
-                and is_offset(offset)
-            ):
-                position = None if where is None else _position(where, shape, known)
-                return Piece(dtype, shape, key, offset, position)
+    if isinstance(fields, list) and len(fields) == 5:
+        dtype, sizes, key, offset, where = fields
+        shape = shape_of(sizes)
+        if (
+            isinstance(dtype, str)
+            and dtype in ITEMSIZE
+            and shape is not None
+            and isinstance(key, str)
+            and len(key) <= _TEXT_LIMIT
+            and is_offset(offset)
+        ):
+            position = None if where is None else _position(where, shape, known)
+            return Piece(dtype, shape, key, offset, position)
     raise ValueError("is no piece of a tensor")
 
 

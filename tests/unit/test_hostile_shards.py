@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 import copyreg
+import io
 import struct
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from syncd.checkpoint.isolated import IsolatedParser
 from syncd.checkpoint.placement import Local, Position
 from syncd.checkpoint.shard_file import Chunks, ReadPieces, ShardFile
-from syncd.protocol.errors import PlacementError, ShardFormatError
+from syncd.protocol.errors import CheckpointError, PlacementError, ShardFormatError
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
-from tests.shards import Built, Entry, Named, dtensor, pickled, shard, tensor, zip_of, zipped
+from tests.shards import (
+    Built,
+    Entry,
+    Named,
+    Pickler,
+    _Caller,
+    dtensor,
+    pickled,
+    shard,
+    tensor,
+    zip_of,
+    zipped,
+)
 
 STORAGE = Storage(durable=False)
 SYSTEM = b"cposix\nsystem\n"
@@ -423,6 +436,97 @@ def test_a_tensor_that_cannot_be_is_refused_in_few_words(
     content = shard({"weight": IMPOSSIBLE[kind]})
     said = refused(tmp_path, content)
     assert refused(tmp_path, content, parse=child.read_pieces) == said
+
+
+# -- what was seen before ----------------------------------------------------------------------
+
+MESH = Built(
+    Named("torch.distributed.device_mesh", "DeviceMesh"),
+    (),
+    {"_coordinate_on_dim": (1,), "mesh": tensor((2,), (1,))},
+)
+
+
+def on_one_mesh(
+    local: Built | None = None,
+    shape: object = (2, 1),
+    told: object = (2, 1),
+    dim: object = 0,
+    order: object = ((0, (0,)),),
+) -> Built:
+    """The second row of a column of two, on a mesh that all of these share."""
+    module = "torch.distributed.tensor"
+    spec = {
+        "mesh": MESH,
+        "placements": (Built(Named(f"{module}.placement_types", "Shard"), (), {"dim": dim}),),
+        "tensor_meta": Built(Named(f"{module}._dtensor_spec", "TensorMeta"), (told, (1, 1), None)),
+        "shard_order": order,
+    }
+    spec_type = Named(f"{module}._dtensor_spec", "DTensorSpec")
+    part = tensor((1, 1), (1, 1)) if local is None else local
+    return dtensor(state={"_local_tensor": part, "_spec": Built(spec_type, (), spec)}, shape=shape)
+
+
+class Sharing(Pickler):
+    """What is there twice is one object for who reads it, as in the pickles of torch."""
+
+    dispatch: ClassVar[dict[type, Any]] = dict(Pickler.dispatch)
+
+    def save_shared(self, value: Built) -> None:
+        self.save_reduce(_Caller(value.function), value.args, value.state, obj=value)
+
+
+Sharing.dispatch[Built] = Sharing.save_shared
+
+
+def sharing(state: object) -> bytes:
+    content = io.BytesIO()
+    Sharing(content, 2).dump(state)
+    return pickled(content.getvalue())
+
+
+def test_tensors_of_one_layout_share_one_position(tmp_path: Path) -> None:
+    (tmp_path / "shard.pt").write_bytes(sharing({"a": on_one_mesh(), "b": on_one_mesh()}))
+    first, second = read(tmp_path / "shard.pt").values()
+    assert isinstance(first, Local)
+    assert isinstance(second, Local)
+    assert first.position == Position((2, 1), (1, 0), first.position and first.position.mesh)
+    assert first.position is second.position
+
+
+#: Equal to numbers that were read before, and no numbers that a tensor can have.
+EQUAL: dict[str, Built] = {
+    "a local shape": on_one_mesh(tensor((True, 1), (1, 1))),
+    "a stride": on_one_mesh(tensor((1, 1), (1, True))),
+    "an offset": on_one_mesh(tensor((1, 1), (1, 1), offset=False)),
+    "a global shape": on_one_mesh(shape=(2, True)),
+    "a float": on_one_mesh(shape=(2.0, 1)),
+    "a global shape of the spec": on_one_mesh(told=(2, True)),
+    "a dimension": on_one_mesh(dim=False),
+    "an order": on_one_mesh(order=((0, (False,)),)),
+    "an order of a dimension": on_one_mesh(order=((False, (0,)),)),
+    "another order": on_one_mesh(order=((1, (0,)),)),
+    "another dimension": on_one_mesh(dim=1),
+    "another local shape": on_one_mesh(tensor((2, 1), (1, 1))),
+    "another stride": tensor((2, 3), (1, 2)),
+    "another global shape": on_one_mesh(shape=(4, 1), told=(4, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+def test_a_tensor_that_is_nearly_like_one_before_is_refused_all_the_same(
+    tmp_path: Path, kind: str
+) -> None:
+    alone = _said(tmp_path, {"weight": EQUAL[kind]})
+    good = {"good": on_one_mesh(), "plain": tensor()}
+    assert _said(tmp_path, {**good, "weight": EQUAL[kind]}) == alone
+
+
+def _said(folder: Path, state: object) -> str:
+    (folder / "shard.pt").write_bytes(sharing(state))
+    with pytest.raises(CheckpointError, match="weight") as caught:
+        read(folder / "shard.pt")
+    return str(caught.value)
 
 
 STRANGE = dict(

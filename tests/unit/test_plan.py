@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.plan import Copy, MergePlan, PlannedTensor, ShardIndex, plan_merge
@@ -68,6 +72,22 @@ def test_blocks_of_rows_become_runs_in_the_order_of_their_rows() -> None:
     assert made.files[0].name == "model.safetensors"
     assert tensor.parts == (Run(1, 0, 16), Run(3, 16, 16), Run(0, 32, 16), Run(2, 48, 16))
     assert (made.data_size, tensor.length, tensor.shape) == (64, 64, (8, 2))
+
+
+@given(cuts=st.sets(st.integers(1, 7)), order=st.randoms())
+def test_the_order_of_the_files_says_nothing_of_the_rows(
+    cuts: set[int], order: random.Random
+) -> None:
+    edges = [0, *sorted(cuts), 8]
+    bands = [rows(start, stop - start) for start, stop in pairwise(edges)]
+    truth = [(8 * start, 8 * (stop - start)) for start, stop in pairwise(edges)]
+    assert _copied(bands) == truth
+    order.shuffle(bands)
+    assert _copied(bands) == truth
+
+
+def _copied(bands: Sequence[Local]) -> list[tuple[int, int]]:
+    return [(run.offset, run.length) for run in parts(*bands) if isinstance(run, Run)]
 
 
 def test_blocks_of_columns_take_turns_row_by_row() -> None:
@@ -218,6 +238,9 @@ EMPTY = Chunks("F32", (8, 2), ())
         (GRID[:3], "dimension 1 from 3 to 5 are in no file .after rank_2.pt"),
         (GRID[1:], "dimension 1 from 0 to 2 are in no file .between the beginning and rank_0.pt"),
         (GRID[:2], "rows 2 to 3 are in no file .after rank_0.pt"),
+        ([box((4, 6), (0, 1), (4, 6))], "dimension 1 from 0 to 0 are in no file"),
+        ([box((4, 6), (0, 0), (4, 5))], "dimension 1 from 5 to 5 are in no file"),
+        ([box((4, 6), (0, 0), (4, 7))], "dimension 1 from 6 to 6 are in rank_0.pt, and the tensor"),
         ([*GRID, box((4, 6), (2, 2), (2, 2))], "dimension 1 from 2 to 2 are both in"),
         # As many elements as there are, and yet one is there twice.
         ([box((2, 2), (0, 0), (1, 2)), box((2, 2), (1, 0), (1, 1)), box((2, 2), (0, 1), (1, 1))],

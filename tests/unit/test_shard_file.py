@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import io
 import os
 import struct
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from syncd.checkpoint.pieces import Piece, Pieces, read_pieces
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.shard_file import ShardFile, central_directory_digest
 from syncd.protocol.errors import PlacementError, ShardFormatError, SyncdError
@@ -29,6 +32,18 @@ def read(folder: Path, content: bytes) -> dict[str, Any]:
     path.write_bytes(content)
     with ShardFile.open(STORAGE, path) as opened:
         return dict(opened.tensors())
+
+
+class Counting(Storage):
+    """Keeps how many bytes each read asks for."""
+
+    def __init__(self) -> None:
+        super().__init__(durable=False)
+        self.reads: list[int] = []
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        self.reads.append(count)
+        return super().pread(fd, count, offset)
 
 
 # -- what is read ------------------------------------------------------------------------------
@@ -332,3 +347,61 @@ def test_a_pickle_torn_without_crc_is_an_error_of_ours(
         read(tmp_path, without_crc(shard({}, **{"data.pkl": torn})))
     except SyncdError:
         pass
+
+
+# -- what it takes -----------------------------------------------------------------------------
+
+
+def test_headers_that_are_near_each_other_are_read_many_at_a_time(tmp_path: Path) -> None:
+    records = {f"data/{number}": bytes(1000) for number in range(2000)}
+    (tmp_path / "shard.pt").write_bytes(shard({}, **records))
+    storage = Counting()
+    with ShardFile.open(storage, tmp_path / "shard.pt") as opened:
+        assert opened.records.keys() >= records.keys()
+        content = (tmp_path / "shard.pt").read_bytes()
+        with zipfile.ZipFile(tmp_path / "shard.pt") as archive:
+            for entry in archive.infolist():
+                begin = opened.records[entry.filename.partition("/")[2]].offset
+                assert content[:begin].endswith(entry.filename.encode())
+    assert len(storage.reads) < 100
+
+
+def test_what_is_between_headers_that_are_far_apart_is_not_read(tmp_path: Path) -> None:
+    records = {f"data/{number}": bytes(100_000) for number in range(100)}
+    (tmp_path / "shard.pt").write_bytes(shard({}, **records))
+    storage = Counting()
+    with ShardFile.open(storage, tmp_path / "shard.pt") as opened:
+        assert opened.records.keys() >= records.keys()
+    assert sum(storage.reads) < 200_000
+
+
+def test_what_all_ranks_have_is_kept_once(tmp_path: Path) -> None:
+    for rank in range(2):
+        content = shard({f"layer{number}.weight": tensor() for number in range(2)})
+        (tmp_path / f"{rank}.pt").write_bytes(content)
+    with (
+        ShardFile.open(STORAGE, tmp_path / "0.pt") as first,
+        ShardFile.open(STORAGE, tmp_path / "1.pt") as second,
+    ):
+        assert list(map(id, first.tensors())) == list(map(id, second.tensors()))
+        assert list(map(id, first.records)) == list(map(id, second.records))
+        one, other = first.tensors().values()
+        assert isinstance(one, Local)
+        assert isinstance(other, Local)
+        assert one.local_shape is other.local_shape
+        assert one.record is next(name for name in second.records if name == "data/0")
+
+
+@pytest.mark.parametrize("state", [{"weight": tensor()}, {"weight": 7}])
+def test_the_garbage_collector_goes_on_after_a_file(tmp_path: Path, state: object) -> None:
+    (tmp_path / "shard.pt").write_bytes(shard(state))
+    running: list[bool] = []
+
+    def parse(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
+        running.append(gc.isenabled())
+        return read_pieces(data, where, intact=intact)
+
+    with ShardFile.open(STORAGE, tmp_path / "shard.pt") as opened, suppress(ShardFormatError):
+        opened.tensors(parse=parse)
+    assert running == [False]
+    assert gc.isenabled()
