@@ -75,7 +75,9 @@ def test_any_parts_are_read_in_order_into_buffers_of_any_size(
     with tempfile.TemporaryDirectory() as folder:
         sources = [Source(Path(folder) / str(n), content) for n, content in enumerate(contents)]
         try:
-            reader = SourceReader(STORAGE, sources, check_crc=False, cancel=lambda: None)
+            reader = SourceReader(
+                STORAGE, sources, checks=[None] * len(sources), cancel=lambda: None
+            )
             stream = TensorStream(reader, made)
             found = bytearray()
             turn = 0
