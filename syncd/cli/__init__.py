@@ -18,6 +18,11 @@ _COMMANDS: Final = {
     "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
     "verify": "Read versions again and compare them with their manifests.",
     "prune": "Delete what a daemon would delete, where none is running.",
+    "pin": "Keep a version or a step folder from being pruned.",
+    "unpin": "Let a pinned version or step folder go by the usual rules.",
+    "rollback": "Let an old version be served again, under a new sequence.",
+    "pause": "Stop publishing and pruning, until resume.",
+    "resume": "Go on with publishing and pruning.",
     "demo": "Train, merge, publish, reload and prune on this machine, to see it work.",
 }
 

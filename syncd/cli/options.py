@@ -2,19 +2,72 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER
+from syncd.protocol.layout import (
+    CHECKPOINT_POINTER,
+    STATE_POINTER,
+    step_folder,
+    version_folder,
+)
 
 _DEFAULTS = DaemonConfig()
 
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+
+_VERSION = re.compile(r"v0*([1-9][0-9]{0,17})", re.ASCII)
+_STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A version or a step, as it was named on the command line; one of the two is None."""
+
+    sequence: int | None = None
+    step: int | None = None
+
+    def __str__(self) -> str:
+        if self.sequence is not None:
+            return version_folder(self.sequence)
+        return step_folder(self.step or 0)
+
+
+def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> Target:
+    if found := _VERSION.fullmatch(value):
+        return Target(sequence=int(found[1]))
+    hint = ""
+    if found := _STEP.fullmatch(value):
+        hint = f"; it is a step, which may have been published more than once: say v{found[1]}?"
+    raise click.BadParameter(f"{value!r} is not the name of a version, such as v17{hint}")
+
+
+def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -> Target:
+    if found := _VERSION.fullmatch(value):
+        return Target(sequence=int(found[1]))
+    if found := _STEP.fullmatch(value):
+        return Target(step=int(found[1]))
+    raise click.BadParameter(f"{value!r} is neither a version, such as v17, nor a step, such as 17")
+
+
+# Versions and steps are named as their folders are: a bare number is always a step.
+target = click.argument("target", metavar="STEP|vSEQUENCE", callback=_version_or_step)
+version = click.argument("version", metavar="vSEQUENCE", callback=_version)
+timeout = click.option(
+    "--timeout",
+    type=click.FloatRange(min=0),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a working daemon's answer is waited for.",
+)
 
 _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(

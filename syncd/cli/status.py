@@ -13,11 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from syncd.cli import options
+from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import (
+    PINNED,
     TEMPORARY,
     JobLayout,
     parse_lease_marker,
+    parse_step_folder,
     parse_version_folder,
     printable,
 )
@@ -71,17 +74,29 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
         and (report := _record(storage, ExplorerReport, layout.explorers / name))
     ]
     newest = latest.sequence if latest else 0
+    pause = Steering(storage, layout).pause()
     return {
         "job": str(layout.root),
         "daemon": daemon.model_dump() if daemon else None,
         "daemon_lock_held": storage.exists(layout.daemon_lock),
         "publishing": storage.exists(layout.publish_lock),
+        "paused": pause.model_dump() if pause else None,
         "latest": latest.model_dump() if latest else None,
         "trainer": trainer.model_dump() if trainer else None,
         "versions": [
-            {"sequence": sequence, "leases": _leases(storage, layout, sequence)}
+            {
+                "sequence": sequence,
+                "leases": _leases(storage, layout, sequence),
+                "pinned": _is_there(storage, layout.lease_folder(sequence) / PINNED),
+            }
             for name in _names(storage, layout.published)
             if (sequence := parse_version_folder(name)) is not None
+        ],
+        "pinned_steps": [
+            step
+            for name in _names(storage, layout.root)
+            if (step := parse_step_folder(name)) is not None
+            and _is_there(storage, layout.step(step) / PINNED)
         ],
         "explorers": [
             {**report.model_dump(), "behind": newest - (report.sequence or 0)}
@@ -107,9 +122,16 @@ def _names(storage: Storage, folder: Path) -> list[str]:
         return []
 
 
+def _is_there(storage: Storage, path: Path) -> bool:
+    try:
+        return storage.exists(path)
+    except OSError:
+        return False
+
+
 def _leases(storage: Storage, layout: JobLayout, sequence: int) -> list[str]:
     """Who holds a version, by name."""
-    markers = _names(storage, layout.lease_folder(sequence))
+    markers = set(_names(storage, layout.lease_folder(sequence))) - {PINNED}
     return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
 
 
@@ -137,11 +159,17 @@ def _show(seen: dict[str, Any], console: Console) -> None:
         if latest
         else "latest   nothing is published yet",
     )
+    if seen["paused"]:
+        say(f"paused   by {seen['paused']['by']}: nothing is published or pruned until resume")
     leased = [
-        f"{v['sequence']}" + (f" ({', '.join(v['leases'])})" if v["leases"] else "")
+        f"{v['sequence']}"
+        + (" pinned" if v["pinned"] else "")
+        + (f" ({', '.join(v['leases'])})" if v["leases"] else "")
         for v in seen["versions"]
     ]
     say(f"on disk  {', '.join(leased) or 'no version'}")
+    if seen["pinned_steps"]:
+        say(f"pinned   steps {', '.join(map(str, seen['pinned_steps']))}")
     if seen["quarantined"]:
         say(f"refused  {', '.join(seen['quarantined'])}")
     if not seen["explorers"]:

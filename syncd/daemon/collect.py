@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.steering import Steering
 from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
@@ -34,8 +35,8 @@ class Collector:
     """Removes leftovers that have lain still for so long that whoever made them is gone.
 
     Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
-    of a dead session that holds no lease. Whoever comes back after all finds its temporary name
-    gone at the rename, and writes again.
+    of a dead session that holds no lease, and answers that nobody takes. Whoever comes back after
+    all finds its temporary name gone at the rename, and writes again.
 
     Args:
         storage: the shared storage.
@@ -47,6 +48,7 @@ class Collector:
     def __init__(self, storage: Storage, layout: JobLayout, grace: float, *, clock: Clock) -> None:
         self._storage = storage
         self._layout = layout
+        self._steering = Steering(storage, layout)
         self._clock = clock
         # Merges may follow each other for hours, and nobody looks meanwhile.
         self._judge = Judge(storage, grace, clock=clock, counts_pauses=True)
@@ -90,9 +92,10 @@ class Collector:
     def _found(self) -> Iterator[Path]:
         """Leftovers (filelock's too), and all heartbeats."""
         layout = self._layout
-        for folder in (layout.drafts, layout.explorers, layout.quarantine):
+        for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
         yield from self._temporaries(layout.state)
+        yield from self._steering.answered()
         if not self._steps:
             names = (parse_step_folder(name) for name in self._storage.names(layout.root))
             self._steps.extend(sorted((s for s in names if s is not None), reverse=True))

@@ -9,7 +9,8 @@ from enum import Enum
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.retention import keep_newest, kept
-from syncd.protocol.layout import STATE_POINTER
+from syncd.protocol.layout import STATE_POINTER, version_folder
+from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class PointerState(Enum):
@@ -49,7 +50,7 @@ class StepSeen:
         recorded: the identity of that save.
         found: the identity of what is in the folder now; None where it is not a whole save.
         has_receipts: whether our hook wrote it.
-        full, retired, saving, resumable, critic: what else is in the folder.
+        full, retired, saving, resumable, critic, pinned: what else is in the folder.
     """
 
     step: int
@@ -62,6 +63,7 @@ class StepSeen:
     saving: bool
     resumable: bool
     critic: bool
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class Observation:
         unrecorded: whole saves below the pointer that are not on record.
         vanished: steps on record whose folder is not there any more.
         announced_step: the step that the trainer last announced a save for, if it says so.
+        pause: while there is one, nothing is published and nothing pruned.
+        rollbacks: what the daemon is asked for, and has not answered.
+        served_request: the request that LATEST is the result of, if it is that of one.
     """
 
     pointer: Pointer
@@ -99,6 +104,9 @@ class Observation:
     unrecorded: tuple[Save, ...] = ()
     vanished: tuple[int, ...] = ()
     announced_step: int | None = None
+    pause: Pause | None = None
+    rollbacks: tuple[RollbackRequest, ...] = ()
+    served_request: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,22 @@ class Publish:
     """Merge this save and make it LATEST."""
 
     save: Save
+
+
+@dataclass(frozen=True, slots=True)
+class Republish:
+    """Make an old version LATEST again, under a new sequence, and answer who asked for it."""
+
+    request: RollbackRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Say what became of a request: ``made`` is the new version, or ``why`` there is none."""
+
+    request: RollbackRequest
+    made: int | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +181,7 @@ class PruneStep:
 
 #: What deletes something that someone had made.
 Pruning = DropLease | RetireVersion | PruneStep
-Action = Publish | Skip | Forget | CloseLeaseFolder | Pruning
+Action = Publish | Republish | Answer | Skip | Forget | CloseLeaseFolder | Pruning
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +194,40 @@ class Decision:
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
     """What to do about an observation. New weights first; nobody waits for a deletion."""
-    publish, waiting_for = _publish(seen, config)
-    return Decision(
-        (
-            *publish,
-            *(Skip(save.step, save.identity) for save in seen.unrecorded if save.identity),
-            *(Forget(step) for step in seen.vanished),
-            *_leases(seen, config),
-            *_versions(seen, config),
-            *_steps(seen, config),
-        ),
-        waiting_for,
+    new: tuple[Publish | Republish | Answer, ...]
+    if seen.rollbacks:
+        # Until a request is answered nothing else is published: a daemon that takes over knows by
+        # LATEST alone whether it was carried out.
+        new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
+    elif seen.pause is not None:
+        new, waiting_for = (), f"paused by {seen.pause.by}, until 'syncd resume'"
+    else:
+        new, waiting_for = _publish(seen, config)
+    records: tuple[Action, ...] = (
+        *(Skip(save.step, save.identity) for save in seen.unrecorded if save.identity),
+        *(Forget(step) for step in seen.vanished),
     )
+    if seen.pause is not None:
+        return Decision((*new, *records), waiting_for)
+    prunings: tuple[Action, ...] = (
+        *_leases(seen, config),
+        *_versions(seen, config),
+        *_steps(seen, config),
+    )
+    return Decision((*new, *records, *prunings), waiting_for)
+
+
+def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer:
+    """A request is carried out once, however often it is found unanswered."""
+    if request.id == seen.served_request:
+        return Answer(request, made=seen.latest)
+    name = version_folder(request.sequence)
+    if request.sequence == seen.latest:
+        return Answer(request, why=f"{name} is LATEST")
+    leasable = set(seen.versions) & set(seen.lease_folders)
+    if request.sequence > seen.latest or request.sequence not in leasable:
+        return Answer(request, why=f"{name} is not there: it was retired, or never published")
+    return Republish(request)
 
 
 def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish, ...], str]:
@@ -218,7 +264,8 @@ def _versions(
     daemon that did not come to delete it: it goes, and is never leased again.
     """
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
-    leased = {lease.sequence for lease in seen.leases}
+    leased = {lease.sequence for lease in seen.leases}  # or pinned: that is a name in there too
+    leased.update(request.sequence for request in seen.rollbacks)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in seen.lease_folders:
             yield RetireVersion(sequence, "retired before, and not deleted yet")
@@ -248,7 +295,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
         step.found != step.recorded,
         step.step in {seen.pointer.step, seen.checkpoint.step},
         step.step >= announced,
-        step.saving or step.full or step.critic,
+        step.saving or step.full or step.critic or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,
     )
     if any(doubts):

@@ -15,6 +15,7 @@ from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
+    Answer,
     CloseLeaseFolder,
     Decision,
     DropLease,
@@ -23,6 +24,7 @@ from syncd.daemon.decide import (
     PruneStep,
     Pruning,
     Publish,
+    Republish,
     RetireVersion,
     Skip,
     decide,
@@ -30,15 +32,19 @@ from syncd.daemon.decide import (
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.steering import Steering
 from syncd.protocol.errors import (
     CheckpointError,
     JobUnavailableError,
     NoRoomError,
+    RecordError,
     SaveNotReadyError,
     SupersededError,
     SyncdError,
+    VerificationError,
+    VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout, parse_lease_marker
+from syncd.protocol.layout import JobLayout, parse_lease_marker, printable
 from syncd.protocol.records import DaemonCounters, DaemonReport, encode
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
@@ -99,6 +105,7 @@ class Loop:
         self._wall = wall
         self._publishes = publishes
         self.pruned: list[Pruning] = []
+        self._steering = Steering(storage, layout)
         self._scanner = Scanner(storage, layout, config, judge, clock=clock)
         self._pruner = Pruner(
             storage, layout, epoch, session.id, needed=self._scanner.is_needed, wall=wall
@@ -120,6 +127,7 @@ class Loop:
         self._reserve = Reserve(storage, layout)
         self._kept_room_at = clock()
         self._untidy = False
+        self._pause: str | None = None
         self._trying: str | None = None
         self._publish_again_at = 0.0
         self._failures = 0
@@ -168,6 +176,7 @@ class Loop:
             self._said = waiting_for
             if waiting_for:
                 log.info("waiting: %s", waiting_for)
+        self._pause = seen.pause.id if seen.pause else None
         self._report("watching", waiting_for)
         return decision
 
@@ -189,6 +198,10 @@ class Loop:
         match action:
             case Publish():
                 return self._publish(action) if self._publishes else ""
+            case Republish():
+                self._republish(action)
+            case Answer():
+                self._publisher.answer(action.request, made=action.made, why=action.why)
             case Skip():
                 log.info("step %d is skipped: a newer one is out", action.step)
                 self._publisher.skip(action.step, action.identity)
@@ -254,6 +267,7 @@ class Loop:
             latest=latest.sequence if latest else 0,
             published_save=self._publisher.published_save,
             outcomes=self._publisher.outcomes,
+            served_request=self._publisher.served_request,
         )
 
     def _publish(self, action: Publish) -> str:  # noqa: PLR0911 - one return for each way it ends
@@ -263,6 +277,8 @@ class Loop:
             self._trying, self._failures, self._publish_again_at = save.identity, 0, 0.0
         if self._clock() < self._publish_again_at:
             return self._said
+        if self._steering.is_paused():
+            return "paused"
         begun = self._clock()
         try:
             self._publisher.check_room(save)
@@ -298,6 +314,28 @@ class Loop:
         )
         return ""
 
+    def _republish(self, action: Republish) -> None:
+        """Roll back, and answer; what storage refuses is tried again in the next round."""
+        request = action.request
+        if not self._publishes:
+            return
+        try:
+            manifest = self._publisher.republish(request)
+        except (VersionGoneError, VerificationError, RecordError) as error:
+            if not self._storage.exists(self._layout.format):
+                raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+            log.error("version %d cannot be served again: %s", request.sequence, error)
+            self._publisher.answer(request, made=None, why=str(error))
+            return
+        self._count(rolled_back=1)
+        log.info(
+            "version %d is served again, as version %d, asked for by %s",
+            request.sequence,
+            manifest.sequence,
+            printable(request.by),
+        )
+        self._publisher.answer(request, made=manifest.sequence, why="")
+
     def _try_later(self, why: str) -> str:
         """Let the next attempt at the same save wait, longer each time."""
         self._untidy = True
@@ -328,6 +366,7 @@ class Loop:
                 "detail": detail,
                 "sequence": latest.sequence if latest else None,
                 "step": latest.step if latest else None,
+                "paused": self._pause,
                 "counters": self._counters,
                 "time": 0.0,
             }

@@ -15,13 +15,14 @@ from syncd.daemon.decide import (
 )
 from syncd.daemon.loop import Loop
 from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import Format, Latest, SaveOutcome, Saves, parse
+from syncd.protocol.records import Latest, SaveOutcome, Saves, parse
 from syncd.storage.epoch import Epoch
-from syncd.storage.errnos import NO_ROOM, is_gone
+from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
-from syncd.storage.job import check_folders
+from syncd.storage.job import lease_time_of
 from syncd.storage.leases import DaemonLock, Judge, Session
 from syncd.storage.reserve import Reserve
 
@@ -35,7 +36,7 @@ def would_prune(
         JobUnavailableError: this is no job that syncd has served.
     """
     storage = storage or Storage(layout.root)
-    lease_time = _lease_time(storage, layout)
+    lease_time = lease_time_of(storage, layout)
     known = _known(storage, layout)
     outcomes = dict(known.outcomes)
     scanner = Scanner(storage, layout, config, Judge(storage, lease_time))
@@ -81,7 +82,11 @@ def prune_now(
 def _prune(
     storage: Storage, layout: JobLayout, config: DaemonConfig, sleep: Callable[[float], None]
 ) -> list[Pruning]:
-    lease_time = _lease_time(storage, layout)
+    lease_time = lease_time_of(storage, layout)
+    if Steering(storage, layout).is_paused():
+        raise JobUnavailableError(
+            f"{layout.root} is paused, and nothing is pruned meanwhile: 'syncd resume' it first"
+        )
     with Session(layout, lease_time) as session:
         judge = Judge(storage, lease_time)
         lock = DaemonLock(storage, layout, lease_time, judge)
@@ -127,23 +132,11 @@ def _prunings(decision: Decision) -> list[Pruning]:
     return [action for action in decision.actions if isinstance(action, Pruning)]
 
 
-def _lease_time(storage: Storage, layout: JobLayout) -> float:
-    check_folders(storage, layout)
-    try:
-        return parse(Format, storage.read(layout.format), layout.format).lease_time
-    except OSError as error:
-        if is_gone(error):
-            raise JobUnavailableError(
-                f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
-            ) from error
-        raise JobUnavailableError(f"{layout.format} cannot be read: {error}") from error
-
-
 def _known(storage: Storage, layout: JobLayout) -> Known:
     """The daemon's own records, as far as they can be read."""
     try:
         latest = parse(Latest, storage.read(layout.latest), layout.latest)
-        published_save = read_manifest(storage, layout.version(latest.sequence)).save_id
+        published_save = read_manifest(storage, layout.version(latest.sequence)).settles
         saves = parse(Saves, storage.read(layout.saves, LONG_RECORD_LIMIT), layout.saves)
     except (OSError, RecordError) as error:
         raise JobUnavailableError(f"nothing was published in {layout.root} yet: {error}") from error

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import build_model_folder, weights_size
+from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import Save
+from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.recover import look_back
 from syncd.protocol.errors import (
     JobUnavailableError,
     NoRoomError,
     SaveNotReadyError,
+    VersionGoneError,
 )
 from syncd.protocol.layout import (
     JobLayout,
@@ -29,10 +32,12 @@ from syncd.protocol.records import (
     Manifest,
     PublishNotice,
     Quarantine,
+    RolledBack,
     SaveOutcome,
     Saves,
     encode,
 )
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 
@@ -58,7 +63,8 @@ class Publisher:
 
     Attributes:
         latest: LATEST, as this daemon wrote or found it; None before the first version.
-        published_save: the identity of the save that LATEST was made from.
+        published_save: the identity of the save that LATEST was made from, or stands in for.
+        served_request: the request that LATEST is the result of; None for a save's version.
         outcomes: step → what became of its last save.
     """
 
@@ -89,6 +95,7 @@ class Publisher:
         self._sized: tuple[str | None, int] | None = None
         self.latest: Latest | None = None
         self.published_save: str | None = None
+        self.served_request: str | None = None
         self.outcomes: dict[int, SaveOutcome] = {}
 
     def recover(self) -> None:
@@ -115,7 +122,9 @@ class Publisher:
             self._epoch.open_leasing(self.latest.sequence)
         if served is None:
             return
-        self.published_save = served.save_id
+        self._serve(served)
+        if served.rolled_back is not None:
+            return  # the save in that step's folder, if there is one, may be another by now
         recorded = self.outcomes.get(served.step)
         # A later save of that step may have been quarantined: it is not tried again.
         if recorded is None or recorded.outcome != "quarantined":
@@ -134,12 +143,9 @@ class Publisher:
         """
         if save.identity is None:
             raise SaveNotReadyError(save.reason)
-        sequence = self._next_sequence()
-        notice = PublishNotice(sequence=sequence, step=save.step, session=self._session)
-        folder = self._epoch.start_version(sequence)
-        try:
-            self._epoch.publish_file(self._layout.publish_lock, encode(notice))
-            manifest = build_model_folder(
+
+        def build(folder: Path, sequence: int) -> Manifest:
+            return build_model_folder(
                 self._storage,
                 self._layout.actor(save.step),
                 save,
@@ -152,6 +158,62 @@ class Publisher:
                 cancel=self._cancel,
                 clock=self._clock,
             )
+
+        manifest = self._make_version(save.step, build)
+        self._put_on_record(
+            save.step,
+            SaveOutcome(identity=save.identity, outcome="published", sequence=manifest.sequence),
+        )
+        return manifest
+
+    def republish(self, request: RollbackRequest) -> Manifest:
+        """Make an old version LATEST again, under a new sequence.
+
+        What LATEST answered before counts as published: the pointer may name it on.
+
+        Raises:
+            VersionGoneError, RecordError, VerificationError: it is not there, or damaged.
+            SupersededError: another daemon has taken over.
+        """
+        source = self._layout.version(request.sequence)
+        try:
+            old = read_manifest(self._storage, source)
+        except FileNotFoundError as error:
+            raise VersionGoneError(f"{source} is gone, or damaged: it has no manifest") from error
+
+        def build(folder: Path, sequence: int) -> Manifest:
+            back = RolledBack(
+                sequence=request.sequence, instead_of=self.published_save, request=request.id
+            )
+            manifest = old.model_copy(
+                update={"sequence": sequence, "rolled_back": back, "timings": {}}
+            )
+            try:
+                republish(self._storage, source, folder, manifest, cancel=self._cancel)
+            except FileNotFoundError as error:
+                if not self._storage.exists(folder):
+                    raise
+                raise VersionGoneError(f"{source} is gone, or damaged: {error}") from error
+            return manifest
+
+        return self._make_version(old.step, build)
+
+    def answer(self, request: RollbackRequest, *, made: int | None, why: str) -> None:
+        """Replace a request by its answer."""
+        outcome = "refused" if made is None else "done"
+        answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
+        path = self._layout.request(request.id)
+        if self._storage.exists(path):  # else who asked has given up, and took it back
+            self._epoch.publish_file(path, encode(answered))
+
+    def _make_version(self, step: int, build: Callable[[Path, int], Manifest]) -> Manifest:
+        """Build a version in our room, commit it, and let LATEST name it."""
+        sequence = self._next_sequence()
+        notice = PublishNotice(sequence=sequence, step=step, session=self._session)
+        folder = self._epoch.start_version(sequence)
+        try:
+            self._epoch.publish_file(self._layout.publish_lock, encode(notice))
+            manifest = build(folder, sequence)
             self._epoch.open_leasing(sequence)
             self._floor = sequence  # whatever comes of it: an error may hide that it was done
             self._epoch.publish_version(sequence)
@@ -164,12 +226,13 @@ class Publisher:
                 self._storage.remove_tree(folder)
             if self._epoch.is_live():  # else the notice is our successor's by now
                 self._take_notice_down()
-        self.published_save = save.identity
-        self._put_on_record(
-            save.step,
-            SaveOutcome(identity=save.identity, outcome="published", sequence=sequence),
-        )
+        self._serve(manifest)
         return manifest
+
+    def _serve(self, manifest: Manifest) -> None:
+        back = manifest.rolled_back
+        self.published_save = manifest.settles
+        self.served_request = None if back is None else back.request
 
     def skip(self, step: int, identity: str) -> None:
         """Put on record that a save will never be published."""

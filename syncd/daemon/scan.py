@@ -13,9 +13,11 @@ from typing import Final
 from syncd.checkpoint.save import Save, look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, StepSeen
+from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import (
     FULL,
+    PINNED,
     RECEIPTS,
     RETIRED,
     SAVING,
@@ -49,11 +51,13 @@ class Known:
         latest: LATEST's sequence, 0 before the first.
         published_save: the identity of the save that LATEST was made from.
         outcomes: step → what became of its last save.
+        served_request: the request that LATEST is the result of.
     """
 
     latest: int
     published_save: str | None
     outcomes: Mapping[int, SaveOutcome]
+    served_request: str | None = None
 
 
 class Scanner:
@@ -94,6 +98,7 @@ class Scanner:
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
         self._said: set[Path] = set()
+        self._steering = Steering(storage, layout)
 
     def scan(self, known: Known) -> Observation:
         """Look once.
@@ -141,6 +146,9 @@ class Scanner:
             unrecorded=unrecorded,
             vanished=vanished,
             announced_step=self._announced() if steps else None,
+            pause=self._steering.pause(),
+            rollbacks=self._steering.rollbacks(),
+            served_request=known.served_request,
         )
 
     @property
@@ -360,7 +368,8 @@ def look_at_step(
     actor_names = storage.names(folder / "actor")
     retired, full = RETIRED in names, FULL in names
     resumable = any(is_resumable_state(name) for name in actor_names)
-    protected = full or SAVING in names or "critic" in names or (resumable and not retired)
+    kept = full or SAVING in names or "critic" in names or PINNED in names
+    protected = kept or (resumable and not retired)
     # A protected folder stays whatever is in it: its files need no look.
     found = None if protected else look_at_save(storage, folder / "actor", step).identity
     return StepSeen(
@@ -374,4 +383,5 @@ def look_at_step(
         saving=SAVING in names,
         resumable=resumable,
         critic="critic" in names,
+        pinned=PINNED in names,
     )

@@ -19,6 +19,8 @@ SAVING: Final = ".saving"
 FULL: Final = ".full_checkpoint"
 RETIRED: Final = ".retired"
 RECEIPTS: Final = ".receipts"
+#: Someone wants it kept: a file in a step folder, or in the lease folder of a version.
+PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
 HUGGINGFACE: Final = "huggingface"
 #: PEFT's folder beside it, and what PEFT calls the files of an adapter.
@@ -273,6 +275,20 @@ class JobLayout:
     def reserve(self) -> Path:
         """Room kept back for a take-over on a full disk."""
         return self.state / "reserve"
+
+    @property
+    def paused(self) -> Path:
+        """While it is there nothing is published and nothing is pruned."""
+        return self.state / "paused.json"
+
+    @property
+    def requests(self) -> Path:
+        """What the active daemon is asked to do, and its answers."""
+        return self.state / "requests"
+
+    def request(self, request: str) -> Path:
+        """One request, and then its answer."""
+        return self.requests / f"{request}.json"
 
     @property
     def quarantine(self) -> Path:

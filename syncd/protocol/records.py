@@ -150,6 +150,23 @@ class TensorEntry(BaseModel):
     digest: Digest | None = None
 
 
+class RolledBack(BaseModel):
+    """Of a version that an older one was republished as.
+
+    Attributes:
+        sequence: the older one.
+        instead_of: the identity of the save that LATEST answered until then: that one is not
+            published again, however long the pointer names it.
+        request: who asked for it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    sequence: Sequence
+    instead_of: str | None = None
+    request: str
+
+
 class Manifest(Record):
     """``manifest.json`` of a version: what it is and what its bytes must be.
 
@@ -160,6 +177,7 @@ class Manifest(Record):
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
         digests: which digests the entries carry.
+        rolled_back: of what older version this one is the republication; None for a save's own.
         timings: seconds by name, measured by the daemon.
     """
 
@@ -172,7 +190,14 @@ class Manifest(Record):
     # A file of nothing but mistakes is refused for its first one: kept all, they fill the memory.
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
+    rolled_back: RolledBack | None = None
     timings: dict[str, float] = Field(default_factory=dict)
+
+    @property
+    def settles(self) -> str:
+        """The identity of the save that needs no publishing while LATEST names this version."""
+        back = self.rolled_back
+        return self.save_id if back is None or back.instead_of is None else back.instead_of
 
 
 _SAVE_ID: Final = re.compile(
@@ -304,6 +329,7 @@ class DaemonCounters(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     published: int = 0
+    rolled_back: int = 0
     skipped: int = 0
     quarantined: int = 0
     versions_retired: int = 0
@@ -312,7 +338,11 @@ class DaemonCounters(BaseModel):
 
 
 class DaemonReport(Record):
-    """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``."""
+    """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
+
+    Attributes:
+        paused: the id of the pause that this daemon keeps to; None where it publishes.
+    """
 
     session: str
     host: str
@@ -322,6 +352,7 @@ class DaemonReport(Record):
     detail: Text = ""
     sequence: Sequence | None = None
     step: Step | None = None
+    paused: str | None = None
     counters: DaemonCounters = DaemonCounters()
     time: float
 

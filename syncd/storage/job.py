@@ -61,6 +61,24 @@ def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = 
         ) from error
 
 
+def lease_time_of(storage: Storage, layout: JobLayout) -> float:
+    """The lease time of a job that is there already, in seconds; nothing is made.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served.
+        RecordError: its format cannot be read.
+    """
+    check_folders(storage, layout)
+    try:
+        return parse(Format, storage.read(layout.format), layout.format).lease_time
+    except OSError as error:
+        if is_gone(error):
+            raise JobUnavailableError(
+                f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
+            ) from error
+        raise JobUnavailableError(f"{layout.format} cannot be read: {error}") from error
+
+
 def check_folders(storage: Storage, layout: JobLayout) -> None:
     """Look that our folders are folders: filelock would follow a link out of the job.
 

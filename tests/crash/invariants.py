@@ -46,6 +46,7 @@ class Seen:
     versions: dict[str, Files]
     leased: frozenset[int]
     kept: dict[str, Files]
+    asked: frozenset[str] = frozenset()
 
 
 def look(job: Job, *, rewritten: Collection[int] = ()) -> Seen:
@@ -66,6 +67,7 @@ def look(job: Job, *, rewritten: Collection[int] = ()) -> Seen:
             and step not in rewritten
             and is_kept(path)
         },
+        asked=frozenset(path.stem for path in layout.requests.glob("*.json")),
     )
 
 
@@ -134,6 +136,10 @@ def check_converged(job: Job, before: Seen) -> None:
     if pointed is not None:
         assert job.latest.step == pointed, "what the pointer names is not served"
     assert leftovers(job) == []
+    if "ask" in before.asked:
+        served = read_manifest(FastStorage(), layout.version(job.latest.sequence))
+        assert served.rolled_back is not None, "a request was not carried out"
+        assert served.settles != served.save_id
     serve(job)
 
 
@@ -150,6 +156,7 @@ def leftovers(job: Job) -> list[str]:
     found += [path for path in layout.sessions.iterdir() if path != living]
     found += [path for path in layout.drafts.iterdir() if path.is_file()]
     found += [path for path in (layout.publish_lock, layout.daemon_lock) if path.exists()]
+    found += list(layout.requests.glob("*"))  # not carried out, or answered and never collected
     return sorted(str(path.relative_to(layout.root)) for path in set(found))
 
 

@@ -17,6 +17,7 @@ from syncd.checkpoint.save import look_at_save
 from syncd.protocol.layout import JobLayout, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.protocol.requests import RollbackRequest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.crash.invariants import (
@@ -173,6 +174,19 @@ def _to_prune(job: Job) -> None:
     job.lease(1, "dead")
 
 
+def _to_roll_back(job: Job) -> None:
+    """The same step saved twice: what is served again is still what the pointer names."""
+    published(job, 1)
+    fast, job.storage = job.storage, FastStorage()
+    job.save(1, 7.0, counter=1)
+    with job.daemon(CONFIG.model_copy(update={"keep": 100})) as loop:
+        loop.run_once()
+    job.storage = fast
+    job.layout.requests.mkdir()
+    request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
+    job.put(job.layout.request("ask"), encode(request))
+
+
 def _dirty(job: Job) -> None:
     """What three daemons left that were killed at unlucky moments."""
     published(job, 1, 2)
@@ -232,6 +246,7 @@ SCENARIOS = (
     Scenario("publish", _to_publish, rounds(1)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", _to_prune, rounds(14)),
+    Scenario("roll back", _to_roll_back, rounds(2)),
     Scenario("take-over", _dirty, rounds(1)),
     Scenario("merge alone", _to_merge, _merge_by_hand),
     Scenario("explorer", _first_save, _explore),

@@ -8,15 +8,18 @@ from hypothesis import strategies as st
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
+    Answer,
     CloseLeaseFolder,
     Decision,
     DropLease,
+    Forget,
     LeaseSeen,
     Observation,
     Pointer,
     PointerState,
     PruneStep,
     Publish,
+    Republish,
     RetireVersion,
     Skip,
     StepSeen,
@@ -24,6 +27,7 @@ from syncd.daemon.decide import (
 )
 from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.protocol.records import Receipt
+from syncd.protocol.requests import Pause, RollbackRequest
 
 STEPS = st.integers(0, 6)
 SEQUENCES = st.integers(1, 8)
@@ -50,6 +54,7 @@ STEPS_SEEN = st.builds(
     saving=st.booleans(),
     resumable=st.booleans(),
     critic=st.booleans(),
+    pinned=st.booleans(),
 )
 CONFIGS = st.builds(
     DaemonConfig,
@@ -58,6 +63,13 @@ CONFIGS = st.builds(
     prune_steps=st.booleans(),
     prune_foreign=st.booleans(),
     dead_reader_grace=st.sampled_from([0.0, 300.0]),
+)
+REQUESTS = st.builds(
+    RollbackRequest,
+    id=st.sampled_from(["r", "s"]),
+    sequence=SEQUENCES,
+    by=st.just("me"),
+    time=st.just(0.0),
 )
 
 
@@ -84,6 +96,9 @@ def observations(draw: st.DrawFn) -> Observation:
         steps=tuple(draw(st.lists(STEPS_SEEN, max_size=4, unique_by=lambda seen: seen.step))),
         unrecorded=tuple(draw(st.lists(SAVES, max_size=2))),
         announced_step=draw(st.none() | STEPS),
+        pause=draw(st.none() | st.just(Pause(id="p", by="me", time=0.0))),
+        rollbacks=tuple(draw(st.lists(REQUESTS, max_size=2))),
+        served_request=draw(st.sampled_from([None, "r", "q"])),
     )
 
 
@@ -138,6 +153,7 @@ def test_what_could_be_resumed_from_is_never_pruned(
         assert not step.full
         assert not step.saving
         assert not step.critic
+        assert not step.pinned
         assert step.retired or not step.resumable
         if step.retired:
             assert seen.checkpoint.step is not None
@@ -190,6 +206,35 @@ def test_only_a_whole_new_save_that_the_pointer_names_is_published_and_first(
 
 @many
 @given(observations(), CONFIGS)
+def test_in_a_pause_nothing_is_published_or_deleted(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    if seen.pause is not None:
+        allowed = (Republish, Answer, Skip, Forget)
+        assert all(isinstance(action, allowed) for action in decide(seen, config).actions)
+
+
+@many
+@given(observations(), CONFIGS)
+def test_while_a_request_is_open_nothing_is_published_and_what_it_names_stays(
+    seen: Observation, config: DaemonConfig
+) -> None:
+    decision = decide(seen, config)
+    republished = of(decision, Republish)
+    assert len(republished) + len(of(decision, Answer)) == bool(seen.rollbacks)
+    if seen.rollbacks:
+        assert not of(decision, Publish)
+        leasable = set(seen.lease_folders)
+        retired = {action.sequence for action in of(decision, RetireVersion)}
+        assert not retired & {request.sequence for request in seen.rollbacks} & leasable
+    for action in republished:
+        assert action.request.id != seen.served_request
+        assert action.request.sequence < seen.latest
+        assert action.request.sequence in seen.versions
+
+
+@many
+@given(observations(), CONFIGS)
 def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig) -> None:
     decision = decide(seen, config)
     settled = (
@@ -198,7 +243,13 @@ def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig)
         and seen.save.identity is not None
         and (seen.save.identity == seen.published_save or seen.quarantined)
     )
-    assert bool(decision.waiting_for) == (not of(decision, Publish) and not settled)
+    if seen.rollbacks:
+        assert isinstance(decision.actions[0], Republish | Answer)
+        assert decision.waiting_for == ""
+    elif seen.pause:
+        assert "paused by me" in decision.waiting_for
+    else:
+        assert bool(decision.waiting_for) == (not of(decision, Publish) and not settled)
 
 
 @many
@@ -207,11 +258,15 @@ def test_only_the_dead_lose_their_leases_and_only_after_the_grace(
     seen: Observation, config: DaemonConfig
 ) -> None:
     dropped = {(a.sequence, a.marker) for a in of(decide(seen, config), DropLease)}
-    dead = {
-        (lease.sequence, lease.marker)
-        for lease in seen.leases
-        if lease.dead_for is not None and lease.dead_for >= config.dead_reader_grace
-    }
+    dead = (
+        {
+            (lease.sequence, lease.marker)
+            for lease in seen.leases
+            if lease.dead_for is not None and lease.dead_for >= config.dead_reader_grace
+        }
+        if seen.pause is None
+        else set()
+    )
     assert dropped == dead
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import layout, records
+from syncd.protocol import layout, records, requests
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
@@ -37,6 +37,9 @@ RECEIPT_FILES = st.builds(
     digest=DIGESTS,
     over=st.sampled_from(["central-directory", "header", "content"]),
 )
+ROLLED_BACK = st.builds(
+    records.RolledBack, sequence=SEQUENCES, instead_of=st.none() | TEXT, request=TEXT
+)
 OUTCOMES = st.builds(
     records.SaveOutcome,
     identity=TEXT,
@@ -60,6 +63,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         digests=st.sampled_from(["xxh3-128", "off"]),
         files=st.lists(VERSION_FILES, max_size=3).map(tuple),
         tensors=st.lists(TENSORS, max_size=3).map(tuple),
+        rolled_back=st.none() | ROLLED_BACK,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
     ),
     records.Receipt: st.builds(
@@ -103,6 +107,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         detail=TEXT,
         sequence=st.none() | SEQUENCES,
         step=st.none() | NUMBERS,
+        paused=st.none() | TEXT,
         counters=st.builds(records.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
         time=TIMES,
     ),
@@ -116,6 +121,17 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         name=TEXT,
         why=TEXT,
         session=TEXT,
+    ),
+    requests.Pause: st.builds(requests.Pause, id=TEXT, by=TEXT, time=TIMES),
+    requests.RollbackRequest: st.builds(
+        requests.RollbackRequest,
+        id=TEXT,
+        sequence=SEQUENCES,
+        by=TEXT,
+        time=TIMES,
+        outcome=st.sampled_from(["asked", "done", "refused"]),
+        made=st.none() | SEQUENCES,
+        why=TEXT,
     ),
 }
 JSON = st.recursive(

@@ -204,7 +204,7 @@ def test_status_as_json_is_one_object(served: Job) -> None:
     seen = json.loads(syncd("status", served.layout.root, "--json").output)
     assert seen["latest"]["sequence"] == 3
     assert seen["daemon"]["state"] == "stopped"
-    assert seen["versions"][1] == {"sequence": 2, "leases": ["node-1"]}
+    assert seen["versions"][1] == {"sequence": 2, "leases": ["node-1"], "pinned": False}
     assert (seen["publishing"], seen["daemon_lock_held"], seen["quarantined"]) == (False, False, [])
 
 
@@ -309,3 +309,54 @@ def test_an_error_is_one_line_and_its_exit_code(
     assert done.stderr.startswith("syncd: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+# -- pin, rollback, pause --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("v2", "v000002"), ("v000002", "v000002"), ("2", "global_step_2"),
+     ("global_step_2", "global_step_2")],
+)  # fmt: skip
+def test_a_bare_number_is_a_step_and_a_version_is_named_by_its_v(
+    served: Job, given: str, folder: str
+) -> None:
+    assert syncd("pin", served.layout.root, given).output == f"{folder} is pinned\n"
+    told = json.loads(syncd("status", served.layout.root, "--json").output)
+    pinned = [v["sequence"] for v in told["versions"] if v["pinned"]]
+    assert (pinned, told["pinned_steps"]) == (([2], []) if given[0] == "v" else ([], [2]))
+    assert syncd("unpin", served.layout.root, given).output == f"{folder} is not pinned any more\n"
+    assert syncd("unpin", served.layout.root, given).output == f"{folder} was not pinned\n"
+
+
+@pytest.mark.parametrize("given", ["v", "v0", "-1", "two", "v2.0", "global_step_", "v-2", ""])
+def test_what_is_no_name_of_a_version_or_step_is_an_error_of_use(served: Job, given: str) -> None:
+    assert syncd("pin", served.layout.root, "--", given).exit_code == 2
+    assert syncd("rollback", served.layout.root, "--", given).exit_code == 2
+
+
+def test_a_rollback_to_a_step_says_which_name_was_meant(served: Job) -> None:
+    result = syncd("rollback", served.layout.root, "2")
+    assert result.exit_code == 2
+    assert "say v2?" in result.output
+
+
+def test_what_is_not_there_is_an_error_of_its_own(served: Job, tmp_path: Path) -> None:
+    for arguments in (("pin", "v9"), ("rollback", "v9")):
+        failed = syncd(arguments[0], served.layout.root, arguments[1]).exception
+        assert isinstance(failed, errors.VersionGoneError)
+    assert isinstance(syncd("pin", tmp_path, "1").exception, errors.JobUnavailableError)
+    assert isinstance(syncd("pause", tmp_path).exception, errors.JobUnavailableError)
+
+
+def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: Job) -> None:
+    assert "no daemon works on this job now" in syncd("pause", served.layout.root).output
+    assert "paused   by" in syncd("status", served.layout.root).output
+    refused = syncd("prune", served.layout.root, "--keep", 1)
+    assert "is paused" in str(refused.exception)
+    assert syncd("prune", served.layout.root, "--dry-run").output == "nothing to delete\n"
+    assert "as soon as a daemon works on it" in syncd("resume", served.layout.root).output
+    assert syncd("resume", served.layout.root).output == "was not paused\n"
+    assert syncd("prune", served.layout.root, "--keep", 1).exit_code == 0
+    assert served.versions == ["v000003"]

@@ -8,6 +8,7 @@ import pytest
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
+    Answer,
     CloseLeaseFolder,
     DropLease,
     Forget,
@@ -17,6 +18,7 @@ from syncd.daemon.decide import (
     PointerState,
     PruneStep,
     Publish,
+    Republish,
     RetireVersion,
     Skip,
     StepSeen,
@@ -24,6 +26,7 @@ from syncd.daemon.decide import (
 )
 from syncd.protocol.layout import CHECKPOINT_POINTER
 from syncd.protocol.records import Receipt
+from syncd.protocol.requests import Pause, RollbackRequest
 
 CONFIG = DaemonConfig()
 VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)
@@ -161,7 +164,7 @@ def test_a_published_or_skipped_step_goes() -> None:
     "doubt",
     [{"full": True}, {"saving": True}, {"critic": True}, {"resumable": True},
      {"outcome": "quarantined"}, {"found": None}, {"found": "run-5-1"}, {"step": 9}, {"step": 10},
-     {"retired": True, "full": True}],
+     {"retired": True, "full": True}, {"pinned": True}],
     ids=lambda doubt: ", ".join(f"{key}={value}" for key, value in doubt.items()),
 )  # fmt: skip
 def test_every_doubt_keeps_a_step(doubt: dict[str, Any]) -> None:
@@ -195,6 +198,51 @@ def test_foreign_saves_of_plain_verl_go_only_when_that_was_asked_for() -> None:
     assert pruned(foreign)
     assert not pruned(foreign, DaemonConfig(pointer=CHECKPOINT_POINTER))
     assert pruned(foreign, DaemonConfig(pointer=CHECKPOINT_POINTER, prune_foreign=True))
+
+
+ASKED = RollbackRequest(id="a", sequence=2, by="me", time=0.0)
+PAUSE = Pause(id="p", by="me", time=0.0)
+
+
+def test_a_request_comes_before_a_new_save_which_is_published_after_the_answer() -> None:
+    seen = job(published_save="run-8-0", rollbacks=(ASKED, replace_id(ASKED, "b")))
+    assert actions(seen) == [Republish(ASKED)]
+    done = job(published_save="run-8-0", rollbacks=(ASKED,), served_request="a")
+    assert actions(done) == [Answer(ASKED, made=3)]
+
+
+def replace_id(request: RollbackRequest, name: str) -> RollbackRequest:
+    return request.model_copy(update={"id": name})
+
+
+@pytest.mark.parametrize("sequence", [1, 3, 4])
+def test_only_a_version_below_latest_that_can_be_leased_is_served_again(sequence: int) -> None:
+    asked = ASKED.model_copy(update={"sequence": sequence})
+    [action] = actions(job(rollbacks=(asked,), versions=(1, 2, 3, 4)))[:1]
+    assert isinstance(action, Answer)
+    assert action.made is None
+    assert action.why
+
+
+def test_a_version_that_is_asked_for_is_not_retired() -> None:
+    seen = job(latest=5, versions=(1, 2, 4, 5), lease_folders=(1, 2, 4, 5), rollbacks=(ASKED,))
+    assert [a.sequence for a in actions(seen) if isinstance(a, RetireVersion)] == [1]
+
+
+def test_in_a_pause_records_are_kept_and_requests_carried_out_and_nothing_else_is_done() -> None:
+    seen = job(
+        published_save=None,
+        versions=(1, 2, 3),
+        lease_folders=(1, 2, 3),
+        leases=(LeaseSeen(2, "a.s", 1000.0),),
+        steps=(PLAIN,),
+        unrecorded=(replace(SAVE, step=7),),
+        vanished=(4,),
+        pause=PAUSE,
+    )
+    assert [type(action) for action in actions(seen)] == [Skip, Forget]
+    assert decide(seen, CONFIG).waiting_for == "paused by me, until 'syncd resume'"
+    assert actions(replace(seen, rollbacks=(ASKED,)))[0] == Republish(ASKED)
 
 
 def test_new_weights_come_before_every_deletion() -> None:

@@ -1,0 +1,76 @@
+"""A published version once more, under a new sequence: its files have a second name."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.errors import VerificationError
+from syncd.protocol.layout import MANIFEST
+from syncd.protocol.records import Manifest, encode
+from syncd.storage.fsio import Storage
+
+_NO_LINKS: Final = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+)
+_CHUNK: Final = 64 * 1024 * 1024
+
+
+def republish(
+    storage: Storage,
+    source: Path,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    cancel: Callable[[], None],
+) -> None:
+    """Fill a folder with the files of a published version, durably, the manifest last.
+
+    They are linked, or copied where this storage has no hard links. Nothing of a version is ever
+    changed, so that it does not matter which of the two goes first.
+
+    Args:
+        storage: the shared storage.
+        source: the version's folder.
+        folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
+        manifest: what is to be written; it lists the files.
+        cancel: called between chunks; raises to stop.
+
+    Raises:
+        VerificationError: a file has not the size that the manifest says.
+        FileNotFoundError: a file is not there.
+    """
+    made = {folder}
+    for file in manifest.files:
+        cancel()
+        target = folder / file.name
+        if target.parent not in made:
+            storage.make_folder(target.parent, below=folder)
+            made.add(target.parent)
+        try:
+            storage.link(source / file.name, target)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            _copy(storage, source / file.name, target, cancel)
+        status = storage.status(target)
+        if status is None or status.st_size != file.size:
+            raise VerificationError(f"{source / file.name} is not {file.size} bytes: it is damaged")
+    storage.write_new(folder / MANIFEST, encode(manifest))
+    for path in sorted(made, reverse=True):
+        storage.sync_folder(path)
+
+
+def _copy(storage: Storage, source: Path, target: Path, cancel: Callable[[], None]) -> None:
+    reading = storage.open_read(source)
+    try:
+        writing, at = storage.create(target), 0
+        with storage.closing(writing):
+            while done := storage.copy_range(reading, writing, _CHUNK, at, at):
+                cancel()
+                at += done
+            storage.fsync(writing)
+    finally:
+        storage.release(reading)

@@ -1,0 +1,30 @@
+"""``syncd rollback``: serve an old version again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from syncd.cli import options
+from syncd.daemon.control import Control
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+
+
+@click.command("rollback", epilog="Example: syncd rollback /shared/jobs/qwen-grpo v12")
+@options.job
+@options.version
+@options.timeout
+def command(job: Path, version: options.Target, timeout: float) -> None:
+    """Publish an old version of JOB again, under a new sequence, which explorers move on to.
+
+    The next save of the trainer is published as ever, and replaces it: 'syncd pause' first, where
+    the old weights are to stay. Without a daemon the request waits for the next one.
+    """
+    control = Control(Storage(job), JobLayout(job), timeout=timeout)
+    made = control.roll_back(version.sequence or 0)
+    if isinstance(made, int):
+        click.echo(f"{version} is served again, as {options.Target(sequence=made)}")
+    else:
+        click.echo(f"{version} is asked for; {made}")

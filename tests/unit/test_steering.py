@@ -1,0 +1,359 @@
+"""Rolling back, pausing, resuming: what daemons make of what is asked of them."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.control import Control
+from syncd.protocol.errors import JobUnavailableError, VersionGoneError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import DaemonReport, Manifest, encode, parse
+from syncd.protocol.requests import Pause, RollbackRequest
+from tests.jobs import Job
+from tests.lagging import Hosts
+from tests.storages import Clock, FastStorage, once, refuse
+
+pytestmark = pytest.mark.lagging
+STORAGE = FastStorage()
+
+
+def ask(job: Job, sequence: int, name: str = "ask") -> Path:
+    """A request as it is on disk."""
+    job.layout.requests.mkdir(exist_ok=True)
+    request = RollbackRequest(id=name, sequence=sequence, by="me", time=0.0)
+    job.put(job.layout.request(name), encode(request))
+    return job.layout.request(name)
+
+
+def answer(job: Job, name: str = "ask") -> RollbackRequest:
+    return parse(RollbackRequest, job.layout.request(name).read_bytes(), name)
+
+
+def pause(job: Job, name: str = "pause") -> None:
+    job.put(job.layout.paused, encode(Pause(id=name, by="me@here", time=0.0)))
+
+
+def run(job: Job, rounds: int = 1, config: DaemonConfig | None = None) -> None:
+    with job.daemon(config or DaemonConfig(keep=9)) as loop:
+        for _ in range(rounds):
+            loop.run_once()
+
+
+def published(job: Job, steps: int) -> None:
+    with job.daemon(DaemonConfig(keep=99, prune_steps=False)) as loop:
+        for step in range(1, steps + 1):
+            job.save(step)
+            loop.run_once()
+
+
+def served(job: Job) -> Manifest:
+    folder = job.layout.version(job.latest.sequence)
+    manifest = read_manifest(STORAGE, folder)
+    verify_version(STORAGE, folder, manifest)
+    return manifest
+
+
+def report(job: Job) -> DaemonReport:
+    return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
+
+
+# -- rollback ------------------------------------------------------------------------------------
+
+
+def test_an_old_version_is_served_again_under_a_new_sequence_and_nothing_is_copied(
+    job: Job,
+) -> None:
+    published(job, 3)
+    ask(job, 1)
+    run(job)
+    assert (answer(job).outcome, answer(job).made) == ("done", 4)
+    assert (job.latest.sequence, job.latest.step) == (4, 1)
+    manifest = served(job)
+    assert manifest.save_id == "run-1-0"
+    assert manifest.rolled_back is not None
+    assert (manifest.rolled_back.sequence, manifest.rolled_back.instead_of) == (1, "run-3-0")
+    old, new = (job.layout.version(n) / "model.safetensors" for n in (1, 4))
+    assert old.samefile(new)
+    assert job.layout.lease_folder(4).is_dir()
+    assert job.leftovers() == []
+
+
+def test_what_was_served_before_is_not_published_again_by_this_daemon_or_any_other(
+    job: Job,
+) -> None:
+    published(job, 3)
+    ask(job, 1)
+    run(job, rounds=3)
+    run(job, rounds=3)
+    assert (job.latest.sequence, job.latest.step) == (4, 1)
+    ask(job, 2, "again")
+    run(job, rounds=3)
+    run(job, rounds=3)
+    assert (job.latest.sequence, job.latest.step) == (5, 2)
+
+
+def test_the_next_save_is_published_as_ever(job: Job) -> None:
+    published(job, 3)
+    ask(job, 1)
+    job.save(4)  # before anyone looked
+    run(job, rounds=2)
+    assert (job.latest.sequence, job.latest.step) == (5, 4)
+    job.save(4, counter=1)
+    run(job)
+    assert (job.latest.sequence, served(job).save_id) == (6, "run-4-1")
+
+
+def test_a_request_is_carried_out_once_though_its_answer_was_not_written(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled(refuse("rename", errno.EIO, where="requests/ask.json"))
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    published(job, 3)
+    ask(job, 1)
+    job.save(4)
+    run(job, rounds=3)
+    assert answer(job).outcome == "asked"
+    assert job.latest.sequence == 4
+    storage.rules.clear()
+    run(job, rounds=1)  # another daemon
+    assert (answer(job).outcome, answer(job).made) == ("done", 4)
+    run(job, rounds=2)
+    assert (job.latest.sequence, job.latest.step) == (5, 4)
+
+
+def test_a_version_that_latest_never_named_is_adopted_and_counts_as_the_answer(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    published(job, 3)
+    ask(job, 1)
+    storage.rules.append(refuse("rename", errno.EIO, where=".syncd/LATEST"))
+    run(job)
+    assert job.latest.sequence == 3
+    storage.rules.clear()
+    run(job, rounds=2)
+    assert answer(job).made == job.latest.sequence > 3
+    assert job.latest.step == 1
+
+
+@pytest.mark.parametrize(
+    ("sequence", "why"), [(1, "was retired"), (9, "never published"), (3, "is LATEST")]
+)
+def test_what_cannot_be_served_again_is_refused_and_says_why(
+    job: Job, sequence: int, why: str
+) -> None:
+    published(job, 3)
+    run(job, config=DaemonConfig(keep=2))
+    ask(job, sequence)
+    run(job)
+    assert answer(job).outcome == "refused"
+    assert why in answer(job).why
+    assert job.latest.sequence == 3
+
+
+def test_a_damaged_version_is_refused(job: Job) -> None:
+    published(job, 3)
+    (job.layout.version(1) / "model.safetensors").unlink()
+    (job.layout.version(2) / "manifest.json").write_bytes(b"{}")
+    ask(job, 1, "a")
+    ask(job, 2, "b")
+    run(job, rounds=2)
+    assert answer(job, "a").outcome == answer(job, "b").outcome == "refused"
+    assert job.latest.sequence == 3
+    assert job.leftovers() == []
+
+
+def test_a_version_that_is_asked_for_is_not_pruned_before_the_answer(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled(refuse("link", errno.EIO, where="published"))
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    published(job, 3)
+    ask(job, 1)
+    run(job, rounds=2, config=DaemonConfig(keep=1))
+    assert job.versions == ["v000001", "v000003"]
+    storage.rules.clear()
+    run(job, rounds=2, config=DaemonConfig(keep=1))
+    assert (job.versions, job.latest.step) == (["v000004"], 1)
+    served(job)
+
+
+def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, hosts: Hosts) -> None:
+    storage = hosts.ruled(refuse("link", errno.EPERM, where="published"))
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    published(job, 3)
+    ask(job, 1)
+    run(job)
+    assert served(job).step == 1
+    old, new = (job.layout.version(n) / "model.safetensors" for n in (1, 4))
+    assert not old.samefile(new)
+
+
+@pytest.mark.parametrize("found", [b"", b"{}", b'{"protocol": 9}', b"\xff", None])
+def test_what_is_no_request_is_let_be(job: Job, found: bytes | None) -> None:
+    published(job, 2)
+    job.layout.requests.mkdir()
+    path = job.layout.request("odd")
+    if found is None:
+        path.mkdir()
+    else:
+        path.write_bytes(found)
+    elsewhere = RollbackRequest(id="../LATEST", sequence=1, by="", time=0.0)
+    job.layout.request("other").write_bytes(encode(elsewhere))
+    job.save(3)
+    run(job)
+    assert job.latest.sequence == 3
+    assert path.exists()
+
+
+def test_an_answer_that_nobody_takes_is_collected_and_a_request_is_not(
+    job: Job, clock: Clock
+) -> None:
+    published(job, 2)
+    path = ask(job, 1)
+    with job.daemon(DaemonConfig(leftover_grace=60.0), clock=clock) as loop:
+        loop.run_once()
+        assert answer(job).outcome == "done"
+        pause(job)
+        for _ in range(24):
+            clock.advance(6)
+            loop.run_once()
+    assert not path.exists()
+
+
+# -- pause ---------------------------------------------------------------------------------------
+
+
+def test_while_a_job_is_paused_nothing_is_published_and_nothing_pruned(job: Job) -> None:
+    published(job, 4)
+    pause(job)
+    job.save(5)
+    before = sorted(job.layout.root.glob("global_step_*")), job.versions
+    for _ in range(2):
+        with job.daemon(DaemonConfig(keep=1)) as loop:
+            assert loop.run_once().waiting_for == "paused by me@here, until 'syncd resume'"
+            assert (report(job).paused, report(job).sequence) == ("pause", 4)
+            assert report(job).detail.startswith("paused by")
+    assert (sorted(job.layout.root.glob("global_step_*")), job.versions) == before
+    job.layout.paused.unlink()
+    run(job, rounds=2, config=DaemonConfig(keep=1))
+    assert (job.versions, job.latest.step) == (["v000005"], 5)
+    assert report(job).paused is None
+
+
+def test_the_newest_save_is_the_one_that_a_resume_publishes(job: Job) -> None:
+    published(job, 1)
+    pause(job)
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        for step in (2, 3, 4):
+            job.save(step)
+            loop.run_once()
+        job.layout.paused.unlink()
+        loop.run_once()
+    assert (job.latest.sequence, job.latest.step) == (2, 4)
+
+
+def test_a_rollback_is_carried_out_in_a_pause_and_stays(job: Job) -> None:
+    published(job, 3)
+    pause(job)
+    ask(job, 1)
+    job.save(4)
+    run(job, rounds=3)
+    assert (job.latest.sequence, job.latest.step) == (4, 1)
+    job.layout.paused.unlink()
+    run(job)
+    assert (job.latest.sequence, job.latest.step) == (5, 4)
+
+
+@pytest.mark.parametrize("found", [b"", b"{}", b'{"protocol": 9}', None])
+def test_a_pause_that_cannot_be_read_holds(job: Job, found: bytes | None) -> None:
+    if found is None:
+        job.layout.paused.mkdir()
+    else:
+        job.layout.paused.write_bytes(found)
+    job.save(1)
+    run(job, rounds=2)
+    assert not job.layout.latest.exists()
+    assert report(job).paused == ""
+
+
+def test_a_pause_that_comes_after_the_look_still_stops_the_merge(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    job = Job(tmp_path / "job", hosts=hosts)
+    job.storage = hosts.ruled(once("names", lambda _: pause(job), where="requests"))
+    job.save(1)
+    run(job)
+    assert not job.layout.latest.exists()
+
+
+# -- whoever asks --------------------------------------------------------------------------------
+
+
+def control(job: Job, loop: object = None, *, timeout: float = 5.0) -> Control:
+    """Someone whose waits let a daemon work."""
+    clock = Clock()
+
+    def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        if loop is not None:
+            loop.run_once()  # type: ignore[attr-defined] # a Loop
+
+    return Control(job.explorers, job.layout, timeout=timeout, clock=clock, sleep=sleep)
+
+
+def test_who_asks_waits_for_a_working_daemon_and_leaves_nothing(job: Job) -> None:
+    published(job, 3)
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        asking = control(job, loop)
+        assert asking.pause() == ""
+        assert asking.roll_back(1) == 4
+        assert list(job.layout.requests.iterdir()) == []
+        assert asking.resume()
+        assert not asking.resume()
+        with pytest.raises(VersionGoneError, match="is LATEST"):
+            asking.roll_back(4)
+    assert list(job.layout.requests.iterdir()) == []
+
+
+def test_without_a_daemon_it_says_so_and_the_next_daemon_does_it(job: Job) -> None:
+    published(job, 3)
+    asking = control(job)
+    assert "no daemon" in asking.pause()
+    assert "no daemon" in str(asking.roll_back(1))
+    run(job)
+    assert (job.latest.sequence, report(job).paused) == (4, read_pause(job).id)
+
+
+def test_a_daemon_that_does_not_answer_in_time_is_said(job: Job) -> None:
+    published(job, 3)
+    with job.daemon():
+        assert "not answered within 5 s" in control(job).pause()
+        assert "not answered within 5 s" in str(control(job).roll_back(1))
+
+
+def test_a_report_of_an_earlier_pause_is_no_answer(job: Job) -> None:
+    published(job, 1)
+    with job.daemon() as loop:
+        pause(job, "earlier")
+        loop.run_once()
+        assert report(job).paused == "earlier"
+        assert "not answered" in control(job).pause()
+
+
+def test_what_is_not_there_is_said_at_once(job: Job, tmp_path: Path) -> None:
+    published(job, 1)
+    with pytest.raises(VersionGoneError, match="v000007"):
+        control(job).roll_back(7)
+    with pytest.raises(JobUnavailableError, match=r"format\.json"):
+        Control(STORAGE, JobLayout(tmp_path), timeout=0)
+
+
+def read_pause(job: Job) -> Pause:
+    return parse(Pause, job.layout.paused.read_bytes(), "paused.json")
