@@ -43,8 +43,10 @@ class LeasedVersion:
     Attributes:
         sequence: which version; it only grows.
         step: the trainer's label.
-        kind: ``full`` or ``adapter``.
-        folder: a complete Hugging Face model folder, or that of a LoRA adapter.
+        kind: ``full``, ``adapter`` or ``remote``.
+        folder: a complete Hugging Face model folder, or that of a LoRA adapter; of kind ``remote``
+            there is nothing in it to load.
+        remote_path: where the weights are, of kind ``remote``; else None.
         manifest: what the folder must hold.
     """
 
@@ -56,11 +58,13 @@ class LeasedVersion:
         self.sequence = manifest.sequence
         self.step = manifest.step
         self.kind = manifest.kind
+        self.remote_path = manifest.remote
 
     def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
         """Read all of it, and compare sizes, headers and digests with the manifest.
 
-        A version without digests has its sizes and headers compared.
+        A version without digests has its sizes and headers compared; of one of kind ``remote``
+        there is nothing to compare, and nothing is asked of where it points.
 
         Raises:
             VerificationError: a file is not what the manifest says.

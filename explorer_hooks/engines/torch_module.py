@@ -44,6 +44,12 @@ class TorchModule:
         Raises:
             EngineMismatchError: says which ones differ, and how; or the version is no full model.
         """
+        if version.remote_path is not None:
+            raise EngineMismatchError(
+                f"version {version.sequence} (step {version.step}) is remote, and this engine "
+                f"loads from storage alone: hand {shown(version.remote_path)} to the service that "
+                "has it (explorer_hooks.reader: LeasedVersion.remote_path)"
+            )
         if version.kind != "full":
             raise EngineMismatchError(
                 f"version {version.sequence} (step {version.step}) is a LoRA {version.kind}, which "

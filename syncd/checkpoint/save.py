@@ -53,6 +53,8 @@ class Save:
         reason: what is missing, while it is not whole.
         weights: the files that hold the weights, by name inside ``actor/``, in rank order.
         receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
+        remote: where the weights are, of a save that has none itself (:mod:`.remote`).
+        awaits_path: that even this is missing, in a step folder without weights.
     """
 
     step: int
@@ -60,6 +62,13 @@ class Save:
     reason: str = ""
     weights: tuple[str, ...] = ()
     receipts: tuple[Receipt, ...] = ()
+    remote: str | None = None
+    awaits_path: bool = False
+
+    @property
+    def known_as(self) -> str | None:
+        """What it is on record as: its identity; what awaits a path is all one."""
+        return "no-remote-path" if self.awaits_path else self.identity
 
     @property
     def is_full_state_dict(self) -> bool:

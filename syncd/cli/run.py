@@ -26,6 +26,14 @@ log = logging.getLogger(__name__)
     metavar="SECONDS",
     help="How often the job is looked at when no event says that something changed.",
 )
+@click.option(
+    "--remote-timeout",
+    type=click.FloatRange(min=0),
+    default=DaemonConfig().remote_timeout,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a step without weights and without a remote path is waited for.",
+)
 @options.digest
 @options.dtype
 @options.max_shard_size

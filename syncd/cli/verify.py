@@ -8,7 +8,7 @@ import click
 
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
-from syncd.protocol.layout import MANIFEST, JobLayout, parse_version_folder
+from syncd.protocol.layout import MANIFEST, JobLayout, parse_version_folder, printable
 from syncd.storage.fsio import Storage
 
 
@@ -46,6 +46,9 @@ def _verified(storage: Storage, folder: Path) -> bool:
             return True
         click.echo(f"{folder.name}: {error}")
         return False
+    if manifest.remote is not None:
+        click.echo(f"{folder.name}: step {manifest.step}, remote: {printable(manifest.remote)}")
+        return True
     how = "sizes, headers, digests" if manifest.digests != "off" else "sizes and headers alone"
     what = "" if manifest.kind == "full" else f" {manifest.kind}"
     click.echo(f"{folder.name}: step {manifest.step}, whole{what} ({how})")

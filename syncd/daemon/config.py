@@ -27,6 +27,8 @@ class DaemonConfig(BaseModel):
         prune_steps: whether step folders that were published or skipped are deleted.
         prune_foreign: whether that goes also for saves without receipts in a job that has no
             ``latest_state_dict_iteration.txt``.
+        remote_timeout: how long a step folder that has neither weights nor the path of remote ones
+            is waited for, before it is quarantined.
         dead_reader_grace: how long a dead explorer's lease is kept; an engine may read on.
         leftover_grace: how long a temporary file of a killed process lies still before it goes.
         lease_time: after how long without a heartbeat a process counts as dead. Only heard in a job
@@ -46,6 +48,7 @@ class DaemonConfig(BaseModel):
     copy_threads: Annotated[int, Field(ge=1, le=64)] = 4
     prune_steps: bool = True
     prune_foreign: bool = False
+    remote_timeout: Annotated[float, Field(ge=0)] = 60.0
     dead_reader_grace: Annotated[float, Field(ge=0)] = 300.0
     leftover_grace: Annotated[float, Field(gt=0)] = 900.0
     lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0

@@ -117,6 +117,13 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """Quarantine what has not become a save in time."""
+
+    save: Save
+
+
+@dataclass(frozen=True, slots=True)
 class Republish:
     """Make an old version LATEST again, under a new sequence, and answer who asked for it."""
 
@@ -181,7 +188,7 @@ class PruneStep:
 
 #: What deletes something that someone had made.
 Pruning = DropLease | RetireVersion | PruneStep
-Action = Publish | Republish | Answer | Skip | Forget | CloseLeaseFolder | Pruning
+Action = Publish | GiveUp | Republish | Answer | Skip | Forget | CloseLeaseFolder | Pruning
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +201,7 @@ class Decision:
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
     """What to do about an observation. New weights first; nobody waits for a deletion."""
-    new: tuple[Publish | Republish | Answer, ...]
+    new: tuple[Publish | GiveUp | Republish | Answer, ...]
     if seen.rollbacks:
         # Until a request is answered nothing else is published: a daemon that takes over knows by
         # LATEST alone whether it was carried out.
@@ -230,15 +237,18 @@ def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer
     return Republish(request)
 
 
-def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish, ...], str]:
+def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | GiveUp, ...], str]:
     """The pointer names the save, always; the same save is published once."""
     if seen.pointer.step is None:
         return (), f"{config.pointer} {seen.pointer.state.value}"
     save = seen.save
-    if save is None or save.identity is None:
-        return (), save.reason if save else f"nothing is known of step {seen.pointer.step} yet"
-    if save.identity == seen.published_save or seen.quarantined:
+    if save is None:
+        return (), f"nothing is known of step {seen.pointer.step} yet"
+    if save.known_as is not None and (seen.quarantined or save.known_as == seen.published_save):
         return (), ""
+    if save.identity is None:
+        overdue = save.awaits_path and seen.save_still_for >= config.remote_timeout
+        return ((GiveUp(save),), "") if overdue else ((), save.reason)
     if not save.receipts and seen.save_still_for < config.tick:
         return (), f"step {save.step} has no receipts: it must lie still for {config.tick:g} s"
     return (Publish(save),), ""

@@ -20,6 +20,7 @@ from syncd.daemon.decide import (
     Decision,
     DropLease,
     Forget,
+    GiveUp,
     Observation,
     PruneStep,
     Pruning,
@@ -198,6 +199,9 @@ class Loop:
         match action:
             case Publish():
                 return self._publish(action) if self._publishes else ""
+            case GiveUp(save):
+                path = self._quarantine(save, CheckpointError(save.reason))
+                log.error("step %d is given up: %s (kept in %s)", save.step, save.reason, path)
             case Republish():
                 self._republish(action)
             case Answer():
@@ -209,21 +213,27 @@ class Loop:
                 self._count(skipped=1)
             case Forget():
                 self._publisher.forget(action.step)
-            case DropLease():
-                if self._pruner.drop_lease(action):
-                    self.pruned.append(action)
             case CloseLeaseFolder():
                 self._pruner.close_lease_folder(action)
-            case RetireVersion():
-                if self._pruner.retire_version(action):
-                    self._count(versions_retired=1)
-                    self.pruned.append(action)
-            case PruneStep():
-                if self._pruner.prune_step(action):
-                    self._publisher.forget(action.seen.step)
-                    self._count(steps_pruned=1)
+            case DropLease() | RetireVersion() | PruneStep():
+                if self._prune(action):
                     self.pruned.append(action)
         return ""
+
+    def _prune(self, action: Pruning) -> bool:
+        """Delete one thing; returns whether it is gone."""
+        match action:
+            case DropLease():
+                return self._pruner.drop_lease(action)
+            case RetireVersion():
+                gone = self._pruner.retire_version(action)
+                self._count(versions_retired=int(gone))
+            case PruneStep():
+                gone = self._pruner.prune_step(action)
+                self._count(steps_pruned=int(gone))
+                if gone:
+                    self._publisher.forget(action.seen.step)
+        return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
         """One thing that storage refuses keeps nobody from the rest; it is tried again."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import build_model_folder, weights_size
+from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
@@ -145,6 +146,9 @@ class Publisher:
             raise SaveNotReadyError(save.reason)
 
         def build(folder: Path, sequence: int) -> Manifest:
+            if save.remote is not None:
+                step = self._layout.step(save.step)
+                return write_remote(self._storage, step, save, folder, sequence=sequence)
             return build_model_folder(
                 self._storage,
                 self._layout.actor(save.step),
@@ -254,7 +258,7 @@ class Publisher:
         Returns:
             The record's file.
         """
-        identity = save.identity or ""
+        identity = save.known_as or ""
         name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
         path = self._layout.quarantine / f"step_{save.step}-{name}.json"
         record = Quarantine(
@@ -337,7 +341,7 @@ class Publisher:
         cast = self._config.cast
         needed = _SMALL_FILES + (2 if cast == "fp32" else 1) * needed
         free = self._storage.free(self._layout.epochs)
-        if free.bytes is not None and free.bytes < needed:
+        if free.bytes is not None and free.bytes < needed and save.remote is None:
             # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
             if self._sized is None or self._sized[0] != save.identity:
                 size = weights_size(self._storage, actor, save, cast=cast, cancel=self._cancel)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.save import Save, look_at_save
+from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, StepSeen
 from syncd.daemon.steering import Steering
@@ -19,6 +20,7 @@ from syncd.protocol.layout import (
     FULL,
     PINNED,
     RECEIPTS,
+    REMOTE_PATH,
     RETIRED,
     SAVING,
     JobLayout,
@@ -136,7 +138,7 @@ class Scanner:
             quarantined=outcome is not None
             and save is not None
             and outcome.outcome == "quarantined"
-            and outcome.identity == save.identity,
+            and outcome.identity == save.known_as,
             published_save=known.published_save,
             latest=known.latest,
             versions=versions,
@@ -202,10 +204,10 @@ class Scanner:
             and self._clock() - self._settled_at < _STEPS_AGAIN
         ):
             return
-        save = look_at_save(self._storage, self._layout.actor(pointer.step), pointer.step)
-        if self._save is None or (save.step, save.identity) != (
+        save = look_at_weights(self._storage, self._layout.step(pointer.step), pointer.step)
+        if self._save is None or (save.step, save.known_as) != (
             self._save.step,
-            self._save.identity,
+            self._save.known_as,
         ):
             self._save_since = self._clock()
         self._save = save
@@ -343,7 +345,7 @@ class Scanner:
         folder = self._layout.step(step)
         if self._storage.exists(folder / FULL) or self._storage.exists(folder / SAVING):
             return None
-        save = look_at_save(self._storage, folder / "actor", step)
+        save = look_at_weights(self._storage, folder, step)
         passed = bool(save.receipts) or step in self._passed
         return save if save.identity is not None and passed else None
 
@@ -367,11 +369,14 @@ def look_at_step(
         return None
     actor_names = storage.names(folder / "actor")
     retired, full = RETIRED in names, FULL in names
-    resumable = any(is_resumable_state(name) for name in actor_names)
+    resumable = any(is_resumable_state(name) for name in actor_names) or (
+        # What else such a trainer leaves may say where to resume from.
+        REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
+    )
     kept = full or SAVING in names or "critic" in names or PINNED in names
     protected = kept or (resumable and not retired)
     # A protected folder stays whatever is in it: its files need no look.
-    found = None if protected else look_at_save(storage, folder / "actor", step).identity
+    found = None if protected else look_at_weights(storage, folder, step).identity
     return StepSeen(
         step=step,
         outcome=outcome.outcome,

@@ -23,6 +23,8 @@ RECEIPTS: Final = ".receipts"
 PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
 HUGGINGFACE: Final = "huggingface"
+#: Of trainers whose weights are elsewhere: a line that says where.
+REMOTE_PATH: Final = "remote_sampler_path.txt"
 #: PEFT's folder beside it, and what PEFT calls the files of an adapter.
 LORA_ADAPTER: Final = "lora_adapter"
 ADAPTER_CONFIG: Final = "adapter_config.json"

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, Self, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.layout import printable
@@ -24,8 +24,8 @@ Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 #: xxh3-128, as 32 hexadecimal digits.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-#: What a version is: a whole model, or a LoRA adapter for one.
-Kind = Literal["full", "adapter"]
+#: What a version is: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
+Kind = Literal["full", "adapter", "remote"]
 
 
 def _stays_inside(path: str) -> str:
@@ -172,7 +172,9 @@ class Manifest(Record):
 
     Attributes:
         sequence: which version; 0 for a folder merged by hand, which was never published.
-        kind: ``full``, a Hugging Face model folder, or ``adapter``, one that PEFT loads.
+        kind: ``full``, a Hugging Face model folder, ``adapter``, one that PEFT loads, or
+            ``remote``, no weights but where they are.
+        remote: that path, of kind ``remote`` alone.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
@@ -190,8 +192,15 @@ class Manifest(Record):
     # A file of nothing but mistakes is refused for its first one: kept all, they fill the memory.
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
+    remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     rolled_back: RolledBack | None = None
     timings: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _says_where(self) -> Self:
+        if (self.kind == "remote") != (self.remote is not None):
+            raise ValueError("a version of kind remote, and no other, has a remote path")
+        return self
 
     @property
     def settles(self) -> str:

@@ -1,0 +1,99 @@
+"""Saves without weights: a line that says where they are, as Tinker-style trainers leave it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from syncd.checkpoint.save import Save, look_at_save
+from syncd.protocol.errors import SaveNotReadyError
+from syncd.protocol.layout import MANIFEST, REMOTE_PATH, SAVING
+from syncd.protocol.records import Manifest, encode
+from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.fsio import Storage
+
+_LONGEST: Final = 4096
+
+
+def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
+    """The save in a step's folder: its weights, or where they are. What is in it never raises.
+
+    Args:
+        storage: the shared storage.
+        folder: the step's folder, by whatever name it has now.
+        step: whose it is.
+    """
+    actor = folder / "actor"
+    save = look_at_save(storage, actor, step)
+    if save.identity is not None:
+        return save
+    try:
+        if not storage.exists(folder):
+            return save
+        names = storage.names(folder)
+        # Weights that are being written are waited for, for as long as it takes.
+        if SAVING in names or ("actor" in names and storage.names(actor)):
+            return save
+        return _look_at_path(storage, folder / REMOTE_PATH, step)
+    except OSError as error:
+        return Save(step, None, f"{folder} cannot be looked at now: {error}")
+
+
+def write_remote(
+    storage: Storage, source: Path, save: Save, folder: Path, *, sequence: int
+) -> Manifest:
+    """Make a version of kind ``remote``: a folder with nothing but its manifest.
+
+    Args:
+        storage: the shared storage.
+        source: the step's folder.
+        save: as it was looked at last.
+        folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
+        sequence: for the manifest.
+
+    Raises:
+        SaveNotReadyError: it is another save by now.
+    """
+    now = look_at_weights(storage, source, save.step)
+    if now.identity is None or now.identity != save.identity:
+        raise SaveNotReadyError(f"{source / REMOTE_PATH} changed while it was published")
+    manifest = Manifest(
+        sequence=sequence,
+        step=save.step,
+        save_id=now.identity,
+        kind="remote",
+        checked="stillness",
+        digests="off",
+        files=(),
+        tensors=(),
+        remote=now.remote,
+    )
+    storage.write_new(folder / MANIFEST, encode(manifest))
+    storage.sync_folder(folder)
+    return manifest
+
+
+def _look_at_path(storage: Storage, path: Path, step: int) -> Save:
+    """Two writes of the same line are two saves: the weights there may be others by now."""
+    try:
+        content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
+    except OSError as error:
+        if is_gone(error):
+            why = f"{path} is not there, and there are no weights in {path.parent / 'actor'}"
+        elif is_no_record(error):
+            why = f"{path} is no file of at most {_LONGEST} bytes"
+        else:
+            raise
+        return Save(step, None, why, awaits_path=True)
+    try:
+        text = content.decode().strip()
+    except UnicodeDecodeError:
+        return Save(step, None, f"{path} is not UTF-8", awaits_path=True)
+    if not text:
+        return Save(step, None, f"{path} is empty", awaits_path=True)
+    if not text.isprintable():
+        return Save(step, None, f"{path} is not one line of text", awaits_path=True)
+    digest = xxhash.xxh3_128_hexdigest(f"{text}\0{size}\0{mtime}\0{inode}".encode())
+    return Save(step, f"remote-{digest}", remote=text)

@@ -1,0 +1,236 @@
+"""Trainers whose weights are elsewhere: what they say becomes a version that hands the path out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from torch import nn
+
+from explorer_hooks import ExplorerHook, TorchModule
+from explorer_hooks.reader import Reader
+from syncd.checkpoint.remote import look_at_weights, write_remote
+from syncd.checkpoint.save import Save
+from syncd.checkpoint.version import read_manifest
+from syncd.cli import cli
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import GiveUp, Publish, decide
+from syncd.protocol.errors import EngineMismatchError, RecordError, SaveNotReadyError
+from syncd.protocol.layout import REMOTE_PATH
+from syncd.protocol.records import Manifest, parse
+from tests.jobs import Job
+from tests.storages import Clock, FastStorage
+from tests.unit.test_decide import AT_9, CONFIG
+from tests.unit.test_decide import job as observed
+from tests.unit.test_steering import ask
+
+STORAGE = FastStorage()
+TINKER = "tinker://run-1/sampler_weights/000009"
+
+
+def point_to(job: Job, step: int, content: bytes | None, *, point: bool = True) -> None:
+    """What a trainer leaves that samples elsewhere."""
+    job.layout.step(step).mkdir(exist_ok=True)
+    if content is not None:
+        job.put(job.layout.step(step) / REMOTE_PATH, content)
+    if point:
+        job.point(step)
+
+
+def rounds(job: Job, clock: Clock, count: int = 3, **config: float) -> None:
+    with job.daemon(DaemonConfig(**config), clock=clock) as loop:  # type: ignore[arg-type] # by key
+        for _ in range(count):
+            loop.run_once()
+            clock.advance(2)
+
+
+@pytest.mark.lagging
+def test_a_path_becomes_a_version_of_kind_remote(job: Job, clock: Clock) -> None:
+    point_to(job, 9, f"{TINKER}\n".encode())
+    rounds(job, clock)
+    assert (job.latest.sequence, job.latest.step, job.latest.kind) == (1, 9, "remote")
+    manifest = read_manifest(STORAGE, job.layout.version(1))
+    assert (manifest.remote, manifest.files, manifest.tensors) == (TINKER, (), ())
+    assert job.outcomes == {9: "published"}
+    rounds(job, clock)
+    assert job.versions == ["v000001"]
+
+
+@pytest.mark.lagging
+def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: Job, clock: Clock) -> None:
+    with job.daemon(clock=clock) as loop:
+        point_to(job, 9, b"half of a pa")
+        assert "must lie still" in loop.run_once().waiting_for
+        point_to(job, 9, TINKER.encode())
+        loop.run_once()
+        assert not job.layout.latest.exists()
+        clock.advance(2)
+        loop.run_once()
+        assert job.latest.sequence == 1
+        point_to(job, 9, TINKER.encode())  # the same line once more: other weights, for all we know
+        loop.run_once()
+        clock.advance(2)
+        loop.run_once()
+    assert job.latest.sequence == 2
+    assert read_manifest(STORAGE, job.layout.version(2)).remote == TINKER
+
+
+@pytest.mark.lagging
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [(None, "is not there"), (b"", "is empty"), (b" \n", "is empty"), (b"\xff", "is not UTF-8"),
+     (b"a\nb", "is not one line"), (b"x" * 5000, "is no file of at most")],
+)  # fmt: skip
+def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
+    job: Job, clock: Clock, content: bytes | None, why: str
+) -> None:
+    point_to(job, 8, content)
+    with job.daemon(DaemonConfig(remote_timeout=30.0, prune_steps=False), clock=clock) as loop:
+        assert why in loop.run_once().waiting_for
+        clock.advance(29)
+        assert why in loop.run_once().waiting_for
+        assert list(job.layout.quarantine.iterdir()) == []
+        clock.advance(1)
+        for _ in range(3):
+            loop.run_once()
+            assert loop.run_once().waiting_for == ""
+        assert len(list(job.layout.quarantine.iterdir())) == 1
+        assert job.outcomes == {8: "quarantined"}
+        point_to(job, 9, TINKER.encode())
+        loop.run_once()
+        clock.advance(2)
+        loop.run_once()
+        assert job.latest.step == 9
+        point_to(job, 8, TINKER.encode())  # after all
+        loop.run_once()
+        clock.advance(2)
+        loop.run_once()
+    assert (job.latest.step, job.latest.sequence) == (8, 2)
+
+
+def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
+    job: Job, clock: Clock
+) -> None:
+    (job.layout.actor(8) / "huggingface").mkdir(parents=True)
+    job.point(8)
+    rounds(job, clock, count=3, remote_timeout=0.0)
+    assert list(job.layout.quarantine.iterdir()) == []
+    job.layout.step(9).mkdir()
+    (job.layout.step(9) / ".saving").touch()
+    job.point(9)
+    rounds(job, clock, count=3, remote_timeout=0.0)
+    job.point(10)  # nothing there at all
+    rounds(job, clock, count=3, remote_timeout=0.0)
+    assert list(job.layout.quarantine.iterdir()) == []
+
+
+def test_weights_count_more_than_a_path_beside_them(job: Job, clock: Clock) -> None:
+    point_to(job, 9, TINKER.encode(), point=False)
+    job.save(9)
+    rounds(job, clock)
+    assert job.latest.kind == "full"
+
+
+def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(
+    job: Job, clock: Clock
+) -> None:
+    for step in (1, 2, 3):
+        point_to(job, step, TINKER.encode())
+        rounds(job, clock)
+        (job.layout.step(2) / "remote_checkpoint_path.txt").parent.mkdir(exist_ok=True)
+        (job.layout.step(2) / "remote_checkpoint_path.txt").touch()
+    rounds(job, clock)
+    assert not job.layout.step(1).exists()
+    assert job.layout.step(2).exists()
+    assert job.layout.step(3).exists()
+
+
+def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
+    job: Job, clock: Clock
+) -> None:
+    (job.layout.step(1) / "notes").mkdir(parents=True)
+    job.save(1, point=False)
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        Path(job.layout.step(1) / "notes" / "text").write_text("mine")
+        STORAGE.remove_tree(job.layout.actor(1))
+        job.save(2)
+        for _ in range(4):
+            loop.run_once()
+            clock.advance(70)
+    assert job.outcomes == {2: "published"}
+    assert (job.layout.step(1) / "notes" / "text").exists()
+
+
+def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Job) -> None:
+    point_to(job, 9, TINKER.encode())
+    folder = job.layout.step(9)
+    save = look_at_weights(STORAGE, folder, 9)
+    point_to(job, 9, b"tinker://other")
+    room = job.layout.root / "room"
+    room.mkdir()
+    with pytest.raises(SaveNotReadyError):
+        write_remote(STORAGE, folder, save, room, sequence=1)
+    assert list(room.iterdir()) == []
+
+
+def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: Job, clock: Clock) -> None:
+    point_to(job, 9, TINKER.encode())
+    rounds(job, clock)
+    with Reader(job.layout.root, "explorer") as reader:
+        version = reader.next_version(0, 5)
+        version.verify()
+        assert (version.kind, version.remote_path, version.step) == ("remote", TINKER, 9)
+        assert list(version.open_weights()) == []
+        version.release()
+
+
+def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(job: Job, clock: Clock) -> None:
+    point_to(job, 9, TINKER.encode())
+    rounds(job, clock)
+    with ExplorerHook(job.layout.root, "explorer", TorchModule(nn.Linear(2, 2))) as hook:
+        with pytest.raises(EngineMismatchError, match=TINKER):
+            hook.pull(5)
+        assert hook.version is None
+
+
+def test_only_a_remote_version_has_a_path_and_it_has_one(job: Job, clock: Clock) -> None:
+    point_to(job, 9, TINKER.encode())
+    rounds(job, clock)
+    content = (job.layout.version(1) / "manifest.json").read_bytes()
+    for broken in (
+        content.replace(b'"kind":"remote"', b'"kind":"full"'),
+        content.replace(b'"remote":"', b'"other":"'),
+    ):
+        with pytest.raises(RecordError):
+            parse(Manifest, broken, "manifest.json")
+
+
+def test_a_remote_version_is_rolled_back_to_as_any_other(job: Job, clock: Clock) -> None:
+    for step in (1, 2):
+        point_to(job, step, f"{TINKER}-{step}".encode())
+        rounds(job, clock)
+    ask(job, 1)
+    rounds(job, clock)
+    assert (job.latest.sequence, job.latest.kind) == (3, "remote")
+    assert read_manifest(STORAGE, job.layout.version(3)).remote == f"{TINKER}-1"
+
+
+def test_the_command_that_verifies_says_where_the_weights_are(job: Job, clock: Clock) -> None:
+    point_to(job, 9, TINKER.encode())
+    rounds(job, clock)
+    result = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
+    assert result.output == f"v000001: step 9, remote: {TINKER}\n"
+
+
+def test_decide_gives_up_only_what_is_overdue() -> None:
+    awaiting = Save(9, None, "no path", awaits_path=True)
+    early = observed(save=awaiting, save_still_for=59.0, pointer=AT_9)
+    assert decide(early, CONFIG).waiting_for == "no path"
+    late = replace(early, save_still_for=60.0)
+    assert decide(late, CONFIG).actions == (GiveUp(awaiting),)
+    assert decide(replace(late, quarantined=True), CONFIG).actions == ()
+    remote = Save(9, "remote-1", remote=TINKER)
+    assert decide(observed(save=remote, save_still_for=1.0), CONFIG).actions == (Publish(remote),)
