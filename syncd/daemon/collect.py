@@ -1,21 +1,25 @@
-"""Collecting what killed processes left: temporary files and heartbeats."""
+"""Collecting what killed processes left: temporary files, heartbeats, reports."""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.steering import Steering
+from syncd.protocol.errors import SyncdError
 from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
     TEMPORARY,
     JobLayout,
+    checked_name,
     parse_step_folder,
 )
+from syncd.protocol.records import ExplorerReport, parse
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Storage
@@ -27,6 +31,8 @@ log = logging.getLogger(__name__)
 _STEPS_PER_ROUND: Final = 64
 #: How many leftovers are watched at a time; the rest wait for the next round.
 _MOST: Final = 1000
+#: How many looks one call does.
+_LOOKS_AT_A_TIME: Final = 64
 #: How many folders below ``huggingface/`` are looked into; tokenizers have templates in some.
 _DEEPEST: Final = 4
 
@@ -35,8 +41,9 @@ class Collector:
     """Removes leftovers that have lain still for so long that whoever made them is gone.
 
     Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
-    of a dead session that holds no lease, and answers that nobody takes. Whoever comes back after
-    all finds its temporary name gone at the rename, and writes again.
+    of a dead session that holds no lease, the report of an explorer whose heartbeat is gone, and
+    answers that nobody takes. Whoever comes back after all finds its temporary name gone at the
+    rename, and writes again. A call does a bounded part of what is due.
 
     Args:
         storage: the shared storage.
@@ -57,6 +64,8 @@ class Collector:
         self._at = clock()
         self._steps: deque[int] = deque()
         self._watched: set[Path] = set()
+        self._kept: set[Path] = set()
+        self._round: Iterator[None] | None = None
 
     def run_once(self, leased: Iterable[str]) -> None:
         """Look, now and then; remove what was still for long enough.
@@ -64,17 +73,44 @@ class Collector:
         Args:
             leased: the sessions that hold leases: what they hold is the pruner's to judge.
         """
-        if self._clock() - self._at < self._period:
-            return
-        self._at = self._clock()
-        kept = {self._layout.session(session) for session in leased}
+        self._kept = {self._layout.session(session) for session in leased}
+        if self._round is None:
+            if self._clock() - self._at < self._period:
+                return
+            self._at = self._clock()
+            self._round = self._go_round()
+        looks = sum(1 for _ in islice(self._round, _LOOKS_AT_A_TIME))
+        if looks < _LOOKS_AT_A_TIME:
+            self._round = None
+
+    def _go_round(self) -> Iterator[None]:
+        """Look at everything once, one look at a time."""
         for path in self._found():
-            if path not in kept and len(self._watched) < _MOST:
+            if path is None:
+                yield
+            elif path not in self._kept and len(self._watched) < _MOST:
                 self._watched.add(path)
-        self._watched -= kept
         for path in sorted(self._watched):
-            self._look(path)
+            if path in self._kept or not self._is_still_left(path):
+                self._watched.discard(path)
+            else:
+                self._look(path)
+            yield
         self._judge.forget_all_but(self._watched)
+
+    def _is_still_left(self, path: Path) -> bool:
+        """Whether a path is what it was found as: a report may have an explorer again."""
+        is_report = path.parent == self._layout.explorers and path.suffix == ".json"
+        return not is_report or self._is_orphan(path)
+
+    def _is_orphan(self, path: Path) -> bool:
+        """Whether an explorer's report is of a session whose heartbeat is not there."""
+        try:
+            session = parse(ExplorerReport, self._storage.read(path), path).session
+            return not self._storage.exists(self._layout.session(checked_name(session, "session")))
+        except (OSError, SyncdError) as error:
+            log.debug("%s is left alone: %s", path, error)
+            return False
 
     def _look(self, path: Path) -> None:
         """Look once, and remove what was still for long enough."""
@@ -89,8 +125,8 @@ class Collector:
         if liveness is Liveness.MISSING:
             self._watched.discard(path)
 
-    def _found(self) -> Iterator[Path]:
-        """Leftovers (filelock's too), and all heartbeats."""
+    def _found(self) -> Iterator[Path | None]:
+        """Leftovers (filelock's too), and all heartbeats; None for a look that found nothing."""
         layout = self._layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
@@ -105,6 +141,12 @@ class Collector:
             for folder in (actor, actor / RECEIPTS):
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
+        # What this client remembers of a heartbeat may be older than the explorer.
+        self._storage.refresh(layout.sessions)
+        for name in self._storage.names(layout.explorers):
+            path = layout.explorers / name
+            if path.suffix == ".json" and not name.startswith(TEMPORARY):
+                yield path if self._is_orphan(path) else None
         # Last: thousands that live must not take the places of what is to go.
         for name in self._storage.names(layout.sessions):
             yield layout.sessions / name

@@ -34,6 +34,7 @@ from syncd.protocol.records import SaveOutcome, TrainerReport, parse
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature, Storage
 from syncd.storage.leases import Clock, Judge, Liveness
+from syncd.storage.lookout import Lookout
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ class Scanner:
         self._storage = storage
         self._layout = layout
         self._config = config
-        self._judge = judge
+        tick = min(config.tick, judge.lease_time / 4)
+        self._lookout = Lookout(judge, judge.lease_time, tick=tick, clock=clock)
         self._clock = clock
         self._save: Save | None = None
         self._save_since = 0.0
@@ -232,28 +234,22 @@ class Scanner:
         return tuple(sequence for sequence in found if sequence is not None)
 
     def _leases(self, sequences: tuple[int, ...]) -> list[LeaseSeen]:
-        found: list[LeaseSeen] = []
-        liveness: dict[str, Liveness] = {}
+        held = [
+            (sequence, marker, parsed[1] if parsed else None)
+            for sequence in sequences
+            for marker in self._markers(self._layout.lease_folder(sequence))
+            for parsed in [parse_lease_marker(marker)]
+        ]
+        sessions = {session: self._layout.session(session) for _, _, session in held if session}
+        liveness = self._lookout.look(sessions.values())
         now = self._clock()
-        for sequence in sequences:
-            for marker in self._markers(self._layout.lease_folder(sequence)):
-                # A name that is none of ours is kept as a lease: someone meant something by it.
-                parsed = parse_lease_marker(marker)
-                if parsed is None:
-                    found.append(LeaseSeen(sequence, marker, None))
-                    continue
-                session = parsed[1]
-                if session not in liveness:
-                    liveness[session] = self._judge.look(self._layout.session(session))
-                if liveness[session] is Liveness.ALIVE:
-                    self._dead_since.pop(session, None)
-                    found.append(LeaseSeen(sequence, marker, None))
-                else:
-                    since = self._dead_since.setdefault(session, now)
-                    found.append(LeaseSeen(sequence, marker, now - since))
-        for session in self._dead_since.keys() - liveness.keys():
-            del self._dead_since[session]
-        self._judge.forget_all_but({self._layout.session(session) for session in liveness})
+        dead = [name for name, path in sessions.items() if liveness[path] is not Liveness.ALIVE]
+        self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
+        found: list[LeaseSeen] = []
+        for sequence, marker, session in held:
+            # A name that is none of ours is kept as a lease: someone meant something by it.
+            since = self._dead_since.get(session) if session else None
+            found.append(LeaseSeen(sequence, marker, None if since is None else now - since))
         return found
 
     def _markers(self, folder: Path) -> list[str]:

@@ -133,7 +133,7 @@ class Judge:
         counts_pauses: bool = False,
     ) -> None:
         self._storage = storage
-        self._lease_time = lease_time
+        self.lease_time = lease_time
         self._clock = clock
         self._counts_pauses = counts_pauses
         self._watched: dict[Path, _Watch] = {}
@@ -164,11 +164,11 @@ class Judge:
         if watch is None or watch.key != key:
             self._watched[path] = _Watch(key, 0.0, now)
             return Liveness.ALIVE  # its first look, or a heartbeat since the last one
-        longest = self._lease_time / LOOKS_PER_LEASE
+        longest = self.lease_time / LOOKS_PER_LEASE
         if now - watch.looked <= longest or self._counts_pauses:
             watch.still += min(now - watch.looked, longest)
         watch.looked = now
-        return Liveness.DEAD if watch.still >= self._lease_time else Liveness.ALIVE
+        return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
 
     def break_dead(self, path: Path) -> bool:
         """Take away the file that the last look found dead, unless it lives again.
@@ -251,7 +251,7 @@ class DaemonLock:
 
 def sweep_broken(storage: Storage, layout: JobLayout) -> None:
     """Remove what breakers that were killed half-way left beside the locks."""
-    for folder in (layout.state, layout.sessions):
+    for folder in (layout.state, layout.sessions, layout.explorers):
         for name in storage.names(folder):
             if ".broken-" in name:
                 try:

@@ -11,10 +11,11 @@ import pytest
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.records import ExplorerReport, encode, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.reserve import Reserve
 from tests.jobs import Job
-from tests.storages import Clock, FastStorage, RuledStorage, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 GRACE = 60.0
 
@@ -67,6 +68,66 @@ def test_what_changes_and_what_has_a_committed_name_stays(job: Job, clock: Clock
         rounds(found, clock, 1)
     growing.unlink()
     assert sorted(job.layout.root.rglob("*")) == before
+
+
+def report(job: Job, name: str, session: str) -> Path:
+    record = ExplorerReport(name=name, session=session, status="running", time=0.0)
+    job.put(job.layout.explorer(name), encode(record))
+    return job.layout.explorer(name)
+
+
+def test_the_report_of_an_explorer_goes_once_its_heartbeat_is_gone_and_it_lies_still(
+    job: Job, clock: Clock
+) -> None:
+    dead, alive = report(job, "dead", "gone"), report(job, "alive", "beats")
+    back = report(job, "back", "gone-too")
+    odd = job.layout.explorers / "odd.json"
+    odd.write_bytes(b"{}")
+    heartbeat = job.layout.session("beats")
+    found = collector(job, clock)
+    for number in range(12):
+        heartbeat.write_text(str(number))
+        if number == 3:
+            job.layout.session("gone-too").write_text("the storage was away")
+        if number > 3:
+            job.layout.session("gone-too").write_text(str(number))
+        clock.advance(GRACE / 4)
+        found.run_once(())
+        assert dead.exists() == (number < 4)
+    assert not dead.exists()
+    assert alive.exists()
+    assert back.exists()
+    assert odd.exists()
+
+
+def test_a_report_that_is_written_again_at_the_last_moment_stays(
+    tmp_path: Path, clock: Clock
+) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job")
+    path = report(job, "explorer", "dead")
+    storage.rules.append(
+        once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
+    )
+    rounds(Collector(storage, job.layout, GRACE, clock=clock), clock)
+    assert parse(ExplorerReport, path.read_bytes(), path).session == "new"
+
+
+def test_one_call_does_a_bounded_part_of_the_looks(tmp_path: Path, clock: Clock) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job")
+    for number in range(500):
+        job.layout.session(f"a-{number}").write_text("beats")
+        report(job, f"explorer-{number}", f"a-{number}")
+    found = Collector(storage, job.layout, GRACE, clock=clock)
+    clock.advance(GRACE / 4)
+    looks = []
+    for _ in range(40):
+        storage.calls.clear()
+        found.run_once(())
+        looks.append(storage.count("open_read", job.layout.state))
+    assert max(looks) <= 70
+    assert sum(looks) == 1000
 
 
 def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: Job, clock: Clock) -> None:

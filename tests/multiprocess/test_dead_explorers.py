@@ -1,0 +1,59 @@
+"""An explorer that is killed holds nothing and is on no list, some time after."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from syncd.protocol.layout import JobLayout
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
+from tests.multiprocess.saves import Constant, save
+
+EXPLORER = """
+import sys, time
+from explorer_hooks.reader import Reader
+from syncd.protocol.policy import RunningStatus
+reader = Reader(sys.argv[1], sys.argv[2], poll=0.2)
+version = reader.next_version(0, 60)
+reader.report(RunningStatus.RUNNING, sequence=version.sequence, step=version.step)
+print("holds", version.sequence, flush=True)
+time.sleep(600)
+"""
+
+
+def test_lease_heartbeat_and_report_of_a_killed_explorer_go_and_those_of_a_live_one_stay(
+    job: Path,
+) -> None:
+    layout = JobLayout(job)
+    options = ("--keep", "1", "--dead-reader-grace", "1", "--leftover-grace", "1")
+    with Daemon(job, *options) as daemon:
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+        explorers = [
+            subprocess.Popen(
+                [sys.executable, "-c", EXPLORER, str(job), name],
+                stdout=subprocess.PIPE,
+                env=ENVIRONMENT,
+            )
+            for name in ("killed", "alive")
+        ]
+        try:
+            for process in explorers:
+                assert process.stdout is not None
+                assert process.stdout.readline() == b"holds 1\n"
+            explorers[0].kill()
+            explorers[0].wait(DEADLINE)
+            wait_until(lambda: not layout.explorer("killed").exists(), "its report goes")
+            markers = [path.name for path in layout.lease_folder(1).iterdir()]
+            assert [name.partition(".")[0] for name in markers] == ["alive"]
+            # The daemon's and the explorer's.
+            assert len(list(layout.sessions.glob("*.lock"))) == 2
+            assert layout.explorer("alive").exists()
+        finally:
+            for process in explorers:
+                process.kill()
+                process.wait(DEADLINE)
+                assert process.stdout is not None
+                process.stdout.close()
+        assert daemon.terminate() == 0
