@@ -11,7 +11,8 @@ import click
 
 from syncd.cli import options
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.service import Service, stopped_by_signals
+from syncd.daemon.service import stopped_by_signals
+from syncd.daemon.services import Services
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,18 @@ log = logging.getLogger(__name__)
     show_default=True,
     metavar="SECONDS",
     help="How often the job is looked at when no event says that something changed.",
+)
+@click.option(
+    "--memory-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="A second job directory to serve, on a memory filesystem of this host.",
+)
+@click.option(
+    "--exit-when-idle",
+    is_flag=True,
+    default=DaemonConfig().exit_when_idle,
+    help="End once all trainers and explorers that were there are gone, and all is published.",
 )
 @click.option(
     "--remote-timeout",
@@ -48,6 +61,6 @@ def command(job: Path, digest: str, **given: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     log.debug("up to %d open files instead of %d", hard, soft)
-    service = Service(job, DaemonConfig(digests=digest == "on", **given))
-    with stopped_by_signals(service):
-        service.run()
+    services = Services(job, DaemonConfig(digests=digest == "on", **given))
+    with stopped_by_signals(services.stop):
+        services.run()

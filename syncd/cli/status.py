@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,17 @@ def command(job: Path, *, as_json: bool) -> None:
     Only reads; ages are by the clock of whoever wrote, and may be off by what clocks differ.
     """
     seen = look(Storage(job), JobLayout(job))
+    seen["memory"] = _memory(seen["daemon"])
     if as_json:
         click.echo(json.dumps(seen, indent=2))
-    else:
-        _show(seen, Console())
+        return
+    _show(seen, Console())
+    if seen["memory"] is not None:
+        click.echo()
+        if "job" in seen["memory"]:
+            _show(seen["memory"], Console())
+        else:
+            click.echo(printable(seen["memory"]["unseen"]))
 
 
 def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
@@ -104,6 +112,19 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
         ],
         "quarantined": _names(storage, layout.quarantine),
     }
+
+
+def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The second job of the same daemon, or why it cannot be seen; None where there is none."""
+    if daemon is None or daemon["memory_dir"] is None:
+        return None
+    folder = Path(daemon["memory_dir"])
+    if daemon["host"] != socket.gethostname():
+        return {"unseen": f"memory   {folder} of host {daemon['host']}"}
+    try:
+        return look(Storage(folder), JobLayout(folder))
+    except JobUnavailableError as error:
+        return {"unseen": f"memory   {error}"}
 
 
 def _record(storage: Storage, model: type[R], path: Path) -> R | None:

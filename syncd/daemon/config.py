@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -31,6 +32,10 @@ class DaemonConfig(BaseModel):
             is waited for, before it is quarantined.
         dead_reader_grace: how long a dead explorer's lease is kept; an engine may read on.
         leftover_grace: how long a temporary file of a killed process lies still before it goes.
+        memory_dir: a second job directory that the same process serves, on a memory filesystem that
+            trainer, daemon and explorers of one host share. Its folder is made where it is missing.
+        exit_when_idle: whether the daemon ends once all trainers and explorers are gone, of which
+            it has seen one at least, and nothing is left to publish.
         lease_time: after how long without a heartbeat a process counts as dead. Only heard in a job
             that has none yet.
     """
@@ -51,4 +56,6 @@ class DaemonConfig(BaseModel):
     remote_timeout: Annotated[float, Field(ge=0)] = 60.0
     dead_reader_grace: Annotated[float, Field(ge=0)] = 300.0
     leftover_grace: Annotated[float, Field(gt=0)] = 900.0
+    memory_dir: Path | None = None
+    exit_when_idle: bool = False
     lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0

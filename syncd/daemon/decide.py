@@ -193,10 +193,16 @@ Action = Publish | GiveUp | Republish | Answer | Skip | Forget | CloseLeaseFolde
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, in this order, and what is being waited for."""
+    """What to do, in this order, and what is being waited for.
+
+    Attributes:
+        pending: whether something is published, answered or given up now, or will be by waiting,
+            though no trainer or explorer were there any more. A pause counts: someone is at work.
+    """
 
     actions: tuple[Action, ...]
     waiting_for: str = ""
+    pending: bool = False
 
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
@@ -215,13 +221,16 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         *(Forget(step) for step in seen.vanished),
     )
     if seen.pause is not None:
-        return Decision((*new, *records), waiting_for)
+        return Decision((*new, *records), waiting_for, pending=True)
+    save = seen.save
+    by_waiting = save is not None and save.known_as is not None and bool(waiting_for)
     prunings: tuple[Action, ...] = (
         *_leases(seen, config),
         *_versions(seen, config),
         *_steps(seen, config),
     )
-    return Decision((*new, *records, *prunings), waiting_for)
+    pending = bool(new) or by_waiting
+    return Decision((*new, *records, *prunings), waiting_for, pending=pending)
 
 
 def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +30,7 @@ from syncd.daemon.decide import (
 )
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
+from syncd.daemon.report import Reporter
 from syncd.daemon.scan import Known, Scanner
 from syncd.daemon.steering import Steering
 from syncd.protocol.errors import (
@@ -46,7 +45,7 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.layout import JobLayout, parse_lease_marker, printable
-from syncd.protocol.records import DaemonCounters, DaemonReport, encode
+from syncd.protocol.records import DaemonCounters
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
@@ -103,7 +102,6 @@ class Loop:
         self._lock = lock
         self._epoch = epoch
         self._clock = clock
-        self._wall = wall
         self._publishes = publishes
         self.pruned: list[Pruning] = []
         self._steering = Steering(storage, layout)
@@ -116,8 +114,6 @@ class Loop:
         )
         self._counters = DaemonCounters()
         self._said = ""
-        self._reported: DaemonReport | None = None
-        self._reported_at = 0.0
         self._cancel = cancel
         self._collector = Collector(
             storage,
@@ -126,6 +122,9 @@ class Loop:
             clock=clock,
         )
         self._reserve = Reserve(storage, layout)
+        self._reporter = Reporter(
+            layout, epoch, session, self._reserve, config.memory_dir, clock=clock, wall=wall
+        )
         self._kept_room_at = clock()
         self._untidy = False
         self._pause: str | None = None
@@ -364,32 +363,10 @@ class Loop:
         )
 
     def _report(self, state: str, detail: str = "") -> None:
-        """Write daemon.json when something changed, and three times a lease in any case."""
-        latest = self._publisher.latest
-        report = DaemonReport.model_validate(
-            {
-                "session": self._session.id,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-                "epoch": self._epoch.number,
-                "state": state,
-                "detail": detail,
-                "sequence": latest.sequence if latest else None,
-                "step": latest.step if latest else None,
-                "paused": self._pause,
-                "counters": self._counters,
-                "time": 0.0,
-            }
+        self._reporter.report(
+            state,
+            detail,
+            latest=self._publisher.latest,
+            paused=self._pause,
+            counters=self._counters,
         )
-        now = self._clock()
-        if report == self._reported and now - self._reported_at < self._session.lease_time / 3:
-            return
-        self._reported, self._reported_at = report, now
-        stamped = report.model_copy(update={"time": self._wall()})
-        try:
-            self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
-        except OSError as error:
-            # A full disk, say: what can be done goes on without a report of it.
-            log.warning("the state cannot be reported: %s", error)
-            self._reported = None
-            self._reserve.relieve(error)

@@ -23,7 +23,7 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import lease_time_of
-from syncd.storage.leases import DaemonLock, Judge, Session
+from syncd.storage.leases import DAEMON_SESSION, DaemonLock, Judge, Session
 from syncd.storage.reserve import Reserve
 
 
@@ -87,7 +87,7 @@ def _prune(
         raise JobUnavailableError(
             f"{layout.root} is paused, and nothing is pruned meanwhile: 'syncd resume' it first"
         )
-    with Session(layout, lease_time) as session:
+    with Session(layout, lease_time, prefix=DAEMON_SESSION) as session:
         judge = Judge(storage, lease_time)
         lock = DaemonLock(storage, layout, lease_time, judge)
         # A lock that a dead daemon of another host left is known by its silence alone.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
+from syncd.daemon.participants import Participants
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -25,11 +27,15 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
 from syncd.storage.job import check_folders, open_job
-from syncd.storage.leases import DaemonLock, Judge, Session, sweep_broken
+from syncd.storage.leases import DAEMON_SESSION, DaemonLock, Judge, Session, sweep_broken
 from syncd.storage.reserve import Reserve
 from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
+
+
+#: A first look may be of what was replaced: nothing is left to publish when two rounds say so.
+_QUIET: Final = 2
 
 
 class Service:
@@ -41,15 +47,25 @@ class Service:
     Args:
         root: the job directory.
         config: what the daemon was told.
+        may_end: asked where ``exit_when_idle`` would end :meth:`run`.
         storage: the shared storage.
     """
 
-    def __init__(self, root: Path, config: DaemonConfig, *, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: DaemonConfig,
+        *,
+        may_end: Callable[[], bool] = lambda: True,
+        storage: Storage | None = None,
+    ) -> None:
         root = root.absolute()
         self._layout = JobLayout(root)
         self._config = config
         self._storage = storage or Storage(root)
+        self._may_end = may_end
         self._stopping = False
+        self._quiet_rounds = 0
         self._said = ""
         self._lease_time = open_job(
             self._storage, self._layout, lease_time=config.lease_time
@@ -60,6 +76,9 @@ class Service:
                 self._lease_time,
                 config.lease_time,
             )
+        self._participants = Participants(
+            self._storage, self._layout, self._lease_time, tick=self._tick
+        )
         self._watcher = Watcher({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
 
     def stop(self) -> None:
@@ -68,7 +87,7 @@ class Service:
         self._watcher.wake()
 
     def run(self) -> None:
-        """Serve until stopped."""
+        """Serve until stopped, or until there is nobody and nothing left to serve."""
         with self._watcher:
             while not self._stopping:
                 try:
@@ -88,6 +107,11 @@ class Service:
                     self._watcher.wait(self._tick)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nobody is there now, and nothing is left to publish."""
+        return self._quiet_rounds >= _QUIET and not self._participants.alive
+
+    @property
     def _tick(self) -> float:
         """Seconds between two looks: often enough for the stopwatches of liveness too."""
         return min(self._config.tick, self._lease_time / 4)
@@ -99,7 +123,7 @@ class Service:
                 f"{self._layout.format} is not there: is its storage mounted?"
             )
         check_folders(self._storage, self._layout)
-        with Session(self._layout, self._lease_time) as session:
+        with Session(self._layout, self._lease_time, prefix=DAEMON_SESSION) as session:
             judge = Judge(self._storage, self._lease_time)
             lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)
             if not self._elected(lock):
@@ -114,6 +138,8 @@ class Service:
             if lock.try_acquire():
                 return True
             self._say("standing by: another daemon is working on this job")
+            self._look_for_participants()
+            self._quiet_rounds = _QUIET  # what is left to publish is that one's to do
             self._watcher.wait(self._tick)
         return False
 
@@ -134,6 +160,10 @@ class Service:
         try:
             while not self._stopping:
                 self._round(loop)
+                if self._participants.gone and self.is_idle and self._may_end():
+                    log.info("all trainers and explorers are gone, and all is published: the end")
+                    self._stopping = True
+                    return
                 self._watcher.wait(self._tick)
         finally:
             if epoch.is_live():
@@ -141,14 +171,22 @@ class Service:
 
     def _round(self, loop: Loop) -> None:
         """One round; what storage refuses for now does not end the epoch."""
+        quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
-            loop.run_once()
+            # In this order: whoever is gone now had written all that it ever will.
+            self._look_for_participants()
+            if not loop.run_once().pending:
+                self._quiet_rounds = quiet + 1
         except OSError as error:
             if not self._storage.exists(self._layout.format):
                 raise
             self._say(f"paused: {error}")
         else:
             self._said = ""
+
+    def _look_for_participants(self) -> None:
+        if self._config.exit_when_idle:
+            self._participants.look()
 
     def _gave_up_reserve(self) -> bool:
         """A full disk must not keep out who would prune it."""
@@ -170,11 +208,11 @@ class Service:
 
 
 @contextmanager
-def stopped_by_signals(service: Service) -> Iterator[None]:
-    """SIGTERM and SIGINT stop the service while this is open."""
+def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT call ``stop`` while this is open."""
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
-        service.stop()
+        stop()
 
     before = {
         number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)

@@ -351,6 +351,7 @@ class DaemonReport(Record):
 
     Attributes:
         paused: the id of the pause that this daemon keeps to; None where it publishes.
+        memory_dir: the second job that the same process serves, on its own host.
     """
 
     session: str
@@ -362,6 +363,7 @@ class DaemonReport(Record):
     sequence: Sequence | None = None
     step: Step | None = None
     paused: str | None = None
+    memory_dir: Text | None = None
     counters: DaemonCounters = DaemonCounters()
     time: float
 

@@ -36,10 +36,14 @@ Clock = Callable[[], float]
 LOOKS_PER_LEASE: Final = 3
 
 
-def new_session_id() -> str:
+#: How the names of daemons' sessions begin; no host's name has an underscore.
+DAEMON_SESSION: Final = "daemon_"
+
+
+def new_session_id(prefix: str = "") -> str:
     """A name for this process's session that nobody else has."""
     host = re.sub(r"[^A-Za-z0-9]", "-", socket.gethostname())[:24].strip("-") or "host"
-    return f"{host}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{prefix}{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Session:
@@ -52,10 +56,11 @@ class Session:
     Args:
         layout: the job.
         lease_time: seconds, from the job's format.
+        prefix: what its name begins with.
     """
 
-    def __init__(self, layout: JobLayout, lease_time: float) -> None:
-        self.id = new_session_id()
+    def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
+        self.id = new_session_id(prefix)
         self.lease_time = lease_time
         self._closed = threading.Event()
         self._changing = threading.Lock()

@@ -124,6 +124,14 @@ class Daemon:
         self._process.terminate()
         return self._process.wait(deadline)
 
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self, deadline: float = DEADLINE) -> int:
+        """Wait until it ends by itself; returns its status."""
+        return self._process.wait(deadline)
+
     def pause(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
 

@@ -108,6 +108,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         sequence=st.none() | SEQUENCES,
         step=st.none() | NUMBERS,
         paused=st.none() | TEXT,
+        memory_dir=st.none() | TEXT,
         counters=st.builds(records.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
         time=TIMES,
     ),

@@ -1,0 +1,79 @@
+"""Whether anyone is there whom a daemon serves: trainers and explorers, by their heartbeats."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import DAEMON_SESSION, Clock, Judge, Liveness
+from syncd.storage.lookout import Lookout
+
+#: filelock's name for a heartbeat; it has others beside it, for moments.
+_HEARTBEAT: Final = ".lock"
+
+
+class Participants:
+    """Watches all heartbeats of a job but those of daemons.
+
+    Promised: what a process left that had died before this one began is never taken for someone who
+    was there. Not promised: to see a trainer that has no heartbeat, as those without our hooks.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        lease_time: seconds.
+        tick: seconds between two looks, about.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        lease_time: float,
+        *,
+        tick: float,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._clock = clock
+        # Who is alive for longer than the dead can seem to be was alive when it was first seen.
+        self._proof = 2 * lease_time
+        judge = Judge(storage, lease_time, clock=clock)
+        self._lookout = Lookout(judge, lease_time, tick=tick, clock=clock)
+        self._before: dict[Path, float] | None = None
+        self._seen = False
+        self._alive = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether anyone was there at the last look, for all that is known."""
+        return self._alive
+
+    @property
+    def gone(self) -> bool:
+        """Whether someone was there since this process began, and nobody is now."""
+        return self._seen and not self._alive
+
+    def look(self) -> None:
+        """Look once; call it once a tick."""
+        sessions = self._layout.sessions
+        paths = [
+            sessions / name
+            for name in self._storage.names(sessions)
+            if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
+        ]
+        now = self._clock()
+        if self._before is None:  # what was there when this process began may be of the dead
+            self._before = dict.fromkeys(paths, now)
+        alive = {p for p, said in self._lookout.look(paths).items() if said is Liveness.ALIVE}
+        self._alive = bool(alive)
+        before = self._before
+        # One that goes soon was taken away by its owner: it takes longer to be collected.
+        left = [now - before.pop(path) < self._proof for path in before.keys() - set(paths)]
+        stayed = [now - before.get(path, float("-inf")) > self._proof for path in alive]
+        self._seen = self._seen or any(left) or any(stayed)

@@ -1,0 +1,90 @@
+"""What the daemon says of itself, in ``daemon.json``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import DaemonCounters, DaemonReport, Latest, encode
+from syncd.storage.epoch import Epoch
+from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Session
+from syncd.storage.reserve import Reserve
+
+log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Writes the report when something changed, and three times a lease in any case.
+
+    Args:
+        layout: the job.
+        epoch: the active daemon's room.
+        session: this process's heartbeat.
+        reserve: given up where there is no room for a report.
+        memory_dir: the second job that this process serves.
+        clock: seconds, monotonic.
+        wall: seconds since the epoch, for people.
+    """
+
+    def __init__(
+        self,
+        layout: JobLayout,
+        epoch: Epoch,
+        session: Session,
+        reserve: Reserve,
+        memory_dir: Path | None,
+        *,
+        clock: Clock,
+        wall: Clock,
+    ) -> None:
+        self._layout = layout
+        self._epoch = epoch
+        self._session = session
+        self._reserve = reserve
+        self._memory_dir = memory_dir
+        self._clock = clock
+        self._wall = wall
+        self._reported: DaemonReport | None = None
+        self._reported_at = 0.0
+
+    def report(
+        self,
+        state: str,
+        detail: str,
+        *,
+        latest: Latest | None,
+        paused: str | None,
+        counters: DaemonCounters,
+    ) -> None:
+        """Say what the daemon does; where that cannot be written, what can be done goes on."""
+        report = DaemonReport.model_validate(
+            {
+                "session": self._session.id,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "epoch": self._epoch.number,
+                "state": state,
+                "detail": detail,
+                "sequence": latest.sequence if latest else None,
+                "step": latest.step if latest else None,
+                "paused": paused,
+                "memory_dir": str(self._memory_dir) if self._memory_dir else None,
+                "counters": counters,
+                "time": 0.0,
+            }
+        )
+        now = self._clock()
+        often = self._session.lease_time / LOOKS_PER_LEASE
+        if report == self._reported and now - self._reported_at < often:
+            return
+        self._reported, self._reported_at = report, now
+        stamped = report.model_copy(update={"time": self._wall()})
+        try:
+            self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
+        except OSError as error:
+            log.warning("the state cannot be reported: %s", error)  # a full disk, say
+            self._reported = None
+            self._reserve.relieve(error)

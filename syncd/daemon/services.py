@@ -1,0 +1,131 @@
+"""Several jobs in one process: each has a daemon of its own, and none waits for another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.service import Service
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
+from syncd.protocol.layout import STATE_POINTER
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which a job whose daemon failed by a fault of ours is served again; and between
+#: two looks meanwhile whether to stop.
+_AGAIN: Final = 10.0
+_LOOK: Final = 0.2
+
+
+class Services:
+    """The daemons of a job and of its memory directory, in one process.
+
+    Each has its own session, lock, epoch and thread: what one waits for, or fails by, is nothing to
+    the other. A fault of ours in one is logged, and that job is served again soon.
+
+    Args:
+        root: the job directory.
+        config: what the daemon was told; ``memory_dir`` names the second job, if there is one.
+
+    Raises:
+        InvalidSettingsError: one of the two directories is inside the other.
+        JobUnavailableError: one of them is not there, or cannot be written.
+    """
+
+    def __init__(self, root: Path, config: DaemonConfig) -> None:
+        self._stopping = False
+        self._jobs = [(root, config)]
+        if config.memory_dir is not None:
+            memory = config.memory_dir.absolute()
+            _check_apart(root, memory)
+            _make(memory)
+            # A trainer gathers there what explorers are to load: there is nothing to resume from.
+            told = config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
+            self._jobs.append((memory, told))
+        self._services: list[Service] = []
+        self._services.extend(self._service(number) for number in range(len(self._jobs)))
+
+    def stop(self) -> None:
+        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        self._stopping = True
+        for service in self._services:
+            service.stop()
+
+    def run(self) -> None:
+        """Serve until stopped, or until the first job is idle and no other has work."""
+        if len(self._services) == 1:
+            self._services[0].run()
+            return
+        others = [
+            threading.Thread(target=self._keep_serving, args=(number,), name=str(root))
+            for number, (root, _) in enumerate(self._jobs)
+            if number
+        ]
+        for thread in others:
+            thread.start()
+        try:
+            self._keep_serving(0)
+        finally:
+            self.stop()
+            for thread in others:
+                thread.join()
+
+    def _keep_serving(self, number: int) -> None:
+        root, _ = self._jobs[number]
+        failed = False
+        while not self._stopping:
+            try:
+                if failed:
+                    self._services[number] = self._service(number)
+                    if self._is_asked_to_stop():  # while there was none to be asked
+                        return
+                self._services[number].run()
+            except (SyncdError, OSError) as error:
+                log.error("%s cannot be served now: %s", root, error)
+            except Exception:
+                log.exception("the daemon of %s failed: a fault of syncd", root)
+            else:
+                return
+            failed = True
+            self._wait()
+
+    def _service(self, number: int) -> Service:
+        """The first one ends for all of them; the others are ended by it."""
+
+        def may_end() -> bool:
+            return number == 0 and all(service.is_idle for service in self._services[1:])
+
+        root, config = self._jobs[number]
+        return Service(root, config, may_end=may_end)
+
+    def _is_asked_to_stop(self) -> bool:
+        return self._stopping
+
+    def _wait(self) -> None:
+        end = time.monotonic() + _AGAIN
+        while not self._stopping and time.monotonic() < end:
+            time.sleep(_LOOK)
+
+
+def _check_apart(root: Path, memory: Path) -> None:
+    job, other = root.resolve(), memory.resolve()
+    if job == other or job in other.parents or other in job.parents:
+        raise InvalidSettingsError(
+            f"the memory directory {memory} and the job directory {root} are not apart: name a "
+            "folder outside the job, such as /dev/shm/NAME"
+        )
+
+
+def _make(memory: Path) -> None:
+    """A memory filesystem is empty after each start of its host."""
+    try:
+        Storage().make_folder(memory, below=memory.parent)
+    except OSError as error:
+        raise JobUnavailableError(
+            f"the memory directory {memory} cannot be made: {error}"
+        ) from error

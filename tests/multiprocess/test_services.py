@@ -1,0 +1,140 @@
+"""A memory directory beside the job, and a daemon that ends when nobody is left: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from explorer_hooks.reader import Reader
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.services import Services
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from tests.jobs import Job
+from tests.multiprocess.processes import (
+    DEADLINE,
+    LEASE_TIME,
+    Daemon,
+    verified,
+    wait_for_step,
+    wait_until,
+)
+from tests.multiprocess.saves import Constant, save
+from tests.multiprocess.test_control import syncd
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
+    job: Path, tmp_path: Path
+) -> None:
+    memory = tmp_path / "shm"
+    with Daemon(job, "--memory-dir", str(memory), "--keep", "1") as daemon:
+        wait_until((memory / ".syncd" / "format.json").exists, "its folders are made")
+        gathered = Job(memory)
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+        for step in (2, 3, 4):
+            gathered.save(step)
+            written = inode(gathered.layout.actor(step) / "model.safetensors")
+            found = wait_for_step(memory, step)
+            # Linked, and never copied.
+            assert inode(gathered.layout.version(found.sequence) / "model.safetensors") == written
+            verified(memory, found.sequence)
+        wait_until(lambda: len(gathered.versions) == 1, "the memory directory is pruned")
+        wait_until(lambda: not gathered.layout.step(3).exists(), "its steps too")
+        seen = json.loads(syncd("status", job, "--json"))
+        assert seen["latest"]["step"] == 1
+        assert seen["memory"]["latest"]["step"] == 4
+        assert seen["memory"]["daemon"]["pid"] == daemon.pid
+        assert f"job      {memory}" in syncd("status", job)
+        assert daemon.terminate() == 0
+    assert not (memory / ".syncd" / "daemon.lock").exists()
+    assert not (job / ".syncd" / "daemon.lock").exists()
+
+
+def test_one_that_cannot_be_served_does_not_stop_the_other(job: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    with Daemon(job, "--memory-dir", str(memory)) as daemon:
+        wait_until((memory / ".syncd" / "daemon.lock").exists, "it is served")
+        shutil.rmtree(memory, ignore_errors=True)
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+        daemon.wait_for_log("paused")
+        os.rename(job, away := job.with_name("away"))
+        gathered = Job(tmp_path / "shm")
+        gathered.save(7)
+        wait_for_step(memory, 7)
+        os.rename(away, job)
+        save(job, Constant(), 2, 2)
+        wait_for_step(job, 2)
+        assert daemon.terminate() == 0
+
+
+class Fault(Exception):  # noqa: N818 - it is what a slip of ours would raise
+    """Nobody expects it."""
+
+
+def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    memory = tmp_path / "shm"
+    services = Services(job, DaemonConfig(memory_dir=memory, tick=0.1))
+    first, failing = services._services
+    runs: list[int] = []
+
+    def fail() -> None:
+        runs.append(0)
+        raise Fault
+
+    def serve() -> None:
+        try:
+            wait_until(lambda: services._services[1] is not failing, "it is made anew")
+        finally:
+            services.stop()
+
+    monkeypatch.setattr(failing, "run", fail)
+    monkeypatch.setattr(first, "run", serve)
+    services.run()
+    assert runs == [0]
+
+
+@pytest.mark.parametrize("memory", [".", "inside", ".."])
+def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
+    with pytest.raises(InvalidSettingsError, match="not apart"):
+        Services(job, DaemonConfig(memory_dir=job / memory))
+
+
+def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
+    job: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(JobUnavailableError, match="cannot be made"):
+        Services(job, DaemonConfig(memory_dir=tmp_path / "not" / "there"))
+
+
+# -- the end -----------------------------------------------------------------------------------
+
+
+def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "shm"
+    with Daemon(job, "--exit-when-idle", "--memory-dir", str(memory)) as daemon:
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+        time.sleep(3 * LEASE_TIME)  # nobody has come yet: that is no reason to end
+        assert daemon.running
+        with Reader(job, "explorer") as reader:
+            reader.next_version(0, DEADLINE).release()
+            time.sleep(LEASE_TIME)
+            assert daemon.running
+            save(job, Constant(), 2, 2)
+        assert daemon.wait() == 0
+        daemon.wait_for_log("all trainers and explorers are gone")
+    wait_for_step(job, 2)
+    assert not (job / ".syncd" / "daemon.lock").exists()
