@@ -21,7 +21,7 @@ from syncd.protocol.layout import (
 )
 from syncd.protocol.records import ExplorerReport, parse
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import NOT_EMPTY, is_gone
+from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
@@ -141,15 +141,25 @@ class Collector:
             for folder in (actor, actor / RECEIPTS):
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
-        # What this client remembers of a heartbeat may be older than the explorer.
-        self._storage.refresh(layout.sessions)
-        for name in self._storage.names(layout.explorers):
-            path = layout.explorers / name
-            if path.suffix == ".json" and not name.startswith(TEMPORARY):
-                yield path if self._is_orphan(path) else None
+        yield from self._orphans()
         # Last: thousands that live must not take the places of what is to go.
         for name in self._storage.names(layout.sessions):
             yield layout.sessions / name
+
+    def _orphans(self) -> Iterator[Path | None]:
+        """The reports of explorers whose heartbeat is not there; None for each that has one."""
+        # What this client remembers of a heartbeat may be older than the explorer.
+        self._storage.refresh(self._layout.sessions)
+        try:
+            names = self._storage.names(self._layout.explorers)
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            return
+        for name in names:
+            path = self._layout.explorers / name
+            if path.suffix == ".json" and not name.startswith(TEMPORARY):
+                yield path if self._is_orphan(path) else None
 
     def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:

@@ -9,7 +9,7 @@ from enum import Enum
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.retention import keep_newest, kept
-from syncd.protocol.layout import STATE_POINTER, version_folder
+from syncd.protocol.layout import STATE_POINTER, printable, version_folder
 from syncd.protocol.requests import Pause, RollbackRequest
 
 
@@ -213,7 +213,8 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
         # LATEST alone whether it was carried out.
         new, waiting_for = (_rollback(seen.rollbacks[0], seen),), ""
     elif seen.pause is not None:
-        new, waiting_for = (), f"paused by {seen.pause.by}, until 'syncd resume'"
+        by = printable(seen.pause.by)
+        new, waiting_for = (), f"paused by {by}, until 'syncd resume'"
     else:
         new, waiting_for = _publish(seen, config)
     records: tuple[Action, ...] = (

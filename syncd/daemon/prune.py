@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion, StepSeen
-from syncd.daemon.scan import look_at_step
+from syncd.daemon.steps import look_at_step
 from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +12,14 @@ from typing import Final
 from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, StepSeen
+from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import Steering
+from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import (
-    FULL,
-    PINNED,
-    RECEIPTS,
-    REMOTE_PATH,
-    RETIRED,
-    SAVING,
     JobLayout,
-    is_resumable_state,
     parse_lease_marker,
     parse_pointer,
-    parse_step_folder,
     parse_version_folder,
 )
 from syncd.protocol.records import SaveOutcome, TrainerReport, parse
@@ -39,11 +31,6 @@ from syncd.storage.lookout import Lookout
 log = logging.getLogger(__name__)
 
 _POINTER_LIMIT: Final = 4096
-#: How many step folders one scan looks into: the rest wait for the next ones.
-_STEPS_PER_SCAN: Final = 64
-#: Seconds after which all step folders, and a settled save, are looked at again, with nothing
-#: having changed.
-_STEPS_AGAIN: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +82,7 @@ class Scanner:
         self._settled: object = None  # pointer as it was when its save needed no more looks
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
-        self._steps_key: object = None
-        self._steps_at = 0.0
-        self._steps_due: deque[int] = deque()
-        self._steps_again = False
-        self._pointed: int | None = None
-        self._passed: frozenset[int] = frozenset()
+        self._steps = Steps(storage, layout, clock=clock)
         self._said: set[Path] = set()
         self._steering = Steering(storage, layout)
 
@@ -129,8 +111,8 @@ class Scanner:
             if sequence not in lease_folders
             and self._storage.exists(self._layout.lease_folder(sequence))
         )
-        steps, unrecorded, vanished = self._look_at_steps(
-            pointer, (pointer_key, checkpoint_key, known.published_save), known
+        steps, unrecorded, vanished = self._steps.look(
+            pointer, (pointer_key, checkpoint_key, known.published_save), known.outcomes
         )
         return Observation(
             pointer=pointer,
@@ -158,11 +140,11 @@ class Scanner:
     @property
     def has_more(self) -> bool:
         """Whether step folders are left for the next scan."""
-        return bool(self._steps_due) or self._steps_again
+        return self._steps.has_more
 
     def look_again(self) -> None:
         """Let all step folders be due."""
-        self._steps_key = None
+        self._steps.look_again()
 
     def is_needed(self, step: int) -> bool:
         """Whether a pointer names a step, or its trainer has announced it or one below it.
@@ -203,7 +185,7 @@ class Scanner:
         if (
             self._settled == (key, known.published_save)
             and self._save is not None
-            and self._clock() - self._settled_at < _STEPS_AGAIN
+            and self._clock() - self._settled_at < LOOK_AGAIN
         ):
             return
         save = look_at_weights(self._storage, self._layout.step(pointer.step), pointer.step)
@@ -268,83 +250,6 @@ class Scanner:
             self._said.add(path)
             log.error("%s is let be, until someone puts it right: %s", path, error)
 
-    def _look_at_steps(
-        self, pointer: Pointer, key: object, known: Known
-    ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
-        """Look into a bounded number of the step folders that are due."""
-        self._refill(pointer, key, known)
-        seen: list[StepSeen] = []
-        unrecorded: list[Save] = []
-        vanished: list[int] = []
-        for _ in range(min(_STEPS_PER_SCAN, len(self._steps_due))):
-            step = self._steps_due.popleft()
-            outcome = known.outcomes.get(step)
-            try:
-                if outcome is not None:
-                    look = look_at_step(self._storage, self._layout.step(step), step, outcome)
-                    if look is None:
-                        vanished.append(step)
-                        continue
-                    seen.append(look)
-                    if look.found in {None, outcome.identity}:
-                        continue
-                    # else it was saved again since, and that save may have been passed too
-                if pointer.step is not None and step < pointer.step:
-                    save = self._skipped_save(step)
-                    # Without receipts, a trainer may be writing there in place at this moment.
-                    if save is not None and (outcome is None or save.receipts):
-                        unrecorded.append(save)
-            except OSError as error:
-                if not is_refused_here(error):
-                    raise
-                self._say(self._layout.step(step), error)
-        return tuple(seen), tuple(unrecorded), tuple(vanished)
-
-    def _refill(self, pointer: Pointer, key: object, known: Known) -> None:
-        """Let step folders be due: when a pointer moved, after a version, and now and then.
-
-        The newest come first, and a round that has begun goes on behind them, so that the oldest of
-        very many get their turn however often something moves.
-        """
-        now = self._clock()
-        moved = key != self._steps_key
-        is_time = not self._steps_due and now - self._steps_at >= _STEPS_AGAIN
-        if not (moved or is_time or (self._steps_again and not self._steps_due)):
-            return
-        found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
-        steps = {step for step in found if step is not None}
-        self._note_passed(pointer, steps, is_time=is_time)
-        ordered = sorted(steps | known.outcomes.keys(), reverse=True)
-        if self._steps_due:
-            newest = ordered[: _STEPS_PER_SCAN // 2]
-            self._steps_due = deque(dict.fromkeys([*newest, *self._steps_due]))
-        else:
-            self._steps_due = deque(ordered)
-        # Some of a round that goes on were looked at before whatever moved: one more round.
-        self._steps_again = len(self._steps_due) != len(ordered)
-        self._steps_key, self._steps_at = key, now
-
-    def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
-        """Note which folders were there when the pointer was seen to move.
-
-        A trainer without our hook that resumes at a lower step announces nothing: what it writes
-        below the pointer, before it moves that back, is not a save that was skipped.
-        """
-        before, self._pointed = self._pointed, pointer.step
-        if before is not None and pointer.step is not None and before < pointer.step:
-            self._passed = frozenset(steps)
-        elif before != pointer.step or is_time:
-            self._passed = frozenset()
-
-    def _skipped_save(self, step: int) -> Save | None:
-        """A whole save below the pointer; a full checkpoint that stays is nothing to record."""
-        folder = self._layout.step(step)
-        if self._storage.exists(folder / FULL) or self._storage.exists(folder / SAVING):
-            return None
-        save = look_at_weights(self._storage, folder, step)
-        passed = bool(save.receipts) or step in self._passed
-        return save if save.identity is not None and passed else None
-
     def _announced(self) -> int | None:
         """What the trainer announced last; 0 while it has not said yet where it begins."""
         path = self._layout.trainer_report
@@ -354,35 +259,3 @@ class Scanner:
             return 0  # it says something that we cannot read: prune nothing below it
         except OSError as error:
             return None if is_gone(error) else 0
-
-
-def look_at_step(
-    storage: Storage, folder: Path, step: int, outcome: SaveOutcome
-) -> StepSeen | None:
-    """What a step's folder holds now, beside what is on record of it; None where it is gone."""
-    names = set(storage.names(folder))
-    if not names and not storage.exists(folder):
-        return None
-    actor_names = storage.names(folder / "actor")
-    retired, full = RETIRED in names, FULL in names
-    resumable = any(is_resumable_state(name) for name in actor_names) or (
-        # What else such a trainer leaves may say where to resume from.
-        REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
-    )
-    kept = full or SAVING in names or "critic" in names or PINNED in names
-    protected = kept or (resumable and not retired)
-    # A protected folder stays whatever is in it: its files need no look.
-    found = None if protected else look_at_weights(storage, folder, step).identity
-    return StepSeen(
-        step=step,
-        outcome=outcome.outcome,
-        recorded=outcome.identity,
-        found=found,
-        has_receipts=RECEIPTS in actor_names,
-        full=full,
-        retired=retired,
-        saving=SAVING in names,
-        resumable=resumable,
-        critic="critic" in names,
-        pinned=PINNED in names,
-    )

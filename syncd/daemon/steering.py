@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import TEMPORARY, JobLayout, printable
 from syncd.protocol.records import parse
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
@@ -51,17 +51,25 @@ class Steering:
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """What is asked for and not answered, always in the same order."""
-        found = [self._request(name) for name in self._storage.names(self._layout.requests)]
+        found = [self._request(name) for name in self._names()]
         return tuple(request for request in found if request and request.outcome == "asked")
 
     def answered(self) -> list[Path]:
         """Answers that nobody has taken yet."""
-        names = self._storage.names(self._layout.requests)
         return [
             self._layout.requests / name
-            for name in names
+            for name in self._names()
             if (request := self._request(name)) and request.outcome != "asked"
         ]
+
+    def _names(self) -> list[str]:
+        try:
+            return self._storage.names(self._layout.requests)
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            self._say(self._layout.requests, error)
+            return []
 
     def _request(self, name: str) -> RollbackRequest | None:
         path = self._layout.requests / name
@@ -85,4 +93,4 @@ class Steering:
         """Log once what is let be."""
         if path not in self._said:
             self._said.add(path)
-            log.error("%s is let be, until someone puts it right: %s", path, error)
+            log.error("%s is let be, until someone puts it right: %s", printable(path), error)

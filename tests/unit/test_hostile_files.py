@@ -137,7 +137,7 @@ THINGS: tuple[Hostile, ...] = (
 #: What differs for a name that is expected to be a folder.
 NO_FOLDERS: tuple[Hostile, ...] = (link_to_folder, link_to_itself, pipe, rubbish)
 #: Groups where files are expected.
-FILES = ("LATEST", "announced", "records", "manifest of LATEST", "inside actor", "locks")
+FILES = ("LATEST", "announced", "records", "manifest of LATEST", "inside actor", "locks", "asked")
 
 
 def content(data: bytes) -> Hostile:
@@ -315,6 +315,14 @@ PLACES = {
         "global_step_3/actor/.receipts/rank_0.json",
     ),
     "manifest of LATEST": ("published/v000004/manifest.json",),
+    "asked": (
+        ".syncd/requests/a.json",
+        ".syncd/requests/b",
+        ".syncd/leases/v000003/.pinned",
+        "global_step_3/.pinned",
+        "global_step_0/remote_sampler_path.txt",
+    ),
+    "requests": (".syncd/requests",),
     "steps": ("latest_checkpointed_iteration.txt", "global_step_0", "global_step_3"),
     "inside a step": ("global_step_0/actor", "global_step_3/actor"),
     "inside actor": (
@@ -352,7 +360,7 @@ PLACES = {
 #: Where nothing can be read, everything that it might say is kept.
 NO_STEP_GOES = {"announced"}
 THE_THIRD_STAYS = {"records", "steps", "inside a step", "inside actor", "versions", "leases",
-                   "locks", "deep in a room"}  # fmt: skip
+                   "locks", "deep in a room", "asked"}  # fmt: skip
 
 
 def the_rest_is_served(shared: Shared, thing: Hostile, group: str) -> None:
@@ -408,7 +416,7 @@ def test_whatever_stands_in_for_a_folder_the_rest_is_served(
     the_rest_is_served(shared, thing, group)
 
 
-@pytest.mark.parametrize("group", ["LATEST", "records", "manifest of LATEST"])
+@pytest.mark.parametrize("group", ["LATEST", "records", "manifest of LATEST", "asked"])
 @pytest.mark.parametrize("said", CONTENTS)
 def test_whatever_a_record_says_the_rest_is_served(shared: Shared, group: str, said: str) -> None:
     the_rest_is_served(shared, CONTENTS[said], group)
@@ -424,7 +432,8 @@ NAMES = (
 FOLDERS = (
     "", "published", "published/v000003", ".syncd", ".syncd/epoch", ".syncd/leases",
     ".syncd/leases/v000004", ".syncd/sessions", ".syncd/explorers", ".syncd/quarantine",
-    ".syncd/drafts", "global_step_3", "global_step_3/actor", "global_step_3/actor/.receipts",
+    ".syncd/drafts", ".syncd/requests", "global_step_3", "global_step_3/actor",
+    "global_step_3/actor/.receipts",
     "global_step_3/actor/huggingface", ".syncd/epoch/9-00000000", ".syncd/epoch/9-00000000/trash",
     ".syncd/epoch/9-00000000/doomed", ".syncd/epoch/9-00000000/building",
 )  # fmt: skip

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -86,3 +88,27 @@ def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
     watching.wake()
     del watching  # the eventfd stays for wakes that come late
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+_FULL = """
+import os, resource
+from pathlib import Path
+from syncd.storage.watch import Watcher
+
+free = os.dup(0)
+os.close(free)
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+with Watcher({Path("."): frozenset({"LATEST"})}) as watching:
+    assert not watching.wait(0)
+    watching.wake()
+    assert watching.wait(0)
+"""
+
+
+def test_a_host_out_of_inotify_instances_waits_by_polling_alone() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "waiting by polling alone" in done.stderr

@@ -1,0 +1,181 @@
+"""Looking into step folders: a bounded number at a time, and all of them in turn."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.save import Save
+from syncd.daemon.decide import Pointer, StepSeen
+from syncd.protocol.layout import (
+    FULL,
+    PINNED,
+    RECEIPTS,
+    REMOTE_PATH,
+    RETIRED,
+    SAVING,
+    JobLayout,
+    is_resumable_state,
+    parse_step_folder,
+)
+from syncd.protocol.records import SaveOutcome
+from syncd.storage.errnos import is_refused_here
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import Clock
+
+log = logging.getLogger(__name__)
+
+#: How many step folders one look is into: the rest wait for the next ones.
+_AT_A_TIME: Final = 64
+#: Seconds after which what did not change is looked at again.
+LOOK_AGAIN: Final = 60.0
+
+
+class Steps:
+    """Which step folders are due, and what is in them.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, storage: Storage, layout: JobLayout, *, clock: Clock) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._clock = clock
+        self._key: object = None
+        self._at = 0.0
+        self._due: deque[int] = deque()
+        self._again = False
+        self._pointed: int | None = None
+        self._passed: frozenset[int] = frozenset()
+        self._said: set[Path] = set()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether step folders are left for the next look."""
+        return bool(self._due) or self._again
+
+    def look_again(self) -> None:
+        """Let all step folders be due."""
+        self._key = None
+
+    def look(
+        self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]
+    ) -> tuple[tuple[StepSeen, ...], tuple[Save, ...], tuple[int, ...]]:
+        """Look into a bounded number of the step folders that are due."""
+        self._refill(pointer, key, outcomes)
+        seen: list[StepSeen] = []
+        unrecorded: list[Save] = []
+        vanished: list[int] = []
+        for _ in range(min(_AT_A_TIME, len(self._due))):
+            step = self._due.popleft()
+            outcome = outcomes.get(step)
+            try:
+                if outcome is not None:
+                    look = look_at_step(self._storage, self._layout.step(step), step, outcome)
+                    if look is None:
+                        vanished.append(step)
+                        continue
+                    seen.append(look)
+                    if look.found in {None, outcome.identity}:
+                        continue
+                    # else it was saved again since, and that save may have been passed too
+                if pointer.step is not None and step < pointer.step:
+                    save = self._skipped_save(step)
+                    # Without receipts, a trainer may be writing there in place at this moment.
+                    if save is not None and (outcome is None or save.receipts):
+                        unrecorded.append(save)
+            except OSError as error:
+                if not is_refused_here(error):
+                    raise
+                self._say(self._layout.step(step), error)
+        return tuple(seen), tuple(unrecorded), tuple(vanished)
+
+    def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
+        """Let step folders be due: when a pointer moved, after a version, and now and then.
+
+        The newest come first, and a round that has begun goes on behind them, so that the oldest of
+        very many get their turn however often something moves.
+        """
+        now = self._clock()
+        moved = key != self._key
+        is_time = not self._due and now - self._at >= LOOK_AGAIN
+        if not (moved or is_time or (self._again and not self._due)):
+            return
+        found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
+        steps = {step for step in found if step is not None}
+        self._note_passed(pointer, steps, is_time=is_time)
+        ordered = sorted(steps | outcomes.keys(), reverse=True)
+        if self._due:
+            newest = ordered[: _AT_A_TIME // 2]
+            self._due = deque(dict.fromkeys([*newest, *self._due]))
+        else:
+            self._due = deque(ordered)
+        # Some of a round that goes on were looked at before whatever moved: one more round.
+        self._again = len(self._due) != len(ordered)
+        self._key, self._at = key, now
+
+    def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
+        """Note which folders were there when the pointer was seen to move.
+
+        A trainer without our hook that resumes at a lower step announces nothing: what it writes
+        below the pointer, before it moves that back, is not a save that was skipped.
+        """
+        before, self._pointed = self._pointed, pointer.step
+        if before is not None and pointer.step is not None and before < pointer.step:
+            self._passed = frozenset(steps)
+        elif before != pointer.step or is_time:
+            self._passed = frozenset()
+
+    def _skipped_save(self, step: int) -> Save | None:
+        """A whole save below the pointer; a full checkpoint that stays is nothing to record."""
+        folder = self._layout.step(step)
+        if self._storage.exists(folder / FULL) or self._storage.exists(folder / SAVING):
+            return None
+        save = look_at_weights(self._storage, folder, step)
+        passed = bool(save.receipts) or step in self._passed
+        return save if save.identity is not None and passed else None
+
+    def _say(self, path: Path, error: OSError) -> None:
+        """Log once what is let be."""
+        if path not in self._said:
+            self._said.add(path)
+            log.error("%s is let be, until someone puts it right: %s", path, error)
+
+
+def look_at_step(
+    storage: Storage, folder: Path, step: int, outcome: SaveOutcome
+) -> StepSeen | None:
+    """What a step's folder holds now, beside what is on record of it; None where it is gone."""
+    names = set(storage.names(folder))
+    if not names and not storage.exists(folder):
+        return None
+    actor_names = storage.names(folder / "actor")
+    retired, full = RETIRED in names, FULL in names
+    resumable = any(is_resumable_state(name) for name in actor_names) or (
+        # What else such a trainer leaves may say where to resume from.
+        REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
+    )
+    kept = full or SAVING in names or "critic" in names or PINNED in names
+    protected = kept or (resumable and not retired)
+    # A protected folder stays whatever is in it: its files need no look.
+    found = None if protected else look_at_weights(storage, folder, step).identity
+    return StepSeen(
+        step=step,
+        outcome=outcome.outcome,
+        recorded=outcome.identity,
+        found=found,
+        has_receipts=RECEIPTS in actor_names,
+        full=full,
+        retired=retired,
+        saving=SAVING in names,
+        resumable=resumable,
+        critic="critic" in names,
+        pinned=PINNED in names,
+    )
