@@ -64,7 +64,7 @@ class Collector:
         self._at = clock()
         self._steps: deque[int] = deque()
         self._watched: set[Path] = set()
-        self._kept: set[Path] = set()
+        self._leased: frozenset[str] = frozenset()
         self._round: Iterator[None] | None = None
 
     def run_once(self, leased: Iterable[str]) -> None:
@@ -73,7 +73,7 @@ class Collector:
         Args:
             leased: the sessions that hold leases: what they hold is the pruner's to judge.
         """
-        self._kept = {self._layout.session(session) for session in leased}
+        self._leased = frozenset(leased)
         if self._round is None:
             if self._clock() - self._at < self._period:
                 return
@@ -88,15 +88,18 @@ class Collector:
         for path in self._found():
             if path is None:
                 yield
-            elif path not in self._kept and len(self._watched) < _MOST:
+            elif not self._is_leased(path) and len(self._watched) < _MOST:
                 self._watched.add(path)
         for path in sorted(self._watched):
-            if path in self._kept or not self._is_still_left(path):
+            if self._is_leased(path) or not self._is_still_left(path):
                 self._watched.discard(path)
             else:
                 self._look(path)
             yield
         self._judge.forget_all_but(self._watched)
+
+    def _is_leased(self, path: Path) -> bool:
+        return path.parent == self._layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
         """Whether a path is what it was found as: a report may have an explorer again."""

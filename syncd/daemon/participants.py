@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Final
 
 from syncd.protocol.layout import JobLayout
@@ -44,8 +43,8 @@ class Participants:
         # Who is alive for longer than the dead can seem to be was alive when it was first seen.
         self._proof = 2 * lease_time
         judge = Judge(storage, lease_time, clock=clock)
-        self._lookout = Lookout(judge, lease_time, tick=tick, clock=clock)
-        self._before: dict[Path, float] | None = None
+        self._lookout = Lookout(judge, layout, tick=tick, clock=clock)
+        self._before: dict[str, float] | None = None
         self._seen = False
         self._alive = True
 
@@ -61,19 +60,18 @@ class Participants:
 
     def look(self) -> None:
         """Look once; call it once a tick."""
-        sessions = self._layout.sessions
-        paths = [
-            sessions / name
-            for name in self._storage.names(sessions)
+        found = [
+            name.removesuffix(_HEARTBEAT)
+            for name in self._storage.names(self._layout.sessions)
             if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
         ]
         now = self._clock()
         if self._before is None:  # what was there when this process began may be of the dead
-            self._before = dict.fromkeys(paths, now)
-        alive = {p for p, said in self._lookout.look(paths).items() if said is Liveness.ALIVE}
+            self._before = dict.fromkeys(found, now)
+        alive = {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}
         self._alive = bool(alive)
         before = self._before
         # One that goes soon was taken away by its owner: it takes longer to be collected.
-        left = [now - before.pop(path) < self._proof for path in before.keys() - set(paths)]
-        stayed = [now - before.get(path, float("-inf")) > self._proof for path in alive]
+        left = [now - before.pop(who) < self._proof for who in before.keys() - set(found)]
+        stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)

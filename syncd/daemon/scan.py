@@ -74,7 +74,7 @@ class Scanner:
         self._layout = layout
         self._config = config
         tick = min(config.tick, judge.lease_time / 4)
-        self._lookout = Lookout(judge, judge.lease_time, tick=tick, clock=clock)
+        self._lookout = Lookout(judge, layout, tick=tick, clock=clock)
         self._clock = clock
         self._save: Save | None = None
         self._save_since = 0.0
@@ -222,10 +222,9 @@ class Scanner:
             for marker in self._markers(self._layout.lease_folder(sequence))
             for parsed in [parse_lease_marker(marker)]
         ]
-        sessions = {session: self._layout.session(session) for _, _, session in held if session}
-        liveness = self._lookout.look(sessions.values())
+        liveness = self._lookout.look({session for _, _, session in held if session})
         now = self._clock()
-        dead = [name for name, path in sessions.items() if liveness[path] is not Liveness.ALIVE]
+        dead = [session for session, said in liveness.items() if said is not Liveness.ALIVE]
         self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
         found: list[LeaseSeen] = []
         for sequence, marker, session in held:

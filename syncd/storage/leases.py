@@ -205,6 +205,10 @@ class Judge:
         self._storage.unlink_if_there(aside)
         return same
 
+    def forget(self, path: Path) -> None:
+        """Stop watching one."""
+        self._watched.pop(path, None)
+
     def forget_all_but(self, paths: set[Path]) -> None:
         """Stop watching everything else."""
         for path in self._watched.keys() - paths:

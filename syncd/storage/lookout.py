@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Final
 
+from syncd.protocol.layout import JobLayout
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
 #: So few are looked at each time, at no cost that anyone would notice.
@@ -23,40 +23,43 @@ class Lookout:
 
     Args:
         judge: looks at one; it should be nobody else's.
-        lease_time: seconds.
+        layout: the job.
         tick: seconds between two calls, about.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, judge: Judge, lease_time: float, *, tick: float, clock: Clock = time.monotonic
+        self, judge: Judge, layout: JobLayout, *, tick: float, clock: Clock = time.monotonic
     ) -> None:
         self._judge = judge
+        self._layout = layout
         self._clock = clock
         # All of them in a third of a lease, with two ticks to spare for one that comes late.
-        self._turn = max(0.0, lease_time / LOOKS_PER_LEASE - 2 * tick)
+        self._turn = max(0.0, judge.lease_time / LOOKS_PER_LEASE - 2 * tick)
         self._at = clock()
         self._owed = 0.0
-        self._order: deque[Path] = deque()
-        self._last: dict[Path, Liveness] = {}
+        self._order: deque[str] = deque()
+        self._last: dict[str, Liveness] = {}
 
-    def look(self, paths: Collection[Path]) -> Mapping[Path, Liveness]:
-        """Look at those whose turn it is; all others are forgotten.
+    def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
+        """Look at those whose turn it is; all others than these are forgotten.
 
         Raises:
             OSError: as :meth:`Judge.look`; who was not looked at is the first of the next slice.
         """
-        wanted = set(paths)
-        for path in self._last.keys() - wanted:
-            del self._last[path]
-        self._order = deque(path for path in self._order if path in self._last)
-        self._judge.forget_all_but(wanted)
+        wanted = set(sessions)
+        left = self._last.keys() - wanted
+        for session in left:
+            del self._last[session]
+            self._judge.forget(self._layout.session(session))
+        if left:
+            self._order = deque(session for session in self._order if session not in left)
         for _ in range(self._share()):
             self._look(self._order[0])
             self._order.rotate(-1)
-        for path in sorted(wanted - self._last.keys()):
-            self._look(path)
-            self._order.append(path)
+        for session in sorted(wanted - self._last.keys()):
+            self._look(session)
+            self._order.append(session)
         return self._last
 
     def _share(self) -> int:
@@ -72,5 +75,5 @@ class Lookout:
         self._owed = max(0.0, self._owed - due)
         return due
 
-    def _look(self, path: Path) -> None:
-        self._last[path] = self._judge.look(path)
+    def _look(self, session: str) -> None:
+        self._last[session] = self._judge.look(self._layout.session(session))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -16,35 +15,35 @@ from tests.storages import Clock, FastStorage, RuledStorage
 TICK = 1.0
 
 
-def heartbeats(job: Job, count: int) -> list[Path]:
-    paths = [job.layout.session(f"s-{number}") for number in range(count)]
-    for path in paths:
-        path.write_text("beats")
-    return paths
+def heartbeats(job: Job, count: int) -> list[str]:
+    names = [f"s-{number}" for number in range(count)]
+    for name in names:
+        job.layout.session(name).write_text("beats")
+    return names
 
 
-def lookout(storage: FastStorage, clock: Clock, *, tick: float = TICK) -> Lookout:
+def lookout(job: Job, storage: FastStorage, clock: Clock, *, tick: float = TICK) -> Lookout:
     judge = Judge(storage, LEASE_TIME, clock=clock)
-    return Lookout(judge, LEASE_TIME, tick=tick, clock=clock)
+    return Lookout(judge, job.layout, tick=tick, clock=clock)
 
 
 def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
     job: Job, clock: Clock
 ) -> None:
     storage = RuledStorage()
-    paths = heartbeats(job, 400)
-    watching = lookout(storage, clock)
-    watching.look(paths)
+    names = heartbeats(job, 400)
+    watching = lookout(job, storage, clock)
+    watching.look(names)
     assert storage.count("open_read", job.layout.sessions) == 400  # seen for the first time
-    looked: dict[Path, list[float]] = {path: [clock.now] for path in paths}
+    looked: dict[str, list[float]] = {name: [clock.now] for name in names}
     for _ in range(60):
         clock.advance(TICK)
         storage.calls.clear()
-        watching.look(paths)
-        opened = [given[0] for method, given in storage.calls if method == "open_read"]
+        watching.look(names)
+        opened = [given[0].stem for method, given in storage.calls if method == "open_read"]
         assert 40 <= len(opened) <= 60
-        for path in opened:
-            looked[path].append(clock.now)
+        for name in opened:
+            looked[name].append(clock.now)
     gaps = [b - a for times in looked.values() for a, b in pairwise(times)]
     assert max(gaps) <= LEASE_TIME / 3
 
@@ -53,20 +52,20 @@ def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
 def test_the_dead_are_found_in_little_more_than_a_lease_and_the_living_never(
     job: Job, clock: Clock, count: int
 ) -> None:
-    paths = heartbeats(job, count)
-    watching = lookout(FastStorage(), clock)
+    names = heartbeats(job, count)
+    watching = lookout(job, FastStorage(), clock)
     drawn = random.Random(count)
-    dead = set(drawn.sample(paths, (count + 1) // 2))
-    found: dict[Path, float] = {}
+    dead = set(drawn.sample(names, (count + 1) // 2))
+    found: dict[str, float] = {}
     begun = clock.now
     for number in range(70):
         if number % 8 == 0:
-            for path in set(paths) - dead:
-                path.write_text(str(number))
-        said = watching.look(paths)
-        for path in paths:
-            if said[path] is Liveness.DEAD:
-                found.setdefault(path, clock.now - begun)
+            for name in set(names) - dead:
+                job.layout.session(name).write_text(str(number))
+        said = watching.look(names)
+        for name in names:
+            if said[name] is Liveness.DEAD:
+                found.setdefault(name, clock.now - begun)
         clock.advance(drawn.uniform(0.5, 1.5) * TICK)
     assert found.keys() == dead
     assert min(found.values()) >= LEASE_TIME
@@ -74,32 +73,32 @@ def test_the_dead_are_found_in_little_more_than_a_lease_and_the_living_never(
 
 
 def test_who_comes_is_looked_at_at_once_and_who_leaves_is_forgotten(job: Job, clock: Clock) -> None:
-    paths = heartbeats(job, 40)
-    missing = job.layout.session("missing")
-    watching = lookout(FastStorage(), clock)
-    assert watching.look([*paths, missing])[missing] is Liveness.MISSING
-    assert watching.look(paths[:20]).keys() == set(paths[:20])
-    assert watching.look(paths).keys() == set(paths)
+    names = heartbeats(job, 40)
+    missing = "missing"
+    watching = lookout(job, FastStorage(), clock)
+    assert watching.look([*names, missing])[missing] is Liveness.MISSING
+    assert watching.look(names[:20]).keys() == set(names[:20])
+    assert watching.look(names).keys() == set(names)
     assert watching.look([]) == {}
 
 
 def test_a_tick_as_long_as_a_turn_looks_at_all_each_time(job: Job, clock: Clock) -> None:
     storage = RuledStorage()
-    paths = heartbeats(job, 100)
-    watching = lookout(storage, clock, tick=LEASE_TIME / 4)
+    names = heartbeats(job, 100)
+    watching = lookout(job, storage, clock, tick=LEASE_TIME / 4)
     for _ in range(3):
         storage.calls.clear()
-        watching.look(paths)
+        watching.look(names)
         assert storage.count("open_read", job.layout.sessions) == 100
         clock.advance(LEASE_TIME / 4)
 
 
 def test_after_a_long_merge_the_pause_counts_for_nobody(job: Job, clock: Clock) -> None:
-    paths = heartbeats(job, 100)
-    watching = lookout(FastStorage(), clock)
-    watching.look(paths)
+    names = heartbeats(job, 100)
+    watching = lookout(job, FastStorage(), clock)
+    watching.look(names)
     clock.advance(600)
-    assert set(watching.look(paths).values()) == {Liveness.ALIVE}
+    assert set(watching.look(names).values()) == {Liveness.ALIVE}
     for _ in range(20):
         clock.advance(TICK)
-        assert set(watching.look(paths).values()) == {Liveness.ALIVE}
+        assert set(watching.look(names).values()) == {Liveness.ALIVE}
