@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 #: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
 _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
+#: How often a rollback that storage refuses is tried, one round each.
+_ROLLBACK_ATTEMPTS: Final = 6
 #: Seconds between two looks whether the reserve is whole.
 _KEEP_ROOM_AGAIN: Final = 60.0
 
@@ -128,6 +130,8 @@ class Loop:
         self._kept_room_at = clock()
         self._untidy = False
         self._pause: str | None = None
+        self._asked: str | None = None
+        self._refusals = 0
         self._trying: str | None = None
         self._publish_again_at = 0.0
         self._failures = 0
@@ -258,7 +262,7 @@ class Loop:
             self._untidy = True
             refused.setdefault("tidy", f"what was left behind cannot be removed now: {error}")
 
-    def _raise_if_away(self, error: OSError) -> None:
+    def _raise_if_away(self, error: Exception) -> None:
         """Say what an error means where the whole job is not there."""
         if not self._storage.exists(self._layout.format):
             raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
@@ -324,15 +328,22 @@ class Loop:
         return ""
 
     def _republish(self, action: Republish) -> None:
-        """Roll back, and answer; what storage refuses is tried again in the next round."""
+        """Roll back, and answer; what storage refuses is tried again, but not for ever.
+
+        New saves wait meanwhile.
+        """
         request = action.request
         if not self._publishes:
             return
+        if request.id != self._asked:
+            self._asked, self._refusals = request.id, 0
         try:
             manifest = self._publisher.republish(request)
-        except (VersionGoneError, VerificationError, RecordError) as error:
-            if not self._storage.exists(self._layout.format):
-                raise JobUnavailableError(f"{self._layout.root} went away: {error}") from error
+        except (VersionGoneError, VerificationError, RecordError, OSError) as error:
+            self._raise_if_away(error)
+            self._refusals += 1
+            if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
+                raise
             log.error("version %d cannot be served again: %s", request.sequence, error)
             self._publisher.answer(request, made=None, why=str(error))
             return

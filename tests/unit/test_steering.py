@@ -184,6 +184,20 @@ def test_a_version_that_is_asked_for_is_not_pruned_before_the_answer(
     served(job)
 
 
+def test_a_rollback_that_storage_keeps_refusing_stops_new_saves_for_a_few_rounds_only(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled(refuse("link", errno.EACCES, where="published"))
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    published(job, 2)
+    ask(job, 1)
+    job.save(3)
+    run(job, rounds=8)
+    assert answer(job).outcome == "refused"
+    assert "Permission denied" in answer(job).why
+    assert (job.latest.step, job.leftovers()) == (3, [])
+
+
 def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, hosts: Hosts) -> None:
     storage = hosts.ruled(refuse("link", errno.EPERM, where="published"))
     job = Job(tmp_path / "job", storage, hosts=hosts)
