@@ -31,12 +31,14 @@ class Offer(Record):
         offer: its own name, never used before.
         session: the trainer's.
         members: all who must join before it is decided.
+        decided: how, for those who wait to read; the verdict itself is a file of its own.
     """
 
     offer: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
     session: str
     step: Step
     members: tuple[Member, ...]
+    decided: Literal["go", "off"] | None = None
 
 
 class Verdict(Record):

@@ -140,6 +140,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         session=TEXT,
         step=NUMBERS,
         members=st.lists(MEMBERS, max_size=3).map(tuple),
+        decided=st.sampled_from([None, "go", "off"]),
     ),
     participants.Verdict: st.builds(
         participants.Verdict, verdict=st.sampled_from(["go", "off"]), session=TEXT
