@@ -25,6 +25,7 @@ from syncd.protocol.records import ExplorerReport, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from syncd.storage.leases import Clock
+from syncd.storage.watch import Watcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +114,8 @@ class Member(Generic[Report]):
         self._poll = min(seams.poll, lease_time / 4)
         self._closing = Cancellation()
         self._waiting = threading.Lock()
+        self._watcher: Watcher | None = None
+        self._watched: dict[Path, frozenset[str]] = {}
         self._offers = Offers(storage, layout)
         self._state = StateFile(storage, layout, layout.saved_state(role, name))
         with ExitStack() as stack:
@@ -286,6 +289,8 @@ class Member(Generic[Report]):
                     become(self._me, RunningStatus.STOPPED)
                 except (OSError, SyncdError) as error:
                     log.warning("%s cannot say that it stops: %s", self.name, error)
+            if self._watcher is not None:
+                self._watcher.close()
             self._stack.close()
 
     def __enter__(self) -> Self:
@@ -303,7 +308,7 @@ class Member(Generic[Report]):
                 each.check()
         try:
             with Wait(
-                self._worth_a_look(),
+                self._hints(),
                 timeout=self.settings.sync_timeout if timeout is None else timeout,
                 poll=self._poll,
                 cancels=cancels,
@@ -312,6 +317,15 @@ class Member(Generic[Report]):
                 yield wait
         finally:
             self._waiting.release()
+
+    def _hints(self) -> Watcher:
+        """What ends a pause early: made for the first wait, and anew for others than before."""
+        names = self._worth_a_look()
+        if self._watcher is None or names != self._watched:
+            if self._watcher is not None:
+                self._watcher.close()
+            self._watcher, self._watched = Watcher(names), names
+        return self._watcher
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
         """Folder → names in it whose change may end a wait."""

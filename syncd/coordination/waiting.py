@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Self
 
 from syncd.protocol.errors import CancelledError
@@ -51,7 +50,7 @@ class Wait:
     """One wait, as a context manager.
 
     Args:
-        names: folder → the names in it whose change is worth a look.
+        watcher: ends a pause early; it stays the caller's.
         timeout: seconds until :meth:`more` says that there is no time left.
         poll: seconds between two looks where the filesystem sends no events.
         cancels: whoever may end it.
@@ -60,18 +59,18 @@ class Wait:
 
     def __init__(
         self,
-        names: Mapping[Path, frozenset[str]],
+        watcher: Watcher,
         *,
         timeout: float,
         poll: float,
         cancels: tuple[Cancellation, ...],
         clock: Clock,
     ) -> None:
+        self._watcher = watcher
         self._deadline = clock() + timeout
         self._poll = poll
         self._cancels = cancels
         self._clock = clock
-        self._watcher = Watcher(names)
 
     def more(self) -> bool:
         """Wait for a hint or a poll; False where the time was up already.
@@ -99,4 +98,3 @@ class Wait:
     def __exit__(self, *_: object) -> None:
         for cancel in self._cancels:
             cancel.detach(self._watcher.wake)
-        self._watcher.close()

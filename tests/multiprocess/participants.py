@@ -31,10 +31,13 @@ from syncd.protocol.policy import (
 from syncd.protocol.records import SaveId
 
 BEGUN = time.monotonic()
+SAYING = threading.Lock()
 
 
 def say(event: str, **more: object) -> None:
-    print(json.dumps({"event": event, "at": time.monotonic() - BEGUN, **more}), flush=True)
+    line = json.dumps({"event": event, "at": time.monotonic() - BEGUN, **more})
+    with SAYING:
+        print(line, flush=True)
 
 
 class Saver:
@@ -45,7 +48,7 @@ class Saver:
         self._run = run
         self._count = 0
 
-    def __call__(self, state: Any, step: int) -> None:
+    def __call__(self, _: Any, step: int) -> None:
         self._count += 1
         if self._given.memory is not None:
             from tests.jobs import Job  # noqa: PLC0415 # for this method alone
