@@ -134,6 +134,11 @@ class Member(Generic[Report]):
             stack.callback(self._versions.close)
             self._stack = stack.pop_all()
 
+    @property
+    def session_id(self) -> str:
+        """This process's heartbeat in the job, which leases may name."""
+        return self._me.session.id
+
     # -- who there is --------------------------------------------------------------------------
 
     def add_module(self) -> None:

@@ -57,8 +57,8 @@ class StateFile:
         self._storage.make_folder(self._path.parent, below=self._layout.state)
         whole = self._read(self._path)
         if whole is not None:
-            self._storage.replace(self._previous, encode(whole))
-        self._storage.replace(self._path, encode(record))
+            self._replace(self._previous, whole)
+        self._replace(self._path, record)
 
     def load(self) -> SavedState | None:
         """What was saved last; None before the first.
@@ -78,6 +78,10 @@ class StateFile:
         if previous is not None:
             log.warning("%s is torn or gone: resuming from the one before it", self._path)
         return previous
+
+    def _replace(self, path: Path, record: SavedState) -> None:
+        # Out of the drafts: what a killed process leaves there is collected.
+        self._storage.replace(path, encode(record), room=self._layout.drafts)
 
     def _read(self, path: Path) -> SavedState | None:
         try:

@@ -133,6 +133,23 @@ def read_claim(storage: Storage, path: Path) -> str | None:
         raise
 
 
+def collect_claims(storage: Storage, layout: JobLayout, lease_time: float) -> None:
+    """Remove the claims of sessions whose heartbeats are gone, and what killed breakers left.
+
+    A live one whose heartbeat was missing at this moment claims its name again with its next word.
+    """
+    storage.refresh(layout.sessions)
+    judge = Judge(storage, lease_time)
+    for name in storage.names(layout.claims):
+        path = layout.claims / name
+        judge.look(path)  # before it is read: another that comes meanwhile is not broken
+        session = read_claim(storage, path)
+        if session is None or storage.exists(layout.session(session)):
+            continue
+        if judge.break_dead(path):
+            log.info("removed %s of session %s, which is gone", path, session)
+
+
 class _Holder:
     """Whoever has a name now, watched until it beats or is dead."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import NameTakenError
-from syncd.storage.claims import HeldName, read_claim
+from syncd.storage.claims import HeldName, collect_claims, read_claim
 from syncd.storage.leases import Session
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import AnswerLost, Clock, RuledStorage, once
@@ -189,3 +189,16 @@ def test_of_many_that_want_a_name_one_has_it(job: Job) -> None:
     for thread in threads:
         thread.join(60)
     assert got == [holder(job)]
+
+
+def test_claims_of_sessions_that_are_gone_are_collected_and_no_others(
+    job: Job, clock: Clock
+) -> None:
+    gone, lives = Heartbeat(job, "gone"), Heartbeat(job, "lives")
+    take(job, gone, clock, name="a")
+    take(job, lives, clock, name="b")
+    aside = job.layout.claim("explorer", "a").with_name("explorer.a.broken-012345")
+    os.link(job.layout.claim("explorer", "a"), aside)
+    gone.path.unlink()
+    collect_claims(job.hosts.storage(), job.layout, LEASE_TIME)
+    assert [path.name for path in job.layout.claims.iterdir()] == ["explorer.b"]
