@@ -4,10 +4,11 @@ Repeat with ``python -m benchmarks.coordination`` from the project's root (some 
 
 Explorers are simulated, many to a process: each has a heartbeat, a claimed name and a report, and
 waits in ``wait_new_model_state_dict`` in a thread of its own. A version is published by a daemon's
-loop in this process; an explorer that wakes up leases the version, reports it, and waits again. The
-wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
-the wait has returned, by the one monotonic clock of this host. A tick is one scan of the daemon with nothing to
-publish; a roster's look is one slice of an eighth of all heartbeats; all in milliseconds.
+loop in this process; an explorer that wakes up leases the version, reports it, and waits again.
+
+Wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
+the wait has returned, by the one monotonic clock of this host. A tick is a round of the daemon with
+nothing to publish; a roster's slice is one eighth of all heartbeats. All in milliseconds.
 """
 
 from __future__ import annotations
