@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from pathlib import Path
 from typing import Literal
 
 from syncd.coordination.participant import Participant, back_to_running, become
@@ -71,11 +72,19 @@ class Offers:
         try:
             self._storage.link(draft, path)
         except FileExistsError:
-            return parse(Verdict, self._storage.read(path), path).verdict
+            return self._verdict(path)
         finally:
             self._storage.unlink_if_there(draft)
         self._storage.sync_folder(path.parent)
         return wish
+
+    def _verdict(self, path: Path) -> Decision:
+        try:
+            return parse(Verdict, self._storage.read(path), path).verdict
+        except OSError as error:
+            if is_gone(error):
+                return "off"  # the trainer has made another offer since
+            raise
 
 
 class TrainerSide:
@@ -109,8 +118,10 @@ class TrainerSide:
                     log.error("not ready for a transfer in time: %s", ", ".join(late) or "unknown")
                     return None
         finally:
-            self._withdraw()
-            back_to_running(self._me)
+            try:
+                self._withdraw()
+            finally:
+                back_to_running(self._me)
 
     def _working(self) -> list[ExplorerReport]:
         self._roster.refresh()
@@ -129,7 +140,7 @@ class TrainerSide:
             self._open = self._offers.make(self._me.session.id, step, members)
         if not all(map(self._has_joined, working)):
             return False
-        return self._decide("go") == "go"
+        return self._decide(self._open, "go") == "go"
 
     def _has_joined(self, explorer: ExplorerReport) -> bool:
         return self._open is not None and explorer.joined == self._open.offer
@@ -137,12 +148,11 @@ class TrainerSide:
     def _withdraw(self) -> None:
         """Call the open offer off, if there is one."""
         if self._open is not None:
-            self._decide("off")
+            self._decide(self._open, "off")
 
-    def _decide(self, wish: Decision) -> Decision:
+    def _decide(self, offer: Offer, wish: Decision) -> Decision:
         """Decide the open offer, unless an explorer that has left did before."""
-        assert self._open is not None  # noqa: S101 # for mypy: both callers look
-        offer, self._open = self._open, None
+        self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)
         try:
             # What counts is decided; this lets those who wait know of it without looking for a file
@@ -178,9 +188,14 @@ class ExplorerSide:
             while True:
                 trainer = self._roster.trainer_status()
                 offer = self._offers.current()
-                if offer is not None and (joined is None or offer.offer != joined.offer):
-                    # Another one: the trainer has called off what was joined.
-                    joined = self._join(offer)
+                if joined is not None and offer is not None and offer.offer != joined.offer:
+                    # It was called off, as far as its trainer goes; or another trainer has come.
+                    if (step := self._leave(joined)) is not None:
+                        return step
+                    joined = None
+                if joined is None and offer is not None and self._concerns_us(offer):
+                    joined = offer  # first: what is said may arrive, though an error is all we get
+                    self._me.update(joined=offer.offer)
                 elif joined is not None and offer is not None and offer.decided is not None:
                     self._over.add(joined.offer)
                     if offer.decided == "go":
@@ -201,13 +216,10 @@ class ExplorerSide:
         finally:
             back_to_running(self._me, joined=None)
 
-    def _join(self, offer: Offer) -> Offer | None:
-        """Join an offer that is open and made to us."""
+    def _concerns_us(self, offer: Offer) -> bool:
+        """Whether an offer is open, and made to us."""
         us = Member(name=self._me.record.name, session=self._me.session.id)
-        if offer.decided is not None or offer.offer in self._over or us not in offer.members:
-            return None
-        self._me.update(joined=offer.offer)
-        return offer
+        return offer.decided is None and offer.offer not in self._over and us in offer.members
 
     def _leave(self, joined: Offer | None) -> int | None:
         """Give up; but where it was decided just before, take part."""

@@ -25,6 +25,7 @@ from watchdog.events import (
     FileSystemEventHandler,
 )
 from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
 
 log = logging.getLogger(__name__)
 
@@ -56,19 +57,20 @@ class Watcher:
         # Not select(): a process with many files open has descriptors above its limit of 1023.
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
-        self._observer = Observer()
+        self._observer: BaseObserver | None = None
         self._closed = False
         try:
+            self._observer = observer = Observer()
             for folder, wanted in names.items():
-                self._observer.schedule(
+                observer.schedule(
                     _Hints(self.wake, wanted),
                     str(folder),
                     recursive=False,
                     event_filter=_CHANGES,
                 )
-            self._observer.start()
+            observer.start()
         except OSError as error:
-            # Out of inotify watches, say: a hint less is no harm.
+            # Out of inotify watches or instances, say: a hint less is no harm.
             log.warning("no filesystem events, waiting by polling alone: %s", error)
 
     def wait(self, timeout: float) -> bool:
@@ -97,7 +99,7 @@ class Watcher:
         if self._closed:
             return
         self._closed = True
-        if self._observer.is_alive():
+        if self._observer is not None and self._observer.is_alive():
             self._observer.stop()
             self._observer.join()
 

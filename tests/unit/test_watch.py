@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from pathlib import Path
+
+import pytest
 
 from syncd.storage.watch import Watcher
 
@@ -73,6 +76,19 @@ def test_reading_a_name_is_no_change(tmp_path: Path) -> None:
 
 def test_without_events_it_waits_until_the_deadline(tmp_path: Path) -> None:
     with watcher(tmp_path / "not there", "LATEST") as watching:
+        assert not watching.wait(0.01)
+        watching.wake()
+        assert watching.wait(LONG)
+
+
+def test_a_host_without_any_inotify_instance_left_waits_by_polling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused() -> None:
+        raise OSError(errno.EMFILE, "inotify instance limit reached")
+
+    monkeypatch.setattr("syncd.storage.watch.Observer", refused)  # the limit is the whole user's
+    with watcher(tmp_path, "LATEST") as watching:
         assert not watching.wait(0.01)
         watching.wake()
         assert watching.wait(LONG)
