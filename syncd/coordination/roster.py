@@ -210,11 +210,12 @@ class Roster:
             fd = self._storage.open_read(path)
             try:
                 # Of the opened file: a status by name may be as old as this client's cache.
-                now = signature(self._storage.fstat(fd))
+                status = self._storage.fstat(fd)
+                now = signature(status)
                 cached = cache.get(path)
                 if cached is not None and cached.signature == now and cached.settled:
                     return cached.record
-                content = self._storage.pread_all(fd, RECORD_LIMIT, 0)
+                content = self._storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
             finally:
                 self._storage.release(fd)
             record: R | None = parse(model, content, path)

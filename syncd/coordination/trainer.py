@@ -99,7 +99,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         :meth:`notify_no_new_model_state_dict`.
         """
         self._asked = {
-            (one.name, one.session): one.requests
+            # A hook that does not count asks once for as long as its status says so.
+            (one.name, one.session): max(1, one.requests)
             for one in self._roster.explorers()
             if one.status == RunningStatus.REQUIRE_SYNC.value
         }

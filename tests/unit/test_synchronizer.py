@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import LeasedVersion
 from syncd.coordination import ExplorerSynchronizer, Synchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.coordination.waiting import Cancellation
@@ -35,6 +38,16 @@ from tests.storages import RuledStorage, refuse
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 LONG = 60.0
 SEAMS = Seams(poll=0.02)
+
+
+class Engine:
+    """Loads nothing."""
+
+    def check(self, version: LeasedVersion) -> None:
+        """Everything fits."""
+
+    def load(self, version: LeasedVersion) -> None:
+        """Nothing to do."""
 
 
 class Members:
@@ -252,6 +265,38 @@ def test_a_trainer_answers_each_request_once(members: Members) -> None:
     wait_until(trainer.explorer_requires_sync, "it asks again")
     trainer.notify_no_new_model_state_dict()
     assert again.result(LONG) == version
+
+
+def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
+    members: Members,
+) -> None:
+    trainer, job = members.trainer(), members.job
+    with ExplorerHook(job.layout.root, "uncounted", Engine(), poll=0.02) as hook:  # type: ignore[arg-type] # it loads nothing
+        for step in (1, 2):
+            pulling = members.aside(hook.pull, LONG)
+            wait_until(trainer.explorer_requires_sync, "it asks")
+            trainer.set_model_state_dict(None, step)
+            assert not trainer.explorer_requires_sync()
+            members.publish(step)
+            assert pulling.result(LONG).step == step
+            assert not trainer.explorer_requires_sync()
+
+
+def test_a_status_that_storage_does_not_take_at_the_end_is_said_with_the_next_word(
+    members: Members,
+) -> None:
+    storage = RuledStorage()
+    members.trainer()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
+    version = members.publish(1)
+    assert waiting.result(LONG) == version
+    storage.rules.clear()
+    assert members.report().status == "require_sync"
+    explorer.set_explorer_version(version)
+    assert (members.report().status, members.report().sequence) == ("running", 1)
 
 
 def test_a_save_that_was_refused_is_not_on_its_way(members: Members) -> None:
@@ -492,6 +537,15 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
                 await trainer.set_explorer_status(STOPPED)
 
     asyncio.run(scenario())
+
+
+def test_every_method_of_the_twins_is_awaited_under_its_name() -> None:
+    for twin in (TrainerSynchronizer, ExplorerSynchronizer):
+        for name in dir(twin):
+            if name.startswith("_") or not inspect.isfunction(getattr(twin, name)):
+                continue
+            awaited = getattr(Synchronizer, name)
+            assert inspect.iscoroutinefunction(awaited) or inspect.isasyncgenfunction(awaited), name
 
 
 def test_a_cancelled_task_has_put_the_status_back(members: Members) -> None:

@@ -4,10 +4,12 @@ import errno
 import os
 import threading
 from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from syncd.storage.watch import Watcher
+
+if TYPE_CHECKING:
+    import pytest
 
 #: A guard: a wait that ends by an event takes a few milliseconds.
 LONG = 30.0
