@@ -113,7 +113,8 @@ class Member(Generic[Report]):
         storage.make_folder(layout.offer.parent, below=layout.state)
         self._poll = min(seams.poll, lease_time / 4)
         self._closing = Cancellation()
-        self._waiting = threading.Lock()
+        # Of a thread: whose signal handler may close what it waits for.
+        self._waiting = threading.RLock()
         self._watcher: Watcher | None = None
         self._watched: dict[Path, frozenset[str]] = {}
         self._offers = Offers(storage, layout)
@@ -296,7 +297,10 @@ class Member(Generic[Report]):
                     log.warning("%s cannot say that it stops: %s", self.name, error)
             if self._watcher is not None:
                 self._watcher.close()
-            self._stack.close()
+            try:
+                self._stack.close()
+            except OSError as error:
+                log.warning("%s counts as dead a lease time from now: %s", self.name, error)
 
     def __enter__(self) -> Self:
         return self

@@ -115,6 +115,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         step is about to write it again.
         """
         self._me.update(step=step)
+        self._versions.announce(self._me.record)
 
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int

@@ -68,8 +68,8 @@ class Offers:
         """Decide an offer, or learn how it was decided before: the first decision counts."""
         path = self._layout.verdict(offer)
         draft = self._layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
-        self._storage.write_new(draft, encode(Verdict(verdict=wish, session=session)))
         try:
+            self._storage.write_new(draft, encode(Verdict(verdict=wish, session=session)))
             self._storage.link(draft, path)
         except FileExistsError:
             return self._verdict(path)

@@ -20,7 +20,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.layout import FULL_STATE_DICT, JobLayout, parse_pointer, shard_name
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import SaveOutcome, Saves, parse
+from syncd.protocol.records import SaveOutcome, Saves, TrainerReport, encode, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import open_job
@@ -90,6 +90,7 @@ class Versions:
                 with self._lock:
                     self._held[version.sequence] -= 1
                     if not self._held[version.sequence]:
+                        del self._held[version.sequence]
                         version.release()
 
     def _hold(self) -> LeasedVersion | None:
@@ -200,6 +201,13 @@ class Versions:
         """Write a file into a step's folder, which is made where it is not there."""
         make_step_folder(self._storage, self.layout, step)
         self._storage.replace(self.layout.step(step) / name, content)
+
+    def announce(self, report: TrainerReport) -> None:
+        """Let the daemon of a memory folder know too which step is about to be written."""
+        if self._own is not None:
+            here = report.model_copy(update={"session": self._own.id})
+            path, room = self.layout.trainer_report, self.layout.drafts
+            self._storage.replace(path, encode(here), room=room)
 
     def close(self) -> None:
         """End the session, where it is our own."""

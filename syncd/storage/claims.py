@@ -108,8 +108,8 @@ class HeldName:
     def _create(self) -> bool:
         """Make the marker, whole at once; whether it is ours."""
         draft = self._layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
-        self._storage.write_new(draft, encode(Claim(session=self._session)))
         try:
+            self._storage.write_new(draft, encode(Claim(session=self._session)))
             self._storage.link(draft, self._path)
         except FileExistsError:
             # Ours all the same where a server's first answer was lost.

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from syncd.protocol.errors import NameTakenError
 from syncd.storage.claims import HeldName, collect_claims, read_claim
 from syncd.storage.leases import Session
 from tests.jobs import LEASE_TIME, Job
-from tests.storages import AnswerLost, Clock, RuledStorage, once
+from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
 
 pytestmark = pytest.mark.lagging
 
@@ -202,3 +204,31 @@ def test_claims_of_sessions_that_are_gone_are_collected_and_no_others(
     gone.path.unlink()
     collect_claims(job.hosts.storage(), job.layout, LEASE_TIME)
     assert [path.name for path in job.layout.claims.iterdir()] == ["explorer.b"]
+
+
+@pytest.mark.local_only("each call fails once, whatever its client believes")
+@pytest.mark.parametrize("method", [*CHANGES, "open_read", "status"])
+def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
+    job: Job, clock: Clock, method: str
+) -> None:
+    first, second = Heartbeat(job, "first"), Heartbeat(job, "second")
+    for nth in range(4):
+        storage = RuledStorage()
+        seen = 0
+
+        def fail(called: str, _: tuple[object, ...], nth: int = nth) -> None:
+            nonlocal seen
+            seen += called == method
+            if called == method and seen == nth + 1:
+                raise OSError(errno.EIO, "it failed")
+
+        storage.rules.append(fail)
+        with suppress(OSError):
+            HeldName.take(storage, job.layout, "explorer", "x", first, clock=clock)
+        held = take(job, first, clock)
+        with pytest.raises(NameTakenError):
+            take(job, second, clock, beating=first)
+        held.check()
+        held.release()
+        assert holder(job) is None
+        assert job.leftovers() == [] or method == "unlink"

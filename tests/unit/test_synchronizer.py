@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +32,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.layout import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import ExplorerReport, SaveOutcome, Saves, encode, parse
+from syncd.protocol.records import ExplorerReport, SaveOutcome, Saves, TrainerReport, encode, parse
 from tests.jobs import Job
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
@@ -234,6 +236,33 @@ def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> No
     assert members.report().status == "stopped"
 
 
+def test_a_signal_handler_may_close_what_its_thread_waits_for(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+
+    def handle(*_: object) -> None:
+        explorer.close()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        members.aside(lambda: (members.wait_for_status(REQUIRE_SYNC),
+                               os.kill(os.getpid(), signal.SIGUSR1)))  # fmt: skip
+        with pytest.raises(CancelledError):
+            explorer.wait_new_model_state_dict(None, timeout=LONG)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert members.report().status == "stopped"
+
+
+def test_a_storage_that_is_away_at_the_end_is_no_error(members: Members) -> None:
+    storage = RuledStorage()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    storage.rules.append(refuse("open_read", errno.EIO))
+    explorer.close()
+    assert members.report().status == "running"
+    assert list(members.job.layout.sessions.iterdir()) == []
+
+
 def test_storage_that_fails_in_a_wait_leaves_no_status_behind(members: Members) -> None:
     storage = RuledStorage()
     members.trainer()
@@ -402,7 +431,9 @@ def test_versions_may_be_in_a_second_job_directory(members: Members, tmp_path: P
     trainer.set_model_state_dict(None, 4)
     assert waiting.result(LONG) == version
     assert [t.tolist() for _, t in explorer.get_model_state_dict_iterator()] == [[8.0]]
-    assert members.job.layout.latest.exists() is False
+    assert not members.job.layout.latest.exists()
+    announced = parse(TrainerReport, memory.layout.trainer_report.read_bytes(), "it")
+    assert announced.step == 4  # nothing from here on is pruned there either
 
 
 # -- staleness ---------------------------------------------------------------------------------
