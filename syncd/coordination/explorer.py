@@ -96,6 +96,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         Raises:
             WaitTimeoutError: none of that in time.
             CancelledError: the wait was cancelled.
+            JobUnavailableError: the job is not there now: unmounted, say. Wait again.
             InvalidTransitionError: this explorer is not running.
         """
         newest = self._versions.newest(current)

@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Generic
 
-from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.errors import (
+    JobUnavailableError,
+    ProtocolMismatchError,
+    RecordError,
+    SyncdError,
+)
 from syncd.protocol.layout import TEMPORARY, JobLayout
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, R, TrainerReport, parse
@@ -80,6 +85,7 @@ class Roster:
 
         Raises:
             ProtocolMismatchError: one of them is of a newer protocol.
+            JobUnavailableError: the job is not there now; nobody has died of that.
             OSError: storage failed.
         """
         with self._lock:
@@ -101,6 +107,7 @@ class Roster:
 
         Raises:
             ProtocolMismatchError: it is of a newer protocol.
+            JobUnavailableError: the job is not there now; it has not died of that.
             OSError: storage failed.
         """
         with self._lock:
@@ -181,7 +188,7 @@ class Roster:
         while not self._closed.wait(self._period):
             try:
                 self.look_at_slice()
-            except ProtocolMismatchError as error:
+            except SyncdError as error:
                 log.debug("%s", error)  # whoever asks is told
             except OSError as error:
                 # Not seen is not dead: the stopwatches stand still.
@@ -196,13 +203,25 @@ class Roster:
             for name in self._storage.names(folder)
             if name.endswith(_RECORD) and not name.startswith(TEMPORARY)
         ]
+        if not names:
+            self._check_job()
         for gone in self._explorers.keys() - {folder / name for name in names}:
             del self._explorers[gone]
         found = (self._report(ExplorerReport, folder / name, self._explorers) for name in names)
         return [report for report in found if report is not None]
 
     def _trainer_report(self) -> TrainerReport | None:
-        return self._report(TrainerReport, self._layout.trainer_report, self._trainer)
+        report = self._report(TrainerReport, self._layout.trainer_report, self._trainer)
+        if report is None:
+            self._check_job()
+        return report
+
+    def _check_job(self) -> None:
+        """Where nobody is to be seen, see that the job is: an unmounted one looks so."""
+        if not self._storage.exists(self._layout.format):
+            raise JobUnavailableError(
+                f"{self._layout.format} is not there: is its storage mounted?"
+            )
 
     def _report(self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]) -> R | None:
         """A report; read again only where its file is another than at the last two looks."""

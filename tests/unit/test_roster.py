@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from syncd.coordination.roster import Roster
-from syncd.protocol.errors import ProtocolMismatchError
+from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, TrainerReport, encode
 from tests.jobs import LEASE_TIME, Job
@@ -167,6 +167,29 @@ def test_storage_that_does_not_answer_is_no_death(
     assert refused
     storage.rules.clear()
     assert names(roster) == {"a"}
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_job_that_is_unmounted_has_lost_nobody(
+    roster: Roster, explorers: Explorers, job: Job, clock: Clock, empty: bool
+) -> None:
+    explorers.come("a", "t")
+    trainer(job, "running", "s-t")
+    assert names(roster) == {"a", "t"}
+    assert roster.trainer_status() is RunningStatus.RUNNING
+    root, away = job.layout.root, job.layout.root.with_name("away")
+    root.rename(away)
+    if empty:
+        root.mkdir()
+    for look in (roster.explorers, roster.trainer, roster.look_at_slice):
+        clock.advance(LEASE_TIME)
+        with pytest.raises(JobUnavailableError, match="is its storage mounted"):
+            look()
+    if empty:
+        root.rmdir()
+    away.rename(root)
+    assert names(roster) == {"a", "t"}
+    assert roster.trainer_status() is RunningStatus.RUNNING
 
 
 def trainer(job: Job, status: str, session: str | None) -> None:
