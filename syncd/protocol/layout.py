@@ -21,6 +21,8 @@ RETIRED: Final = ".retired"
 RECEIPTS: Final = ".receipts"
 FULL_STATE_DICT: Final = "model.safetensors"
 HUGGINGFACE: Final = "huggingface"
+#: Of trainers whose weights are elsewhere: a line that says where.
+REMOTE_PATH: Final = "remote_sampler_path.txt"
 #: PEFT's folder beside it, and what PEFT calls the files of an adapter.
 LORA_ADAPTER: Final = "lora_adapter"
 ADAPTER_CONFIG: Final = "adapter_config.json"
@@ -29,8 +31,6 @@ ADAPTER_PICKLE: Final = "adapter_model.bin"
 MODEL_CONFIG: Final = "config.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
-#: A remote path that a Tinker-style trainer writes into a step's folder, instead of weights.
-REMOTE_PATH: Final = "remote_sampler_path.txt"
 #: A file under this prefix is being written; it is garbage until it is renamed.
 TEMPORARY: Final = ".tmp-"
 

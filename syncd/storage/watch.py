@@ -62,17 +62,17 @@ class Watcher:
         self._observer: BaseObserver | None = None
         self._closed = False
         try:
-            self._observer = observer = Observer()
+            self._observer = Observer()
             for folder, wanted in names.items():
-                observer.schedule(
+                self._observer.schedule(
                     _Hints(self.wake, wanted),
                     str(folder),
                     recursive=False,
                     event_filter=_CHANGES,
                 )
-            observer.start()
+            self._observer.start()
         except OSError as error:
-            # Out of inotify watches or instances, say: a hint less is no harm.
+            # Out of inotify instances or watches, say: a hint less is no harm.
             log.warning("no filesystem events, waiting by polling alone: %s", error)
 
     def wait(self, timeout: float) -> bool:
