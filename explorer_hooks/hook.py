@@ -5,25 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import CancelledError, VerificationError, WaitTimeoutError
-from syncd.protocol.policy import RunningStatus
+from syncd.protocol.policy import RunningStatus, Version
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Version:
-    """What an engine serves: the sequence, which only grows, and the trainer's step."""
-
-    sequence: int
-    step: int
 
 
 class ExplorerHook:

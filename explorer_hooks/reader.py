@@ -4,83 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.version import WEIGHTS, read_manifest, verify_version
+from syncd.coordination.leased_version import LeasedVersion, lease_version, read_latest
 from syncd.protocol.errors import (
     CancelledError,
-    ProtocolMismatchError,
-    RecordError,
-    VerificationError,
     VersionGoneError,
     WaitTimeoutError,
 )
 from syncd.protocol.layout import JobLayout, checked_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import (
-    ExplorerReport,
-    Latest,
-    Manifest,
-    encode,
-    parse,
-)
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.protocol.records import ExplorerReport, Latest, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import Clock, Lease, Session
+from syncd.storage.leases import Clock, Session
 from syncd.storage.watch import Watcher
 
+__all__ = ["LeasedVersion", "Reader"]
+
 log = logging.getLogger(__name__)
-
-
-class LeasedVersion:
-    """A version that stays on disk for as long as it is held.
-
-    Attributes:
-        sequence: which version; it only grows.
-        step: the trainer's label.
-        kind: ``full``, ``adapter`` or ``remote``.
-        folder: a complete Hugging Face model folder, or that of a LoRA adapter; of kind ``remote``
-            there is nothing in it to load.
-        remote_path: where the weights are, of kind ``remote``; else None.
-        manifest: what the folder must hold.
-    """
-
-    def __init__(self, storage: Storage, folder: Path, manifest: Manifest, lease: Lease) -> None:
-        self._storage = storage
-        self._lease = lease
-        self.folder = folder
-        self.manifest = manifest
-        self.sequence = manifest.sequence
-        self.step = manifest.step
-        self.kind = manifest.kind
-        self.remote_path = manifest.remote
-
-    def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
-        """Read all of it, and compare sizes, headers and digests with the manifest.
-
-        A version without digests has its sizes and headers compared; of one of kind ``remote``
-        there is nothing to compare, and nothing is asked of where it points.
-
-        Raises:
-            VerificationError: a file is not what the manifest says.
-        """
-        verify_version(self._storage, self.folder, self.manifest, cancel=cancel)
-
-    def open_weights(self) -> Iterator[SafetensorsFile]:
-        """The version's safetensors files, each open while the caller is at it."""
-        for file in self.manifest.files:
-            if file.name.endswith(WEIGHTS):
-                with SafetensorsFile.open(self._storage, self.folder / file.name) as opened:
-                    yield opened
-
-    def release(self) -> None:
-        """Let the version go. Safe to call twice."""
-        self._lease.release()
 
 
 class Reader:
@@ -130,21 +74,7 @@ class Reader:
         Raises:
             ProtocolMismatchError: the daemon is of a newer protocol.
         """
-        path = self._layout.latest
-        try:
-            return parse(Latest, self._storage.read(path), path)
-        except ProtocolMismatchError:
-            raise
-        except RecordError as error:
-            log.warning("%s", error)
-            return None
-        except OSError as error:
-            if is_gone(error):
-                return None
-            if is_no_record(error):
-                log.warning("LATEST is no file that a daemon wrote, waiting: %s", error)
-                return None
-            raise
+        return read_latest(self._storage, self._layout)
 
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
         """Wait until LATEST names a version above ``newer_than``.
@@ -178,35 +108,9 @@ class Reader:
             VersionGoneError: it was retired before it could be held, or is not visible here yet.
             VerificationError: its manifest is damaged; the version was let go.
         """
-        lease = Lease.take(
+        return lease_version(
             self._storage, self._layout, latest.sequence, self.name, self._session.id
         )
-        folder = self._layout.version(latest.sequence)
-        try:
-            manifest = self._manifest(latest.sequence, folder)
-        except BaseException:
-            lease.release()
-            raise
-        return LeasedVersion(self._storage, folder, manifest, lease)
-
-    def _manifest(self, sequence: int, folder: Path) -> Manifest:
-        try:
-            manifest = read_manifest(self._storage, folder)
-        except OSError as error:
-            if is_gone(error):
-                raise VersionGoneError(f"{folder} is not there, or not visible yet") from error
-            if is_no_record(error):
-                raise VerificationError(f"{folder}: {error}", sequence=sequence) from error
-            raise
-        except ProtocolMismatchError:
-            raise
-        except RecordError as error:
-            raise VerificationError(str(error), sequence=sequence) from error
-        if manifest.sequence != sequence:
-            raise VerificationError(
-                f"{folder}: its manifest is of version {manifest.sequence}", sequence=sequence
-            )
-        return manifest
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and hold it; one that is retired meanwhile is passed over.

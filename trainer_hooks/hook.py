@@ -14,9 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, SyncdError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.policy import RunningStatus, SyncSettings, trainer_decision
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    SyncStyle,
+    trainer_decision,
+)
 from syncd.protocol.records import SaveId, TrainerReport, encode
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
@@ -61,6 +67,7 @@ class TrainerHook:
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written.
+        InvalidSettingsError: a method or style that this hook does not serve.
     """
 
     def __init__(
@@ -79,6 +86,7 @@ class TrainerHook:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._settings = settings or SyncSettings()
+        _check_served(self._settings)
         self._storage = storage or Storage(self._layout.root)
         open_job(self._storage, self._layout)
         grouped = dist.is_available() and dist.is_initialized()
@@ -222,6 +230,14 @@ class TrainerHook:
             }
         )
         self._storage.replace(self._layout.trainer_report, encode(report), room=self._layout.drafts)
+
+
+def _check_served(settings: SyncSettings) -> None:
+    """Refuse what is not served yet, rather than take it and do something else."""
+    if settings.method is not SyncMethod.CHECKPOINT:
+        raise InvalidSettingsError(f"TrainerHook does not serve method {settings.method} yet")
+    if settings.style is SyncStyle.EXPLORER_DRIVEN:
+        raise InvalidSettingsError(f"TrainerHook does not serve style {settings.style} yet")
 
 
 def _agree_on_run_id(*, grouped: bool) -> str:

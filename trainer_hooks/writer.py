@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import tempfile
 import threading
 import time
@@ -38,8 +37,9 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode, parse
-from syncd.storage.errnos import NOT_EMPTY, PASSING, is_gone
+from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.fsio import Draft, Storage
+from syncd.storage.steps import make_step_folder, point
 from trainer_hooks.torch_file import save_state_dict
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class RankWriter:
         receipts = actor / RECEIPTS
         # One by one: a client that remembers a folder by its handle could go on inside one that
         # the pruner has set aside.
-        self._make_step_folder(step)
+        make_step_folder(self._storage, self._layout, step)
         for folder in (actor, receipts):
             self._storage.make_folder(folder, below=self._layout.step(step))
         self._mark(self._layout.step(step) / SAVING)
@@ -199,23 +199,6 @@ class RankWriter:
                 files.append(self._write_tensors(actor / name, part))
         self._write_receipt(actor / RECEIPTS / full_receipt_name(self._rank), save_id, files)
         return files
-
-    def _make_step_folder(self, step: int) -> None:
-        """Make the step's folder, if it is not there, by a rename out of a folder of ours.
-
-        Where the job is not mounted its place may be an empty folder: nothing is made in that.
-        """
-        folder = self._layout.step(step)
-        draft = self._layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
-        self._storage.mkdir(draft)
-        try:
-            self._storage.rename(draft, folder)
-        except OSError as error:
-            self._storage.rmdir(draft)
-            if error.errno not in NOT_EMPTY:
-                raise
-        else:
-            self._storage.sync_folder(folder.parent)
 
     def _mark(self, path: Path) -> None:
         try:
@@ -280,17 +263,14 @@ class RankWriter:
         deadline = time.monotonic() + self._timeout
         if not self._all_wrote(save_id, receipt_name, deadline):
             return
-        self._point(self._layout.state_pointer, save_id.step)
+        point(self._storage, self._layout, self._layout.state_pointer, save_id.step)
         if is_full:
             if not self._all_wrote(save_id, full_receipt_name, deadline):
                 return
             self._mark(folder / FULL)
             self._storage.sync_folder(folder)
-            self._point(self._layout.checkpoint_pointer, save_id.step)
+            point(self._storage, self._layout, self._layout.checkpoint_pointer, save_id.step)
         self._storage.unlink_if_there(folder / SAVING)
-
-    def _point(self, pointer: Path, step: int) -> None:
-        self._storage.replace(pointer, f"{step}\n".encode(), room=self._layout.drafts)
 
     def _all_wrote(self, save_id: SaveId, name_of: Callable[[int], str], deadline: float) -> bool:
         """Wait until all ranks have written their receipts of this save.

@@ -10,17 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.safetensors_file import DTYPES, SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
-from syncd.protocol.errors import EngineMismatchError, VerificationError
+from syncd.coordination.tensors import DTYPES, fill
+from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.records import TensorEntry
 
-#: safetensors' name of a dtype → torch's dtype, where this torch has it.
-_DTYPES: Final = {
-    name: getattr(torch, torch_name)
-    for torch_name, (name, _) in DTYPES.items()
-    if hasattr(torch, torch_name)
-}
 _MOST_NAMED: Final = 5
 
 
@@ -107,8 +101,7 @@ def _difference(entry: TensorEntry, target: Tensor) -> str:
         ),
         f"is {list(entry.shape)}, the module has {list(target.shape)}": entry.shape
         != tuple(target.shape),
-        f"is {entry.dtype}, the module has {target.dtype}": _DTYPES.get(entry.dtype)
-        != target.dtype,
+        f"is {entry.dtype}, the module has {target.dtype}": DTYPES.get(entry.dtype) != target.dtype,
     }
     return next((f"{shown(entry.name)} {reason}" for reason, holds in reasons.items() if holds), "")
 
@@ -122,9 +115,9 @@ def _staged(version: LeasedVersion) -> dict[str, Tensor]:
     for file in version.open_weights():
         begin = min((entry.begin for entry in file.entries), default=0)
         buffer = bytearray(max((entry.end for entry in file.entries), default=0) - begin)
-        _read_into(file, memoryview(buffer), begin)
+        fill(file, memoryview(buffer), begin)
         for entry in file.entries:
-            dtype = _DTYPES[entry.dtype]
+            dtype = DTYPES[entry.dtype]
             if entry.end == entry.begin:
                 staged[entry.name] = torch.empty(entry.shape, dtype=dtype)
                 continue
@@ -136,12 +129,3 @@ def _staged(version: LeasedVersion) -> dict[str, Tensor]:
             )
             staged[entry.name] = flat.view(entry.shape)
     return staged
-
-
-def _read_into(file: SafetensorsFile, view: memoryview, offset: int) -> None:
-    while view:
-        done = file.storage.pread_into(file.fd, view, offset)
-        if done == 0:
-            raise VerificationError(f"{file.path} is shorter than its header says")
-        view = view[done:]
-        offset += done

@@ -4,6 +4,8 @@
 
     SyncdError                     1   base of all; never raised itself
     ├── InvalidSettingsError       2   an option, a name or a folder that cannot be used
+    │   ├── NameTakenError         2   … because a live participant has that name
+    │   └── InvalidTransitionError 2   … a status that cannot follow the one that is
     ├── RecordError                3   a record of ours that cannot be read
     │   └── ProtocolMismatchError  3   … because a newer protocol wrote it
     ├── CheckpointError            4   a save that can never be published as it is: quarantined
@@ -40,6 +42,14 @@ class InvalidSettingsError(SyncdError):
     """Raised when an option, a name or a folder given by the user cannot be used."""
 
     exit_code = 2
+
+
+class NameTakenError(InvalidSettingsError):
+    """Raised when a live participant has the name, or took it while we were counted as dead."""
+
+
+class InvalidTransitionError(InvalidSettingsError):
+    """Raised when a participant's status cannot follow the one that it has."""
 
 
 class RecordError(SyncdError):

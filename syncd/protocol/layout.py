@@ -265,6 +265,29 @@ class JobLayout:
         return self.state / "trainer.json"
 
     @property
+    def claims(self) -> Path:
+        """Which session has which name."""
+        return self.state / "claims"
+
+    def claim(self, role: str, name: str) -> Path:
+        """Which session is the explorer of a name, or the one trainer."""
+        return self.claims / (f"explorer.{name}" if role == "explorer" else role)
+
+    @property
+    def offer(self) -> Path:
+        """Whom the trainer offers a transfer of weights."""
+        return self.state / "broadcast" / "offer.json"
+
+    def verdict(self, offer: str) -> Path:
+        """Whether an offered transfer takes place."""
+        return self.offer.with_name(f"{offer}.verdict")
+
+    def saved_state(self, role: str, name: str) -> Path:
+        """What the trainer, or an explorer, needs to resume."""
+        meta = self.state / "meta"
+        return meta / (f"explorer_meta.{name}.json" if role == "explorer" else "trainer_meta.json")
+
+    @property
     def drafts(self) -> Path:
         """Temporary names of what is renamed into a folder that others watch.
 

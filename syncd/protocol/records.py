@@ -306,6 +306,8 @@ class ExplorerReport(Record):
         sequence, step: the version that it serves; None before the first.
         nothing_new: how many waits ended without a newer version.
         refused: the newest version that it refused, and why.
+        requests: how often it has required a sync; it waits now while its status says so.
+        joined: the offer of a transfer that it has joined.
     """
 
     name: str
@@ -315,6 +317,8 @@ class ExplorerReport(Record):
     step: Step | None = None
     nothing_new: Size = 0
     refused: Text | None = None
+    requests: Size = 0
+    joined: str | None = None
     time: float
 
 
@@ -323,12 +327,18 @@ class TrainerReport(Record):
 
     Attributes:
         step: the step that it last announced a save for; None before the first.
+        name, session: None in the report of a trainer that does not register: then its status
+            alone says whether it works.
+        nothing_new: how often it has told explorers that wait that nothing newer will come.
     """
 
     run_id: str
     world_size: Annotated[int, Field(ge=1)]
     status: Literal["running", "require_sync", "stopped"]
     step: Step | None = None
+    name: str | None = None
+    session: str | None = None
+    nothing_new: Size = 0
     time: float
 
 

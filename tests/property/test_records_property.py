@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import layout, records, requests
+from syncd.protocol import layout, participants, records, requests
 from syncd.protocol.errors import InvalidSettingsError, RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
@@ -45,6 +45,17 @@ OUTCOMES = st.builds(
     identity=TEXT,
     outcome=st.sampled_from(["published", "skipped", "quarantined"]),
     sequence=st.none() | SEQUENCES,
+)
+MEMBERS = st.builds(participants.Member, name=TEXT, session=TEXT)
+
+
+def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3)
+
+
+#: What a JSON record can hold and give back as it was.
+FINITE_JSON = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TIMES | TEXT, branches, max_leaves=8
 )
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.Format: st.builds(records.Format, lease_time=st.floats(1e-3, 3600)),
@@ -87,6 +98,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         step=st.none() | NUMBERS,
         nothing_new=NUMBERS,
         refused=st.none() | TEXT,
+        requests=NUMBERS,
+        joined=st.none() | TEXT,
         time=TIMES,
     ),
     records.TrainerReport: st.builds(
@@ -95,6 +108,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         world_size=SEQUENCES,
         status=st.sampled_from(["running", "require_sync", "stopped"]),
         step=st.none() | NUMBERS,
+        name=st.none() | TEXT,
+        session=st.none() | TEXT,
+        nothing_new=NUMBERS,
         time=TIMES,
     ),
     records.DaemonReport: st.builds(
@@ -123,6 +139,23 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         why=TEXT,
         session=TEXT,
     ),
+    participants.Claim: st.builds(participants.Claim, session=TEXT),
+    participants.Offer: st.builds(
+        participants.Offer,
+        offer=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
+        session=TEXT,
+        step=NUMBERS,
+        members=st.lists(MEMBERS, max_size=3).map(tuple),
+        decided=st.sampled_from([None, "go", "off"]),
+    ),
+    participants.Verdict: st.builds(
+        participants.Verdict, verdict=st.sampled_from(["go", "off"]), session=TEXT
+    ),
+    participants.SavedState: st.builds(
+        participants.SavedState,
+        iteration=NUMBERS,
+        state=st.dictionaries(TEXT, FINITE_JSON, max_size=3),
+    ),
     requests.Pause: st.builds(requests.Pause, id=TEXT, by=TEXT, time=TIMES),
     requests.RollbackRequest: st.builds(
         requests.RollbackRequest,
@@ -136,9 +169,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     ),
 }
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=8,
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT, branches, max_leaves=8
 )
 
 

@@ -1,0 +1,251 @@
+"""What hundreds of explorers cost: a daemon's tick, the roster, ``syncd status``, and waking up.
+
+Repeat with ``python -m benchmarks.coordination`` from the project's root (some minutes).
+
+Explorers are simulated, many to a process: each has a heartbeat, a claimed name and a report, and
+waits in ``wait_new_model_state_dict`` in a thread of its own. A version is published by a daemon's
+loop in this process; an explorer that wakes up leases the version, reports it, and waits again.
+
+Wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
+the wait has returned, by the one monotonic clock of this host. A tick is a round of the daemon with
+nothing to publish; a roster's slice is one eighth of all heartbeats. All in milliseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
+from syncd.cli.status import look
+from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
+from syncd.protocol.errors import CancelledError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.policy import RunningStatus, Version
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from syncd.storage.leases import Lease
+from tests.jobs import Job
+
+_PER_PROCESS: Final = 50
+_ROUNDS: Final = 5
+_TICKS: Final = 20
+_TIMEOUT: Final = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one number of explorers cost, in milliseconds."""
+
+    explorers: int
+    register: float
+    tick_median: float
+    tick_max: float
+    slice_median: float
+    counts: float
+    status: float
+    wake_p50: float
+    wake_p99: float
+
+
+def _simulate(job: Path, first: int, count: int) -> None:
+    """One process of explorers: a line for each wake-up, until stdin ends."""
+    saying = threading.Lock()
+
+    def follow(explorer: ExplorerSynchronizer) -> None:
+        storage, layout = Storage(job), JobLayout(job)
+        held: Version | None = None
+        lease: Lease | None = None
+        try:
+            while True:
+                newest = explorer.wait_new_model_state_dict(held, timeout=_TIMEOUT)
+                woken = time.monotonic()
+                if newest is None or newest == held:
+                    continue
+                taken = Lease.take(
+                    storage, layout, newest.sequence, explorer.name, explorer.session_id
+                )
+                if lease is not None:
+                    lease.release()
+                lease, held = taken, newest
+                explorer.set_explorer_version(newest)
+                with saying:
+                    print(json.dumps([newest.sequence, woken]), flush=True)
+        except CancelledError:
+            if lease is not None:
+                lease.release()
+
+    with ExitStack() as stack:
+        explorers = [
+            stack.enter_context(ExplorerSynchronizer(job, f"e{number}"))
+            for number in range(first, first + count)
+        ]
+        for explorer in explorers:
+            explorer.set_explorer_status(RunningStatus.RUNNING)
+        print(json.dumps("ready"), flush=True)
+        threads = [threading.Thread(target=follow, args=[explorer]) for explorer in explorers]
+        for thread in threads:
+            thread.start()
+        sys.stdin.read()
+        for explorer in explorers:
+            explorer.close()
+        for thread in threads:
+            thread.join()
+
+
+class _Crowd:
+    """The processes of simulated explorers, and when whom of them woke up."""
+
+    def __init__(self, job: Path, count: int) -> None:
+        self.woken: dict[int, list[float]] = {}
+        self._ready = 0
+        self._heard = threading.Condition()
+        self._processes = [
+            subprocess.Popen(
+                (sys.executable, "-m", "benchmarks.coordination", "--simulate", str(job),
+                 str(first), str(min(_PER_PROCESS, count - first))),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
+            for first in range(0, count, _PER_PROCESS)
+        ]  # fmt: skip
+        self._listeners = [
+            threading.Thread(target=self._listen, args=[process]) for process in self._processes
+        ]
+        for listener in self._listeners:
+            listener.start()
+
+    def wait_until_ready(self) -> None:
+        self._wait(lambda: self._ready == len(self._processes))
+
+    def wait_until_woken(self, sequence: int, count: int) -> list[float]:
+        self._wait(lambda: len(self.woken.get(sequence, ())) == count)
+        return self.woken[sequence]
+
+    def close(self) -> None:
+        for process in self._processes:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process, listener in zip(self._processes, self._listeners, strict=True):
+            try:
+                process.wait(60)
+            finally:
+                process.kill()
+            listener.join()
+
+    def _wait(self, true: Callable[[], bool]) -> None:
+        with self._heard:
+            if not self._heard.wait_for(true, _TIMEOUT):
+                raise RuntimeError("the explorers do not answer")
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        if process.stdout is None:
+            return
+        for line in process.stdout:
+            said = json.loads(line)
+            with self._heard:
+                if said == "ready":
+                    self._ready += 1
+                else:
+                    self.woken.setdefault(said[0], []).append(said[1])
+                self._heard.notify_all()
+
+
+@contextmanager
+def _crowd(job: Path, count: int) -> Iterator[_Crowd]:
+    crowd = _Crowd(job, count)
+    try:
+        yield crowd
+    finally:
+        crowd.close()
+
+
+def _milliseconds(call: Callable[[], object], times: int) -> list[float]:
+    found = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        call()
+        found.append(1000 * (time.perf_counter() - begun))
+    return found
+
+
+def _measure(root: Path, count: int) -> Row:
+    root.mkdir()
+    layout = JobLayout(root)
+    open_job(Storage(root), layout)
+    job = Job(root, Storage(root))
+    with TrainerSynchronizer(root) as trainer:
+        trainer.set_trainer_status(RunningStatus.RUNNING)
+        begun = time.perf_counter()
+        with _crowd(root, count) as crowd:
+            crowd.wait_until_ready()
+            register = 1000 * (time.perf_counter() - begun)
+            latencies: list[float] = []
+            with job.daemon(clock=time.monotonic) as loop:  # type: ignore[arg-type] # a clock that nobody moves
+                for step in range(1, _ROUNDS + 1):
+                    job.save(step)
+                    time.sleep(1.0)  # all wait again
+                    published = time.monotonic()
+                    loop.run_once()
+                    woken = crowd.wait_until_woken(step, count)
+                    latencies += [1000 * (at - published) for at in woken]
+                ticks = _milliseconds(loop.run_once, _TICKS)
+            counts = _milliseconds(trainer.get_explorer_status_counts, 5)
+            slices = _milliseconds(trainer._roster.look_at_slice, 16)  # noqa: SLF001 # what its thread does
+            status = _milliseconds(lambda: look(Storage(root), layout), 3)
+    latencies.sort()
+    return Row(
+        count,
+        register,
+        statistics.median(ticks),
+        max(ticks),
+        statistics.median(slices),
+        statistics.median(counts),
+        statistics.median(status),
+        statistics.median(latencies),
+        latencies[int(len(latencies) * 0.99)],
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="the cost of many explorers")
+    parser.add_argument("--explorers", type=int, nargs="+", default=[1, 10, 100, 500])
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--simulate", nargs=3, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.simulate:
+        job, first, count = given.simulate
+        _simulate(Path(job), int(first), int(count))
+        return
+    machine = describe_machine(given.dir)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="syncd-coordination-", dir=given.dir) as made:
+        work = Path(made)
+        prepare_process(work)
+        rows = [_measure(work / f"job-{count}", count) for count in given.explorers]
+    if given.json:
+        print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
+        return
+    print_machine(machine)
+    print("\nmilliseconds; explorers are threads, 50 to a process\n")
+    print_table(
+        ("explorers", "all registered", "tick", "worst tick", "roster slice", "counts", "status",
+         "wake-up p50", "p99"),
+        [tuple(f"{value:.4g}" for value in asdict(row).values()) for row in rows],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""An explorer's methods of the Synchronizer, blocking: what a rollout worker's hook calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from syncd.coordination.member import Member, Seams
+from syncd.coordination.participant import back_to_running, become
+from syncd.coordination.transfer import ExplorerSide
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import InvalidSettingsError, WaitTimeoutError
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
+from syncd.protocol.records import ExplorerReport
+
+
+class ExplorerSynchronizer(Member[ExplorerReport]):
+    """One explorer of a job. See :class:`~syncd.coordination.member.Member`.
+
+    Args:
+        job_dir: the job directory.
+        name: the explorer's, unique among the live ones.
+        settings: when who syncs, and how long a wait takes.
+        memory_dir: the second job directory, where versions are (method ``memory``).
+        seams: for tests.
+
+    Raises:
+        NameTakenError: a live explorer has the name; to know may take a lease time.
+        JobUnavailableError: the job directory is missing or cannot be written.
+        InvalidSettingsError: the name cannot be part of a file name.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        name: str,
+        *,
+        settings: SyncSettings | None = None,
+        memory_dir: str | Path | None = None,
+        seams: Seams | None = None,
+    ) -> None:
+        super().__init__(
+            job_dir,
+            "explorer",
+            name,
+            settings=settings,
+            memory_dir=memory_dir,
+            seams=seams,
+            path=lambda layout: layout.explorer(name),
+            first=lambda session: ExplorerReport(
+                name=name, session=session, status=RunningStatus.STOPPED.value, time=0.0
+            ),
+        )
+        self._transfer = ExplorerSide(self._offers, self._roster, self._me)
+
+    def set_explorer_status(
+        self, status: RunningStatus, old_status: RunningStatus | None = None
+    ) -> None:
+        """Say what this explorer does. With ``require_sync`` it asks for a sync once more.
+
+        Args:
+            status: what it does now.
+            old_status: what the caller believes that it did.
+
+        Raises:
+            InvalidTransitionError: the status cannot follow the one that it has, or that is not the
+                old one.
+        """
+        me = self._me
+        asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
+        become(me, status, old_status, requests=me.record.requests + asks)
+
+    def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
+        """Say which version this explorer serves, and which newer one it has refused, and why."""
+        self._me.update(sequence=version.sequence, step=version.step, refused=refused)
+
+    def wait_new_model_state_dict(
+        self,
+        current: Version | None,
+        *,
+        no_wait: bool = False,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+    ) -> Version | None:
+        """Require a sync, and wait until a newer version than ``current`` is published.
+
+        Args:
+            current: what this explorer serves; None before its first version.
+            no_wait: take what is there, and require nothing.
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Returns:
+            The newest version; ``current`` where the trainer has said since that nothing newer will
+            come, or has stopped or died. Never an older one.
+
+        Raises:
+            WaitTimeoutError: none of that in time.
+            CancelledError: the wait was cancelled.
+            JobUnavailableError: the job is not there now: unmounted, say. Wait again.
+            InvalidTransitionError: this explorer is not running.
+        """
+        newest = self._versions.newest(current)
+        if no_wait or newest != current:
+            return newest
+        with self._wait(timeout, cancel) as wait:
+            # Before it is asked: what is said after this is said to us too.
+            said = self._said()
+            if self._roster.trainer_status() is RunningStatus.STOPPED:
+                return self._versions.newest(current, sure=True)
+            if self._me.record.status != RunningStatus.REQUIRE_SYNC.value:
+                self.set_explorer_status(RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING)
+            missed = 1
+            try:
+                while True:
+                    nothing_comes = self._said() not in {None, said} or (
+                        self._roster.trainer_status() is RunningStatus.STOPPED
+                    )
+                    newest = self._versions.newest(current, sure=nothing_comes)
+                    if newest != current:
+                        missed = 0
+                        return newest
+                    if nothing_comes:
+                        return current
+                    if not wait.more():
+                        raise WaitTimeoutError(
+                            f"nothing newer than {current or 'nothing'} was published in "
+                            f"{self._versions.layout.root} in time; see `syncd status` whether a "
+                            "daemon works, and what it waits for"
+                        )
+            finally:
+                back_to_running(self._me, nothing_new=self._me.record.nothing_new + missed)
+
+    def _said(self) -> tuple[str | None, int] | None:
+        """How often which trainer has said that nothing newer will come; None for never."""
+        trainer = self._roster.trainer()
+        return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
+
+    def may_produce(self) -> bool:
+        """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
+        if self.settings.max_staleness is None:
+            return True
+        record = self._me.record
+        served = record.sequence is not None and record.step is not None
+        held = Version(record.sequence or 0, record.step or 0) if served else None
+        return may_produce(self.settings, held, self._versions.newest())
+
+    def ready_to_nccl_sync(
+        self, *, timeout: float | None = None, cancel: Cancellation | None = None
+    ) -> int | None:
+        """Wait until the trainer and all other live explorers are ready for a transfer.
+
+        What is promised is said at the trainer's.
+
+        Args:
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Returns:
+            The trainer's step; None where they are not ready in time, or the trainer is gone.
+        """
+        with self._wait(timeout, cancel) as wait:
+            return self._transfer.agree(wait)
+
+    def nccl_sync_succeeded(self, step: int) -> None:
+        """Say that the weights of a step have arrived; after the transfer."""
+        self._me.update(step=step)
+
+    def _point(self, step: int) -> None:
+        """Without a trainer an explorer may choose what is published: to evaluate old steps."""
+        if self._roster.trainer_status() is not RunningStatus.STOPPED:
+            raise InvalidSettingsError(
+                f"explorer {self.name} cannot have step {step} published: the trainer works, and "
+                "decides that"
+            )
+        super()._point(step)
+
+    def _worth_a_look(self) -> dict[Path, frozenset[str]]:
+        layout = self._layout
+        return super()._worth_a_look() | {
+            layout.offer.parent: frozenset({layout.offer.name}),
+            layout.state: frozenset({layout.trainer_report.name, layout.latest.name}),
+        }

@@ -1,0 +1,131 @@
+"""A version that is held: read LATEST, lease what it names, read its manifest. Without torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.version import WEIGHTS, read_manifest, verify_version
+from syncd.protocol.errors import (
+    ProtocolMismatchError,
+    RecordError,
+    VerificationError,
+    VersionGoneError,
+)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import Latest, Manifest, parse
+from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import Lease
+
+log = logging.getLogger(__name__)
+
+
+class LeasedVersion:
+    """A version that stays on disk for as long as it is held.
+
+    Attributes:
+        sequence: which version; it only grows.
+        step: the trainer's label.
+        kind: ``full``, ``adapter`` or ``remote``.
+        folder: a complete Hugging Face model folder, or that of a LoRA adapter; of kind ``remote``
+            there is nothing in it to load.
+        remote_path: where the weights are, of kind ``remote``; else None.
+        manifest: what the folder must hold.
+    """
+
+    def __init__(self, storage: Storage, folder: Path, manifest: Manifest, lease: Lease) -> None:
+        self._storage = storage
+        self._lease = lease
+        self.folder = folder
+        self.manifest = manifest
+        self.sequence = manifest.sequence
+        self.step = manifest.step
+        self.kind = manifest.kind
+        self.remote_path = manifest.remote
+
+    def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
+        """Read all of it, and compare sizes, headers and digests with the manifest.
+
+        A version without digests has its sizes and headers compared; of one of kind ``remote``
+        there is nothing to compare, and nothing is asked of where it points.
+
+        Raises:
+            VerificationError: a file is not what the manifest says.
+        """
+        verify_version(self._storage, self.folder, self.manifest, cancel=cancel)
+
+    def open_weights(self) -> Iterator[SafetensorsFile]:
+        """The version's safetensors files, each open while the caller is at it."""
+        for file in self.manifest.files:
+            if file.name.endswith(WEIGHTS):
+                with SafetensorsFile.open(self._storage, self.folder / file.name) as opened:
+                    yield opened
+
+    def release(self) -> None:
+        """Let the version go. Safe to call twice."""
+        self._lease.release()
+
+
+def read_latest(storage: Storage, layout: JobLayout) -> Latest | None:
+    """What LATEST says now; None where there is none, or none that can be read yet.
+
+    Raises:
+        ProtocolMismatchError: the daemon is of a newer protocol.
+    """
+    path = layout.latest
+    try:
+        return parse(Latest, storage.read(path), path)
+    except ProtocolMismatchError:
+        raise
+    except RecordError as error:
+        log.warning("%s", error)
+        return None
+    except OSError as error:
+        if is_gone(error):
+            return None
+        if is_no_record(error):
+            log.warning("LATEST is no file that a daemon wrote, waiting: %s", error)
+            return None
+        raise
+
+
+def lease_version(
+    storage: Storage, layout: JobLayout, sequence: int, name: str, session: str
+) -> LeasedVersion:
+    """Hold a version.
+
+    Raises:
+        VersionGoneError: it was retired before it could be held, or is not visible here yet.
+        VerificationError: its manifest is damaged; the version was let go.
+    """
+    lease = Lease.take(storage, layout, sequence, name, session)
+    folder = layout.version(sequence)
+    try:
+        manifest = _manifest(storage, sequence, folder)
+    except BaseException:
+        lease.release()
+        raise
+    return LeasedVersion(storage, folder, manifest, lease)
+
+
+def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:
+    try:
+        manifest = read_manifest(storage, folder)
+    except OSError as error:
+        if is_gone(error):
+            raise VersionGoneError(f"{folder} is not there, or not visible yet") from error
+        if is_no_record(error):
+            raise VerificationError(f"{folder}: {error}", sequence=sequence) from error
+        raise
+    except ProtocolMismatchError:
+        raise
+    except RecordError as error:
+        raise VerificationError(str(error), sequence=sequence) from error
+    if manifest.sequence != sequence:
+        raise VerificationError(
+            f"{folder}: its manifest is of version {manifest.sequence}", sequence=sequence
+        )
+    return manifest

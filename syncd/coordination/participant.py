@@ -1,0 +1,123 @@
+"""This process as a participant of a job: its heartbeat, its name, and its own report."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.policy import RunningStatus, check_transition
+from syncd.protocol.records import ExplorerReport, TrainerReport, encode
+from syncd.storage.claims import HeldName
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import Clock, Session
+
+log = logging.getLogger(__name__)
+
+#: What a participant says about itself, by its role.
+Report = TypeVar("Report", ExplorerReport, TrainerReport)
+#: Makes a participant's first report from its session's id.
+FirstReport = Callable[[str], Report]
+
+
+class Participant(Generic[Report]):
+    """A session, a claimed name, and the report that nobody else writes.
+
+    Promised: from construction to :meth:`close` others see it live, and what it says last; and
+    no two live participants have one name (:class:`~syncd.storage.claims.HeldName`).
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        role: ``trainer`` or ``explorer``.
+        name: this participant's.
+        lease_time: seconds, from the job's format.
+        path: where its report is.
+        first: makes the first report.
+        clock: seconds, monotonic.
+        wall: seconds since the epoch, for people.
+
+    Attributes:
+        session: this process's heartbeat.
+        record: what it says now.
+
+    Raises:
+        NameTakenError: a live participant has the name. It may take a lease time to know.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        role: str,
+        name: str,
+        lease_time: float,
+        *,
+        path: Path,
+        first: FirstReport[Report],
+        clock: Clock,
+        wall: Clock,
+    ) -> None:
+        self._storage = storage
+        self._path = path
+        self._room = layout.drafts
+        self._wall = wall
+        self._lock = threading.RLock()
+        with ExitStack() as stack:
+            self.session = Session(layout, lease_time)
+            stack.callback(self.session.close)
+            self._name = HeldName.take(storage, layout, role, name, self.session, clock=clock)
+            stack.callback(self._name.release)
+            self.record: Report = first(self.session.id)
+            self.update()
+            self._stack = stack.pop_all()
+
+    def update(self, **changes: Any) -> None:
+        """Change what it says. What storage refuses to take now is said with the next change.
+
+        Raises:
+            NameTakenError: another participant took the name while this one counted as dead.
+            OSError: storage failed.
+        """
+        with self._lock:
+            content = self.record.model_dump() | changes | {"time": self._wall()}
+            self.record = type(self.record).model_validate(content)
+            self._name.check()
+            self._storage.replace(self._path, encode(self.record), room=self._room)
+
+    def close(self) -> None:
+        """Give the name up and end the session. Safe to call twice."""
+        self._stack.close()
+
+
+def become(
+    participant: Participant[Report],
+    status: RunningStatus,
+    old_status: RunningStatus | None = None,
+    **changes: Any,
+) -> None:
+    """Change a participant's status, and what else it says with that.
+
+    Raises:
+        InvalidTransitionError: the status cannot follow the one that it has.
+    """
+    check_transition(RunningStatus(participant.record.status), status, old_status)
+    participant.update(status=status.value, **changes)
+
+
+def back_to_running(participant: Participant[Report], **changes: Any) -> None:
+    """End a wait: whoever required a sync runs again. A refusal of the storage ends nothing.
+
+    Raises:
+        NameTakenError: another participant took the name while this one counted as dead.
+    """
+    if participant.record.status != RunningStatus.REQUIRE_SYNC.value:
+        return  # it was stopped meanwhile
+    try:
+        become(participant, RunningStatus.RUNNING, **changes)
+    except OSError as error:
+        log.warning("%s runs again, and cannot say so yet: %s", participant.session.id, error)

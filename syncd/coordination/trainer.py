@@ -1,0 +1,228 @@
+"""The trainer's methods of the Synchronizer, blocking: what a training loop's hook calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from syncd.coordination.member import Member, Seams
+from syncd.coordination.participant import become
+from syncd.coordination.transfer import TrainerSide
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.layout import REMOTE_PATH
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncSettings,
+    Version,
+    must_wait_for_explorers,
+    unanswered,
+)
+from syncd.protocol.records import TrainerReport
+from syncd.storage.claims import collect_claims
+
+log = logging.getLogger(__name__)
+
+#: Writes a whole save of a step and moves the pointer: what trainer_hooks does.
+WriteStateDict = Callable[[Mapping[str, Any], int], object]
+
+
+class TrainerSynchronizer(Member[TrainerReport]):
+    """The one trainer of a job. See :class:`~syncd.coordination.member.Member`.
+
+    Args:
+        job_dir: the job directory.
+        name: the trainer's.
+        settings: when who syncs, and how long a wait takes.
+        memory_dir: the second job directory, where versions are (method ``memory``).
+        run_id: for its report; its session's by default.
+        world_size: how many ranks write a save.
+        writer: writes the state dict that :meth:`set_model_state_dict` is given.
+        seams: for tests.
+
+    Raises:
+        NameTakenError: there is a live trainer; to know may take a lease time.
+        JobUnavailableError: the job directory is missing or cannot be written.
+        InvalidSettingsError: the name cannot be part of a file name.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        name: str = "trainer",
+        *,
+        settings: SyncSettings | None = None,
+        memory_dir: str | Path | None = None,
+        run_id: str | None = None,
+        world_size: int = 1,
+        writer: WriteStateDict | None = None,
+        seams: Seams | None = None,
+    ) -> None:
+        super().__init__(
+            job_dir,
+            "trainer",
+            name,
+            settings=settings,
+            memory_dir=memory_dir,
+            seams=seams,
+            path=lambda layout: layout.trainer_report,
+            first=lambda session: TrainerReport(
+                run_id=run_id or session,
+                world_size=world_size,
+                status=RunningStatus.STOPPED.value,
+                name=name,
+                session=session,
+                time=0.0,
+            ),
+        )
+        collect_claims(self._storage, self._layout, self._me.session.lease_time)
+        self._writer = writer
+        self._transfer = TrainerSide(self._offers, self._roster, self._me)
+        self._asked: dict[tuple[str, str], int] = {}
+        self._answered: dict[tuple[str, str], int] = {}
+        self._saved_step: int | None = None
+
+    def set_trainer_status(self, status: RunningStatus) -> None:
+        """Say what this trainer does; ``stopped`` wakes all explorers that wait for it.
+
+        Raises:
+            InvalidTransitionError: the status cannot follow the one that it has.
+        """
+        become(self._me, status)
+
+    def explorer_requires_sync(self) -> bool:
+        """Whether a live explorer waits for a sync that this trainer has not answered yet.
+
+        What is seen here is answered by the next :meth:`set_model_state_dict`, transfer, or
+        :meth:`notify_no_new_model_state_dict`.
+        """
+        self._asked = {
+            # A hook that does not count asks once for as long as its status says so.
+            (one.name, one.session): max(1, one.requests)
+            for one in self._roster.explorers()
+            if one.status == RunningStatus.REQUIRE_SYNC.value
+        }
+        # Those who have left are not remembered for ever.
+        self._answered = {who: n for who, n in self._answered.items() if who in self._asked}
+        return bool(unanswered(self._asked, self._answered))
+
+    def begin_save(self, step: int) -> None:
+        """Announce a save before its first byte is written.
+
+        What lies at the step or above is then not for the pruner: a trainer that resumed at a lower
+        step is about to write it again.
+        """
+        self._me.update(step=step)
+        self._versions.announce(self._me.record)
+
+    def set_model_state_dict(
+        self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
+    ) -> None:
+        """Announce new weights, which the daemon then publishes; whoever asked is answered.
+
+        Args:
+            model_state_dict: a state dict, which is written by the ``writer``; None where the save
+                is on disk and the pointer names it; a remote path of a Tinker-style trainer.
+            trainer_step: the step that they are of.
+
+        Raises:
+            InvalidSettingsError: a state dict and no writer.
+            OSError: storage failed; nothing was announced.
+        """
+        asked = dict(self._asked)
+        self.begin_save(trainer_step)
+        if isinstance(model_state_dict, str):
+            self._write_remote_path(model_state_dict, trainer_step)
+        elif model_state_dict is not None:
+            if self._writer is None:
+                raise InvalidSettingsError(
+                    "a state dict cannot be written without a writer: construct the Synchronizer "
+                    "with one, or write the save by trainer_hooks and announce None"
+                )
+            self._writer(model_state_dict, trainer_step)
+        self._saved_step = trainer_step
+        self._answered |= asked
+
+    def _write_remote_path(self, remote_path: str, step: int) -> None:
+        self._versions.write_step(step, REMOTE_PATH, f"{remote_path}\n".encode())
+        self._versions.point(step)
+
+    def save_is_on_its_way(self) -> bool:
+        """Whether the daemon has neither published nor refused what was announced last.
+
+        Where the step was saved before, that save's outcome may be taken for this one's: explorers
+        then ask once more.
+        """
+        if self._saved_step is None:
+            return False
+        newest = self._versions.newest()
+        published = newest is not None and newest.step == self._saved_step
+        return not published and self._versions.outcome(self._saved_step) is None
+
+    def notify_no_new_model_state_dict(self) -> None:
+        """Tell the explorers that wait that nothing newer than what is published will come."""
+        me = self._me
+        me.update(nothing_new=me.record.nothing_new + 1)
+        self._answered |= self._asked
+
+    def wait_for_explorers(
+        self, timeout: float | None = None, *, cancel: Cancellation | None = None
+    ) -> bool:
+        """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
+
+        Args:
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Returns:
+            False where it lags still: the trainer goes on all the same.
+        """
+        if self.settings.max_explorer_lag is None:
+            return True
+        with self._wait(timeout, cancel) as wait:
+            while must_wait_for_explorers(self.settings, self._versions.newest(), self._served()):
+                if not wait.more():
+                    log.warning("the slowest explorer still lags; training goes on")
+                    return False
+        return True
+
+    def _served(self) -> list[Version | None]:
+        return [
+            None if one.sequence is None or one.step is None else Version(one.sequence, one.step)
+            for one in self._roster.explorers()
+            if one.status != RunningStatus.STOPPED.value
+        ]
+
+    def ready_to_nccl_sync(
+        self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None
+    ) -> int | None:
+        """Wait until all live explorers are ready for a transfer of a step's weights.
+
+        Promised: where one side gets the step all that live do, as long as their storage works.
+        Not promised: that one which dies right after takes part; a transfer needs a timeout of its
+        own. Nothing changes its version: :meth:`nccl_sync_succeeded` does.
+
+        Args:
+            step: the trainer's.
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Returns:
+            The step; None where they are not all ready in time, or none works.
+        """
+        with self._wait(timeout, cancel) as wait:
+            return self._transfer.agree(step, wait)
+
+    def nccl_sync_succeeded(self) -> None:
+        """Say that the weights have left: whoever asked is answered."""
+        self._answered |= self._asked
+
+    def _point(self, step: int) -> None:
+        self.begin_save(step)
+        super()._point(step)
+
+    def _worth_a_look(self) -> dict[Path, frozenset[str]]:
+        reports = (self._layout.explorer(one.name).name for one in self._roster.explorers())
+        return super()._worth_a_look() | {self._layout.explorers: frozenset(reports)}

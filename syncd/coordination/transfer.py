@@ -1,0 +1,230 @@
+"""Agreeing on a transfer of weights (``nccl``): all registered explorers take part, or nobody does.
+
+The trainer makes an offer that names every live explorer; each joins by saying so in its own
+report; once all have, the trainer decides it. The decision is one file that is made exclusively, so
+that whoever gives up first and the trainer cannot both be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Literal
+
+from syncd.coordination.participant import Participant, back_to_running, become
+from syncd.coordination.roster import Roster
+from syncd.coordination.waiting import Wait
+from syncd.protocol.errors import RecordError
+from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.participants import Member, Offer, Verdict
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import ExplorerReport, TrainerReport, encode, parse
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+Decision = Literal["go", "off"]
+_VERDICT = ".verdict"
+
+
+class Offers:
+    """The offers of a job, and what became of them."""
+
+    def __init__(self, storage: Storage, layout: JobLayout) -> None:
+        self._storage = storage
+        self._layout = layout
+
+    def current(self) -> Offer | None:
+        """The offer that was made last; None where there is none, or none that can be read."""
+        path = self._layout.offer
+        try:
+            return parse(Offer, self._storage.read(path), path)
+        except RecordError as error:
+            log.warning("%s", error)
+            return None
+        except OSError as error:
+            if is_gone(error):
+                return None
+            raise
+
+    def make(self, session: str, step: int, members: tuple[Member, ...]) -> Offer:
+        """Make an offer; the verdicts of earlier ones are removed."""
+        folder = self._layout.offer.parent
+        self._storage.make_folder(folder, below=self._layout.state)
+        for name in self._storage.names(folder):
+            if name.endswith(_VERDICT):
+                self._storage.unlink_if_there(folder / name)
+        offer = Offer(offer=secrets.token_hex(6), session=session, step=step, members=members)
+        self.put(offer)
+        return offer
+
+    def put(self, offer: Offer) -> None:
+        """Write the offer; the trainer alone does."""
+        self._storage.replace(self._layout.offer, encode(offer), room=self._layout.drafts)
+
+    def decide(self, offer: str, wish: Decision, session: str) -> Decision:
+        """Decide an offer, or learn how it was decided before: the first decision counts."""
+        path = self._layout.verdict(offer)
+        draft = self._layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
+        try:
+            self._storage.write_new(draft, encode(Verdict(verdict=wish, session=session)))
+            self._storage.link(draft, path)
+        except FileExistsError:
+            return self._verdict(path)
+        finally:
+            self._storage.unlink_if_there(draft)
+        self._storage.sync_folder(path.parent)
+        return wish
+
+    def _verdict(self, path: Path) -> Decision:
+        try:
+            return parse(Verdict, self._storage.read(path), path).verdict
+        except OSError as error:
+            if is_gone(error):
+                return "off"  # the trainer has made another offer since
+            raise
+
+
+class TrainerSide:
+    """Makes an offer and decides it.
+
+    Args:
+        offers: of the job.
+        roster: who must join.
+        me: the trainer.
+    """
+
+    def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
+        self._offers = offers
+        self._roster = roster
+        self._me = me
+        self._open: Offer | None = None
+
+    def agree(self, step: int, wait: Wait) -> int | None:
+        """Wait until all live explorers have joined; the step, or None where they do not."""
+        become(self._me, RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING)
+        try:
+            while True:
+                working = self._working()
+                if not working:
+                    log.warning("no explorer works: nothing is transferred at step %d", step)
+                    return None
+                if self._try(step, working):
+                    return step
+                if not wait.more():
+                    late = [one.name for one in working if not self._has_joined(one)]
+                    log.error("not ready for a transfer in time: %s", ", ".join(late) or "unknown")
+                    return None
+        finally:
+            try:
+                self._withdraw()
+            finally:
+                back_to_running(self._me)
+
+    def _working(self) -> list[ExplorerReport]:
+        self._roster.refresh()
+        stopped = RunningStatus.STOPPED.value
+        return [one for one in self._roster.explorers() if one.status != stopped]
+
+    def _try(self, step: int, working: list[ExplorerReport]) -> bool:
+        """One look; whether the transfer takes place."""
+        members = tuple(Member(name=one.name, session=one.session) for one in working)
+        waiting = all(one.status == RunningStatus.REQUIRE_SYNC.value for one in working)
+        if self._open is not None and (self._open.members != members or not waiting):
+            self._withdraw()  # one has died or left, or another has come: all over again
+        if not waiting:
+            return False
+        if self._open is None:
+            self._open = self._offers.make(self._me.session.id, step, members)
+        if not all(map(self._has_joined, working)):
+            return False
+        return self._decide(self._open, "go") == "go"
+
+    def _has_joined(self, explorer: ExplorerReport) -> bool:
+        return self._open is not None and explorer.joined == self._open.offer
+
+    def _withdraw(self) -> None:
+        """Call the open offer off, if there is one."""
+        if self._open is not None:
+            self._decide(self._open, "off")
+
+    def _decide(self, offer: Offer, wish: Decision) -> Decision:
+        """Decide the open offer, unless an explorer that has left did before."""
+        self._open = None
+        decided = self._offers.decide(offer.offer, wish, self._me.session.id)
+        try:
+            # What counts is decided; this lets those who wait know of it without looking for a file
+            # that their client may remember as not there.
+            self._offers.put(offer.model_copy(update={"decided": decided}))
+        except OSError as error:
+            log.warning("who waits for a transfer learns at its deadline: %s", error)
+        return decided
+
+
+class ExplorerSide:
+    """Joins an offer, and gives up where it comes to nothing.
+
+    Args:
+        offers: of the job.
+        roster: tells whether the trainer works.
+        me: the explorer.
+    """
+
+    def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
+        self._offers = offers
+        self._roster = roster
+        self._me = me
+        self._over: set[str] = set()
+
+    def agree(self, wait: Wait) -> int | None:
+        """Wait for an offer and join it; its step, or None where nothing is transferred."""
+        requests = self._me.record.requests + 1
+        become(self._me, RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, requests=requests)
+        joined: Offer | None = None
+        called_off = False
+        try:
+            while True:
+                trainer = self._roster.trainer_status()
+                offer = self._offers.current()
+                if joined is not None and offer is not None and offer.offer != joined.offer:
+                    # It was called off, as far as its trainer goes; or another trainer has come.
+                    if (step := self._leave(joined)) is not None:
+                        return step
+                    joined = None
+                if joined is None and offer is not None and self._concerns_us(offer):
+                    joined = offer  # first: what is said may arrive, though an error is all we get
+                    self._me.update(joined=offer.offer)
+                elif joined is not None and offer is not None and offer.decided is not None:
+                    self._over.add(joined.offer)
+                    if offer.decided == "go":
+                        return joined.step
+                    joined, called_off = None, True
+                if trainer is RunningStatus.STOPPED:
+                    log.warning("the trainer has stopped: nothing is transferred")
+                    break
+                if called_off and joined is None and trainer is RunningStatus.RUNNING:
+                    break  # it has given up, and not begun again with those who are left
+                if not wait.more():
+                    log.error("the trainer was not ready for a transfer in time")
+                    break
+            return self._leave(joined)
+        except BaseException:
+            self._leave(joined)
+            raise
+        finally:
+            back_to_running(self._me, joined=None)
+
+    def _concerns_us(self, offer: Offer) -> bool:
+        """Whether an offer is open, and made to us."""
+        us = Member(name=self._me.record.name, session=self._me.session.id)
+        return offer.decided is None and offer.offer not in self._over and us in offer.members
+
+    def _leave(self, joined: Offer | None) -> int | None:
+        """Give up; but where it was decided just before, take part."""
+        if joined is None or joined.offer in self._over:
+            return None
+        self._over.add(joined.offer)
+        decided = self._offers.decide(joined.offer, "off", self._me.session.id)
+        return joined.step if decided == "go" else None

@@ -1,0 +1,406 @@
+"""Trainers and explorers on one job, each a process, with a real daemon between them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
+from syncd.protocol.errors import NameTakenError, ProtocolMismatchError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.policy import RunningStatus, SyncSettings
+from syncd.protocol.records import ExplorerReport, parse
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from tests.multiprocess.processes import (
+    DEADLINE,
+    ENVIRONMENT,
+    LEASE_TIME,
+    Daemon,
+    latest,
+    wait_for_step,
+    wait_until,
+)
+
+RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
+DAY = 86400.0
+#: What takes a few polls of half a second, five times over.
+SOON = 10.0
+
+
+class Process:
+    """A participant as a process; what it says is kept. Leaving the block ends it, by pid."""
+
+    def __init__(self, role: str, job: Path, name: str, **options: Any) -> None:
+        settings = options.pop("settings", {})
+        flags = [
+            f"--{key.replace('_', '-')}" if value is True else f"--{key.replace('_', '-')}={value}"
+            for key, value in options.items()
+        ]
+        self.name = name
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.multiprocess.participants", role, f"--job={job}",
+             f"--name={name}", f"--settings={json.dumps(settings)}", *flags],
+            stdout=subprocess.PIPE,
+            env=ENVIRONMENT,
+        )  # fmt: skip
+        self.said: list[dict[str, Any]] = []
+        self._heard = threading.Condition()
+        self._listener = threading.Thread(target=self._listen)
+        self._listener.start()
+
+    def wait_for(self, event: str, deadline: float = DEADLINE, **more: object) -> dict[str, Any]:
+        """Wait until it has said something."""
+
+        def found() -> dict[str, Any] | None:
+            wanted = {"event": event, **more}.items()
+            return next((line for line in self.said if wanted <= line.items()), None)
+
+        with self._heard:
+            assert self._heard.wait_for(found, deadline), (
+                f"{self.name}: {event} {more}: {self.said}"
+            )
+            line = found()
+            assert line is not None
+            return line
+
+    def end(self, deadline: float = DEADLINE) -> None:
+        """Wait until it has ended, and well."""
+        assert self._process.wait(deadline) == 0, f"{self.name}: {self.said}"
+        self._listener.join(DEADLINE)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(DEADLINE)
+
+    def all(self, event: str, key: str) -> list[Any]:
+        return [line[key] for line in self.said if line["event"] == event]
+
+    def waits(self) -> list[float]:
+        """Seconds from each rollout that was followed by a pull to the end of that pull."""
+        pairs = zip(self.said, self.said[1:], strict=False)
+        return [
+            later["at"] - line["at"]
+            for line, later in pairs
+            if line["event"] == "rolled out" and later["event"] in {"pulled", "nothing"}
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._listener.join(DEADLINE)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
+            for line in lines:
+                with self._heard:
+                    self.said.append(json.loads(line))
+                    self._heard.notify_all()
+
+
+@pytest.fixture
+def started() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def report(job: Path, name: str) -> ExplorerReport | None:
+    path = JobLayout(job).explorer(name)
+    return parse(ExplorerReport, path.read_bytes(), path) if path.exists() else None
+
+
+def requires(job: Path, name: str) -> bool:
+    found = report(job, name)
+    return found is not None and found.status == "require_sync"
+
+
+# -- 2: those who end, stop or die -----------------------------------------------------------------
+
+
+def test_an_explorer_that_finishes_early_does_not_block_the_trainer(
+    job: Path, started: ExitStack
+) -> None:
+    settings = {"style": "explorer_driven", "max_explorer_lag": 0, "sync_timeout": 3600}
+    started.enter_context(Daemon(job))
+    early = started.enter_context(
+        Process("explorer", job, "early", settings=settings, steps=2, seconds=0.1)
+    )
+    other = started.enter_context(
+        Process("explorer", job, "other", settings=settings, last_step=8, seconds=0.1)
+    )
+    early.wait_for("ready")
+    other.wait_for("ready")
+    trainer = started.enter_context(
+        Process("trainer", job, "trainer", settings=settings, steps=8, seconds=0.2)
+    )
+    trainer.wait_for("finished")
+    for process in (early, trainer, other):
+        process.end()
+    assert other.all("pulled", "step")[-1] == 8
+
+
+def test_a_trainer_that_stops_wakes_waiting_explorers_at_once(
+    job: Path, started: ExitStack
+) -> None:
+    with TrainerSynchronizer(job) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        explorers = [
+            started.enter_context(Process("explorer", job, name, steps=1)) for name in ("a", "b")
+        ]
+        for one in explorers:
+            wait_until(lambda one=one: requires(job, one.name), f"{one.name} waits")
+        assert trainer.get_explorer_status_counts()[REQUIRE_SYNC] == 2
+        begun = time.monotonic()
+        trainer.set_trainer_status(STOPPED)
+        for one in explorers:
+            one.wait_for("nothing", SOON)
+            one.end()
+        assert time.monotonic() - begun < SOON
+        assert trainer.get_explorer_status_counts()[STOPPED] == 2
+
+
+def test_an_explorer_that_is_killed_while_it_waits_is_not_counted_a_lease_later(
+    job: Path, started: ExitStack
+) -> None:
+    settings = SyncSettings(style="explorer_driven", max_explorer_lag=0)  # type: ignore[arg-type] # as from a file
+    with TrainerSynchronizer(job, settings=settings) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        explorer = started.enter_context(Process("explorer", job, "doomed", steps=1))
+        wait_until(trainer.explorer_requires_sync, "it asks")
+        explorer.kill()
+        begun = time.monotonic()
+        wait_until(
+            lambda: trainer.get_explorer_status_counts() == dict.fromkeys(RunningStatus, 0),
+            "it is not counted any more",
+        )
+        assert time.monotonic() - begun < 5 * LEASE_TIME
+        assert not trainer.explorer_requires_sync()
+        assert trainer.wait_for_explorers()
+        assert trainer.ready_to_nccl_sync(1) is None  # and not after an hour
+        assert trainer.all_modules_gone()
+
+
+def test_a_trainer_that_is_killed_wakes_explorers_a_lease_later(
+    job: Path, started: ExitStack
+) -> None:
+    trainer = started.enter_context(Process("trainer", job, "trainer", steps=9, seconds=60))
+    trainer.wait_for("ready")
+    explorer = started.enter_context(Process("explorer", job, "e", steps=1))
+    wait_until(lambda: requires(job, "e"), "it waits")
+    trainer.kill()
+    explorer.wait_for("nothing", 5 * LEASE_TIME)
+    explorer.end()
+
+
+# -- 6: clocks -------------------------------------------------------------------------------------
+
+
+def test_clocks_that_are_a_day_apart_change_nothing(job: Path, started: ExitStack) -> None:
+    settings = {"style": "explorer_driven", "sync_timeout": 3600}
+    started.enter_context(Daemon(job))
+    options: dict[str, Any] = {"settings": settings, "last_step": 4, "seconds": 0.1}
+    explorers = [
+        started.enter_context(
+            Process("explorer", job, f"e{number}", clock_offset=offset, **options)
+        )
+        for number, offset in enumerate((-DAY, DAY))
+    ]
+    trainer = started.enter_context(
+        Process("trainer", job, "trainer", settings=settings, steps=4, seconds=0.3,
+                clock_offset=7 * DAY)
+    )  # fmt: skip
+    for process in (trainer, *explorers):
+        process.end()
+    for one in explorers:
+        assert one.all("pulled", "step")[-1] == 4
+        assert max(one.waits()) < SOON
+
+
+def test_a_day_apart_the_dead_are_dead_and_the_living_live(job: Path, started: ExitStack) -> None:
+    with TrainerSynchronizer(job) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        doomed, lives = (
+            started.enter_context(Process("explorer", job, name, steps=1, clock_offset=offset))
+            for name, offset in (("doomed", DAY), ("lives", -DAY))
+        )
+        for name in ("doomed", "lives"):
+            wait_until(lambda name=name: requires(job, name), f"{name} waits")
+        doomed.kill()
+        wait_until(lambda: trainer.get_explorer_status_counts()[REQUIRE_SYNC] == 1, "one is left")
+        assert [one.name for one in trainer.modules() if one.role == "explorer"] == ["lives"]
+        trainer.set_trainer_status(STOPPED)
+        lives.end()
+
+
+# -- 7: other protocols, and what the dead leave ---------------------------------------------------
+
+
+def test_a_record_of_a_newer_protocol_is_refused_and_an_older_one_is_read(
+    job: Path, started: ExitStack
+) -> None:
+    path = JobLayout(job).explorer("other")
+    with TrainerSynchronizer(job) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        started.enter_context(Process("explorer", job, "ours", steps=1))
+        wait_until(trainer.explorer_requires_sync, "it asks")
+        told = json.loads(JobLayout(job).explorer("ours").read_bytes())
+        older = {key: told[key] for key in ("name", "session", "status", "time")}
+        path.write_text(json.dumps({**older, "protocol": 0}))
+        assert trainer.get_explorer_status_counts()[REQUIRE_SYNC] == 2
+        path.write_text(json.dumps({**told, "protocol": 2}))
+        with pytest.raises(ProtocolMismatchError, match=r"other\.json is of protocol 2.*install"):
+            trainer.get_explorer_status_counts()
+        path.unlink()
+        trainer.set_trainer_status(STOPPED)
+
+
+def test_a_dead_explorers_name_is_free_a_lease_later_and_a_live_ones_is_refused(
+    job: Path, started: ExitStack
+) -> None:
+    with TrainerSynchronizer(job) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        first = started.enter_context(Process("explorer", job, "e", steps=1))
+        wait_until(lambda: requires(job, "e"), "it waits")
+        with pytest.raises(NameTakenError, match="explorer 'e' works"):
+            ExplorerSynchronizer(job, "e")
+        with pytest.raises(NameTakenError, match="trainer 'another' works"):
+            TrainerSynchronizer(job, "another")
+        first.kill()
+        second = started.enter_context(Process("explorer", job, "e", steps=1))
+        second.wait_for("ready", 5 * LEASE_TIME)
+        wait_until(trainer.explorer_requires_sync, "it counts")
+        assert trainer.get_explorer_status_counts()[REQUIRE_SYNC] == 1
+        trainer.set_trainer_status(STOPPED)
+        second.end()
+    assert os.listdir(JobLayout(job).claims) == []
+
+
+# -- 1: every style and method ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", ["fixed", "explorer_driven", "trainer_driven", "fully_async"])
+@pytest.mark.parametrize("method", ["checkpoint", "memory"])
+def test_two_explorers_of_different_speed_end_with_the_newest_version(
+    job: Path, tmp_path: Path, started: ExitStack, method: str, style: str
+) -> None:
+    options: dict[str, Any] = {
+        "settings": {
+            "style": style,
+            "method": method,
+            "sync_interval": 1 if style == "explorer_driven" else 2,
+            "sync_timeout": 3600,
+        }
+    }
+    weights = job
+    if method == "memory":
+        weights = options["memory"] = tmp_path / "memory"
+        weights.mkdir()
+        open_job(Storage(), JobLayout(weights), lease_time=LEASE_TIME)
+    started.enter_context(Daemon(weights))
+    explorers = [
+        started.enter_context(
+            Process("explorer", job, name, last_step=8, seconds=seconds, **options)
+        )
+        for name, seconds in (("fast", 0.1), ("slow", 0.5))
+    ]
+    for one in explorers:
+        one.wait_for("ready")
+    trainer = started.enter_context(
+        Process("trainer", job, "trainer", steps=8, seconds=0.3, **options)
+    )
+    trainer.end()
+    saved = trainer.all("saved", "step")
+    for one in explorers:
+        one.end()
+        sequences = one.all("pulled", "sequence")
+        assert sequences == sorted(set(sequences))
+        assert one.all("pulled", "step")[-1] == 8
+        # The longest that a wait need be is two steps and a merge.
+        assert max(one.waits(), default=0.0) < SOON
+    found = latest(weights)
+    assert found is not None
+    assert found.step == 8
+    if style == "explorer_driven":
+        # Never twice for one request; and once in the end, which nobody has to ask for.
+        asked = sum(one.requests for name in ("fast", "slow") if (one := report(job, name)))
+        assert len(saved) <= asked + 1
+        assert saved == sorted(set(saved))
+    else:
+        assert saved == [2, 4, 6, 8]
+
+
+# -- 3, 4, 5 ---------------------------------------------------------------------------------------
+
+
+def test_an_explorer_that_comes_late_converges_without_the_trainer(
+    job: Path, started: ExitStack
+) -> None:
+    settings = {"sync_interval": 8, "sync_timeout": 3600}
+    started.enter_context(Daemon(job))
+    options: dict[str, Any] = {"settings": settings, "steps": 8, "seconds": 0.05}
+    first = started.enter_context(Process("explorer", job, "first", **options))
+    first.wait_for("ready")
+    trainer = started.enter_context(Process("trainer", job, "trainer", **options))
+    trainer.end()
+    wait_for_step(job, 8)
+    # The trainer is gone; and one that is busy with a step of its own helps nobody either.
+    busy = started.enter_context(
+        Process("trainer", job, "busy", settings=settings, first_step=9, steps=1, seconds=3600)
+    )
+    busy.wait_for("ready")
+    late = started.enter_context(Process("explorer", job, "late", **options))
+    late.end()
+    assert late.all("pulled", "step") == [8]
+    first.end()
+
+
+def test_explorers_move_on_to_the_newer_sequence_when_the_trainer_resumes_lower(
+    job: Path, started: ExitStack
+) -> None:
+    started.enter_context(Daemon(job))
+    explorer = started.enter_context(
+        Process("explorer", job, "e", last_step=6, seconds=0.05, settings={"sync_timeout": 3600})
+    )
+    first = started.enter_context(Process("trainer", job, "t", steps=9, seconds=0.3))
+    explorer.wait_for("pulled", step=4)
+    first.kill()
+    again = started.enter_context(Process("trainer", job, "t", first_step=3, steps=4, seconds=0.5))
+    again.end()
+    explorer.end()
+    pulled = list(
+        zip(explorer.all("pulled", "sequence"), explorer.all("pulled", "step"), strict=True)
+    )
+    sequences = [sequence for sequence, _ in pulled]
+    assert sequences == sorted(set(sequences))
+    steps = [step for _, step in pulled]
+    assert any(later <= step for step, later in itertools.pairwise(steps))
+    assert steps[-1] == 6
+
+
+def test_the_step_ahead_pipeline(job: Path, started: ExitStack) -> None:
+    settings = {"sync_offset": 1, "sync_interval": 2, "sync_timeout": 3600}
+    started.enter_context(Daemon(job))
+    options: dict[str, Any] = {"settings": settings, "pipeline": True, "seconds": 0.05}
+    trainer = started.enter_context(Process("trainer", job, "trainer", steps=4, **options))
+    trainer.wait_for("ready")
+    explorer = started.enter_context(Process("explorer", job, "e", steps=5, **options))
+    trainer.end()
+    explorer.end()
+    assert trainer.all("saved", "step") == [2, 4]
+    # Steps 1 to 3 are rolled out with what there was at the beginning, 4 and 5 with step 2.
+    assert explorer.all("rolled out", "with_step")[3:] == [2, 2]
+    assert explorer.all("pulled", "step")[0] == 2

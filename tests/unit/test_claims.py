@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from syncd.protocol.errors import NameTakenError
+from syncd.storage.claims import HeldName, collect_claims, read_claim
+from syncd.storage.leases import Session
+from tests.jobs import LEASE_TIME, Job
+from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
+
+pytestmark = pytest.mark.lagging
+
+
+class Heartbeat(Session):
+    """A session that a test lets beat."""
+
+    def __init__(self, job: Job, name: str) -> None:
+        self.id, self.lease_time = name, LEASE_TIME
+        self.path = job.layout.session(name)
+        self.path.write_bytes(b"")
+
+    def beat(self) -> None:
+        status = self.path.stat()
+        os.utime(self.path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def take(
+    job: Job, session: Session, clock: Clock, *, beating: Heartbeat | None = None, name: str = "x"
+) -> HeldName:
+    def pause(seconds: float) -> None:
+        clock.advance(seconds)
+        if beating is not None:
+            beating.beat()
+
+    storage = job.hosts.storage()
+    return HeldName.take(storage, job.layout, "explorer", name, session, clock=clock, pause=pause)
+
+
+def holder(job: Job, name: str = "x") -> str | None:
+    return read_claim(job.storage, job.layout.claim("explorer", name))
+
+
+def test_a_live_participants_name_is_refused_within_a_lease(job: Job, clock: Clock) -> None:
+    first = Heartbeat(job, "first")
+    take(job, first, clock)
+    begun = clock.now
+    with pytest.raises(NameTakenError, match=r"explorer 'x' works in .* \(session first\)"):
+        take(job, Heartbeat(job, "second"), clock, beating=first)
+    assert clock.now - begun <= LEASE_TIME
+    assert holder(job) == "first"
+    take(job, Heartbeat(job, "third"), clock, name="y")
+
+
+def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
+    job: Job, clock: Clock
+) -> None:
+    take(job, Heartbeat(job, "first"), clock)
+    begun = clock.now
+    take(job, Heartbeat(job, "second"), clock)
+    assert LEASE_TIME <= clock.now - begun <= 2 * LEASE_TIME
+    assert holder(job) == "second"
+    assert not [path for path in job.layout.claims.iterdir() if "broken" in path.name]
+    assert job.leftovers() == []
+
+
+def test_a_name_whose_session_is_gone_is_taken_soon(job: Job, clock: Clock) -> None:
+    first = Heartbeat(job, "first")
+    take(job, first, clock)
+    first.path.unlink()
+    job.hosts.settle()
+    begun = clock.now
+    take(job, Heartbeat(job, "second"), clock)
+    assert clock.now - begun < LEASE_TIME
+    assert holder(job) == "second"
+
+
+def test_a_name_that_was_given_up_is_free_at_once(job: Job, clock: Clock) -> None:
+    take(job, Heartbeat(job, "first"), clock).release()
+    begun = clock.now
+    take(job, Heartbeat(job, "second"), clock)
+    assert clock.now == begun
+
+
+def test_a_marker_that_says_nothing_is_broken_after_a_lease(job: Job, clock: Clock) -> None:
+    job.layout.claims.mkdir()
+    job.layout.claim("explorer", "x").write_bytes(b"{")
+    take(job, Heartbeat(job, "second"), clock)
+    assert holder(job) == "second"
+
+
+def test_what_can_be_no_marker_is_refused_and_named(job: Job, clock: Clock) -> None:
+    job.layout.claim("explorer", "x").mkdir(parents=True)
+    with pytest.raises(NameTakenError, match=r"remove .*claims/explorer\.x"):
+        take(job, Heartbeat(job, "second"), clock)
+
+
+def test_a_job_has_one_trainer_whatever_its_name_is(job: Job, clock: Clock) -> None:
+    assert job.layout.claim("trainer", "a") == job.layout.claim("trainer", "b")
+    assert job.layout.claim("explorer", "trainer") != job.layout.claim("trainer", "trainer")
+    take(job, Heartbeat(job, "explorer"), clock, name="trainer")
+
+
+def test_who_lost_the_name_is_told(job: Job, clock: Clock) -> None:
+    first = take(job, Heartbeat(job, "first"), clock)
+    first.check()
+    take(job, Heartbeat(job, "second"), clock)
+    job.hosts.settle()
+    with pytest.raises(NameTakenError, match="is now of session second"):
+        first.check()
+    first.release()
+    assert holder(job) == "second"
+
+
+def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: Job, clock: Clock) -> None:
+    first = take(job, Heartbeat(job, "first"), clock)
+    job.layout.claim("explorer", "x").unlink()
+    job.hosts.settle()
+    first.check()
+    assert holder(job) == "first"
+
+
+def test_a_claim_that_another_broke_and_took_at_the_last_moment_is_not_broken(
+    job: Job, clock: Clock, tmp_path: Path
+) -> None:
+    take(job, Heartbeat(job, "first"), clock)
+    path = job.layout.claim("explorer", "x")
+    third = Heartbeat(job, "third")
+
+    def take_it(*_: object) -> None:
+        path.rename(tmp_path / "broken by the third")
+        take(job, third, Clock())
+
+    storage = RuledStorage(once("rename", take_it, where="claims/explorer.x"))
+
+    def pause(seconds: float) -> None:
+        clock.advance(seconds)
+        third.beat()
+
+    with pytest.raises(NameTakenError, match="session third"):
+        HeldName.take(
+            storage, job.layout, "explorer", "x", Heartbeat(job, "second"), clock=clock,
+            pause=pause,
+        )  # fmt: skip
+    assert holder(job) == "third"
+
+
+def test_a_claim_whose_answer_was_lost_is_ours(job: Job, clock: Clock) -> None:
+    class LinkAnswerLost(AnswerLost):
+        def link(self, source: Path, target: Path) -> None:
+            super().link(source, target)
+            raise FileExistsError(str(target))
+
+    held = HeldName.take(
+        LinkAnswerLost(), job.layout, "explorer", "x", Heartbeat(job, "first"), clock=clock
+    )
+    held.check()
+
+
+@pytest.mark.local_only("threads would share the clock of the lagging hosts")
+def test_of_many_that_want_a_name_one_has_it(job: Job) -> None:
+    got: list[str] = []
+    sessions = [Heartbeat(job, f"s{number}") for number in range(8)]
+    start = threading.Barrier(len(sessions))
+
+    def want(session: Heartbeat) -> None:
+        mine = Clock()
+
+        def pause(seconds: float) -> None:
+            mine.advance(seconds)
+            for other in sessions:
+                other.beat()
+
+        start.wait(60)
+        try:
+            HeldName.take(
+                job.hosts.storage(), job.layout, "explorer", "x", session, clock=mine, pause=pause
+            )
+        except NameTakenError:
+            return
+        got.append(session.id)
+
+    threads = [threading.Thread(target=want, args=[session]) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert got == [holder(job)]
+
+
+def test_claims_of_sessions_that_are_gone_are_collected_and_no_others(
+    job: Job, clock: Clock
+) -> None:
+    gone, lives = Heartbeat(job, "gone"), Heartbeat(job, "lives")
+    take(job, gone, clock, name="a")
+    take(job, lives, clock, name="b")
+    aside = job.layout.claim("explorer", "a").with_name("explorer.a.broken-012345")
+    os.link(job.layout.claim("explorer", "a"), aside)
+    gone.path.unlink()
+    collect_claims(job.hosts.storage(), job.layout, LEASE_TIME)
+    assert [path.name for path in job.layout.claims.iterdir()] == ["explorer.b"]
+
+
+@pytest.mark.local_only("each call fails once, whatever its client believes")
+@pytest.mark.parametrize("method", [*CHANGES, "open_read", "status"])
+def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
+    job: Job, clock: Clock, method: str
+) -> None:
+    first, second = Heartbeat(job, "first"), Heartbeat(job, "second")
+    for nth in range(4):
+        storage = RuledStorage()
+        seen = 0
+
+        def fail(called: str, _: tuple[object, ...], nth: int = nth) -> None:
+            nonlocal seen
+            seen += called == method
+            if called == method and seen == nth + 1:
+                raise OSError(errno.EIO, "it failed")
+
+        storage.rules.append(fail)
+        with suppress(OSError):
+            HeldName.take(storage, job.layout, "explorer", "x", first, clock=clock)
+        held = take(job, first, clock)
+        with pytest.raises(NameTakenError):
+            take(job, second, clock, beating=first)
+        held.check()
+        held.release()
+        assert holder(job) is None
+        assert job.leftovers() == [] or method == "unlink"

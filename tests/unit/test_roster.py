@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from syncd.coordination.roster import Roster
+from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import ExplorerReport, TrainerReport, encode
+from tests.jobs import LEASE_TIME, Job
+from tests.lagging import LaggingHosts
+from tests.storages import Clock, RuledStorage, refuse
+
+SLICE = LEASE_TIME / 32
+
+
+class Explorers:
+    """Explorers as files, that a test lets beat."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def say(self, name: str, status: str = "running", **more: object) -> None:
+        report = ExplorerReport.model_validate(
+            {"name": name, "session": f"s-{name}", "status": status, "time": 0.0, **more}
+        )
+        self.job.put(self.job.layout.explorer(name), encode(report))
+
+    def beat(self, name: str) -> None:
+        path = self.job.layout.session(f"s-{name}")
+        at = path.stat().st_mtime_ns + 1 if path.exists() else 1
+        path.touch()
+        os.utime(path, ns=(at, at))
+
+    def come(self, *names: str, status: str = "running") -> None:
+        for name in names:
+            self.beat(name)
+            self.say(name, status)
+
+
+@pytest.fixture
+def explorers(job: Job) -> Explorers:
+    return Explorers(job)
+
+
+@pytest.fixture
+def roster(job: Job, clock: Clock) -> Roster:
+    return Roster(job.storage, job.layout, LEASE_TIME, clock=clock, background=False)
+
+
+def names(roster: Roster) -> set[str]:
+    return {one.name for one in roster.explorers()}
+
+
+def watch(roster: Roster, clock: Clock, seconds: float, *beating: str, among: Explorers) -> None:
+    for _ in range(round(seconds / SLICE)):
+        clock.advance(SLICE)
+        for name in beating:
+            among.beat(name)
+        roster.look_at_slice()
+
+
+def test_the_dead_are_not_counted_a_lease_time_later_and_the_living_are(
+    roster: Roster, explorers: Explorers, clock: Clock
+) -> None:
+    explorers.come("a", "b", status="require_sync")
+    explorers.come("c")
+    counts = {RunningStatus.RUNNING: 1, RunningStatus.REQUIRE_SYNC: 2, RunningStatus.STOPPED: 0}
+    assert roster.explorer_counts() == counts
+    watch(roster, clock, LEASE_TIME * 0.7, "b", "c", among=explorers)
+    assert names(roster) == {"a", "b", "c"}
+    watch(roster, clock, LEASE_TIME * 0.8, "b", "c", among=explorers)
+    assert names(roster) == {"b", "c"}
+    explorers.beat("a")  # a pause of the host, and it goes on
+    watch(roster, clock, LEASE_TIME / 3, "b", "c", among=explorers)
+    assert names(roster) == {"a", "b", "c"}
+
+
+def test_one_without_a_heartbeat_is_gone_at_once_unless_it_said_that_it_stopped(
+    roster: Roster, explorers: Explorers, job: Job
+) -> None:
+    explorers.come("a", "b")
+    explorers.say("b", "stopped")
+    for name in ("a", "b"):
+        job.layout.session(f"s-{name}").unlink()
+    assert names(roster) == {"b"}
+    assert roster.explorer_counts()[RunningStatus.STOPPED] == 1
+
+
+def test_hundreds_are_judged_in_slices(explorers: Explorers, job: Job, clock: Clock) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, LEASE_TIME, clock=clock, background=False)
+    everyone = [f"e{number}" for number in range(200)]
+    explorers.come(*everyone)
+    assert len(roster.explorers()) == 200
+    most = 0
+    for _ in range(64):
+        storage.calls.clear()
+        clock.advance(SLICE)
+        roster.look_at_slice()
+        most = max(most, storage.count("open_read", job.layout.sessions))
+    assert 0 < most <= 200 / 8 + 1
+    assert names(roster) == set()
+
+
+def test_unchanged_reports_are_not_parsed_again(explorers: Explorers, job: Job) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    explorers.come("a", "b")
+    for _ in range(2):
+        roster.explorers()
+    storage.calls.clear()
+    roster.explorers()
+    assert storage.count("open_read", job.layout.explorers) == 2
+    assert not [name for name, _ in storage.calls if name == "pread"]
+    explorers.say("a", "require_sync")
+    assert roster.explorer_counts()[RunningStatus.REQUIRE_SYNC] == 1
+
+
+def test_a_newer_protocol_is_a_clear_error_and_an_older_record_is_read(
+    roster: Roster, explorers: Explorers, job: Job
+) -> None:
+    explorers.come("a")
+    path = job.layout.explorer("a")
+    told = json.loads(path.read_bytes())
+    job.put(path, json.dumps({**told, "protocol": 0}).encode())
+    assert names(roster) == {"a"}
+    old = {key: told[key] for key in ("name", "session", "status", "time")}
+    job.put(path, json.dumps(old).encode())
+    assert roster.explorers()[0].requests == 0
+    job.put(path, json.dumps({**told, "protocol": 2, "status": "dreaming"}).encode())
+    with pytest.raises(ProtocolMismatchError, match=r"explorers/a\.json is of protocol 2"):
+        roster.explorers()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"name": "a"}'])
+def test_a_report_that_cannot_be_read_hides_nobody_else(
+    roster: Roster, explorers: Explorers, job: Job, content: bytes
+) -> None:
+    explorers.come("a", "b")
+    job.put(job.layout.explorer("a"), content)
+    (job.layout.explorers / ".tmp-c.json-1").write_bytes(b"half")
+    os.symlink("b.json", job.layout.explorer("d"))
+    job.layout.explorer("e").mkdir()
+    assert names(roster) == {"b"}
+
+
+def test_storage_that_does_not_answer_is_no_death(
+    explorers: Explorers, job: Job, clock: Clock
+) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, LEASE_TIME, clock=clock, background=False)
+    explorers.come("a")
+    assert names(roster) == {"a"}
+    storage.rules.append(refuse("open_read", errno.EIO, where="sessions"))
+    refused = 0
+    for _ in range(3 * 32):
+        clock.advance(SLICE)
+        try:
+            roster.look_at_slice()
+        except OSError:
+            refused += 1
+    assert refused
+    storage.rules.clear()
+    assert names(roster) == {"a"}
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_job_that_is_unmounted_has_lost_nobody(
+    roster: Roster, explorers: Explorers, job: Job, clock: Clock, empty: bool
+) -> None:
+    explorers.come("a", "t")
+    trainer(job, "running", "s-t")
+    assert names(roster) == {"a", "t"}
+    assert roster.trainer_status() is RunningStatus.RUNNING
+    root, away = job.layout.root, job.layout.root.with_name("away")
+    root.rename(away)
+    if empty:
+        root.mkdir()
+    for look in (roster.explorers, roster.trainer, roster.look_at_slice):
+        clock.advance(LEASE_TIME)
+        with pytest.raises(JobUnavailableError, match="is its storage mounted"):
+            look()
+    if empty:
+        root.rmdir()
+    away.rename(root)
+    assert names(roster) == {"a", "t"}
+    assert roster.trainer_status() is RunningStatus.RUNNING
+
+
+def trainer(job: Job, status: str, session: str | None) -> None:
+    report = TrainerReport.model_validate(
+        {"run_id": "r", "world_size": 1, "status": status, "session": session, "time": 0.0}
+    )
+    job.put(job.layout.trainer_report, encode(report))
+
+
+def test_the_trainer_is_stopped_before_it_comes_and_when_it_died(
+    roster: Roster, job: Job, clock: Clock, explorers: Explorers
+) -> None:
+    assert roster.trainer_status() is RunningStatus.STOPPED
+    explorers.beat("t")
+    trainer(job, "require_sync", "s-t")
+    assert roster.trainer_status() is RunningStatus.REQUIRE_SYNC
+    watch(roster, clock, 1.5 * LEASE_TIME, "t", among=explorers)
+    assert roster.trainer_status() is RunningStatus.REQUIRE_SYNC
+    watch(roster, clock, 1.5 * LEASE_TIME, among=explorers)
+    assert roster.trainer_status() is RunningStatus.STOPPED
+
+
+def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: Job) -> None:
+    trainer(job, "running", None)
+    assert roster.trainer_status() is RunningStatus.RUNNING
+
+
+def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
+    explorers: Explorers, tmp_path: Path
+) -> None:
+    job = explorers.job = Job(tmp_path / "lagging", hosts=LaggingHosts(tmp_path))
+    storage = job.hosts.storage()
+    assert not storage.exists(job.layout.session("s-a"))
+    explorers.come("a")
+    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    assert names(roster) == {"a"}

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from syncd.coordination.saved_state import StateFile
+from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
+from tests.jobs import Job
+from tests.storages import CHANGES, RuledStorage
+
+
+def state_file(job: Job, storage: RuledStorage | None = None) -> StateFile:
+    path = job.layout.saved_state("explorer", "e")
+    return StateFile(storage or job.storage, job.layout, path)
+
+
+def iteration(file: StateFile) -> int | None:
+    found = file.load()
+    return found.iteration if found else None
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=9)
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(state=st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=9), JSON, max_size=3))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_json_is_read_back_as_it_was(job: Job, state: dict[str, Any]) -> None:
+    file = state_file(job)
+    try:
+        file.save(3, state)
+    except InvalidSettingsError:
+        assert any("\ud800" <= c <= "\udfff" for c in str(state))
+        return
+    found = file.load()
+    assert found is not None
+    assert found.state == state
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1: 2}, object(), {3}, b"x"])
+def test_what_is_not_json_is_refused_and_changes_nothing(job: Job, value: object) -> None:
+    file = state_file(job)
+    file.save(1, {})
+    with pytest.raises(InvalidSettingsError, match="is not plain JSON"):
+        file.save(2, {"key": value})
+    assert iteration(file) == 1
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20])
+def test_a_torn_one_falls_back_to_the_one_before(job: Job, cut: int) -> None:
+    file = state_file(job)
+    path = job.layout.saved_state("explorer", "e")
+    for number in (1, 2):
+        file.save(number, {"n": number})
+    path.write_bytes(path.read_bytes()[:cut])
+    assert iteration(file) == 1
+    file.save(3, {})
+    assert iteration(file) == 3
+    path.unlink()
+    assert iteration(file) == 1
+
+
+def test_when_both_are_torn_it_is_said_and_not_begun_anew(job: Job) -> None:
+    file = state_file(job)
+    path = job.layout.saved_state("explorer", "e")
+    file.save(1, {})
+    path.write_bytes(b"")
+    with pytest.raises(RecordError, match="remove both to begin anew"):
+        file.load()
+    path.write_bytes(b'{"protocol": 2, "iteration": 1}')
+    with pytest.raises(ProtocolMismatchError):
+        file.load()
+
+
+@pytest.mark.parametrize("method", [name for name in CHANGES if name not in {"open_append"}])
+def test_a_save_that_fails_anywhere_leaves_this_state_or_the_one_before(
+    job: Job, method: str
+) -> None:
+    state_file(job).save(1, {})
+    for nth in range(6):
+        storage = RuledStorage()
+        seen = 0
+
+        def fail(called: str, _: tuple[Any, ...], nth: int = nth) -> None:
+            nonlocal seen
+            if called == method:
+                seen += 1
+                if seen == nth + 1:
+                    raise OSError(errno.EIO, "it failed")
+
+        storage.rules.append(fail)
+        try:
+            state_file(job, storage).save(2, {})
+        except OSError:
+            assert iteration(state_file(job)) in {1, 2}
+        else:
+            assert iteration(state_file(job)) == 2
+        state_file(job).save(1, {})

@@ -1,0 +1,623 @@
+"""The Synchronizer's methods among participants of one process: what each promises."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import inspect
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import LeasedVersion
+from syncd.coordination import ExplorerSynchronizer, Synchronizer, TrainerSynchronizer
+from syncd.coordination.member import Seams
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import (
+    CancelledError,
+    EngineMismatchError,
+    InvalidSettingsError,
+    InvalidTransitionError,
+    NameTakenError,
+    SaveFailedError,
+    SaveNotReadyError,
+    WaitTimeoutError,
+)
+from syncd.protocol.layout import FULL
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.records import ExplorerReport, SaveOutcome, Saves, TrainerReport, encode, parse
+from tests.jobs import Job
+from tests.multiprocess.processes import wait_until
+from tests.storages import Clock, RuledStorage, refuse
+
+RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
+LONG = 60.0
+SEAMS = Seams(poll=0.02)
+
+
+class Engine:
+    """Loads nothing."""
+
+    def check(self, version: LeasedVersion) -> None:
+        """Everything fits."""
+
+    def load(self, version: LeasedVersion) -> None:
+        """Nothing to do."""
+
+
+class Members:
+    """Makes participants, and ends them with the test."""
+
+    def __init__(self, job: Job, stack: ExitStack) -> None:
+        self.job = job
+        self.stack = stack
+        self.threads = stack.enter_context(ThreadPoolExecutor(8))
+
+    def trainer(self, **options: Any) -> TrainerSynchronizer:
+        made = TrainerSynchronizer(self.job.layout.root, **{"seams": SEAMS, **options})
+        made.set_trainer_status(RUNNING)
+        return self.stack.enter_context(made)
+
+    def explorer(self, name: str = "explorer", **options: Any) -> ExplorerSynchronizer:
+        made = ExplorerSynchronizer(self.job.layout.root, name, **{"seams": SEAMS, **options})
+        made.set_explorer_status(RUNNING)
+        return self.stack.enter_context(made)
+
+    def aside(self, call: Callable[..., Any], *given: Any, **named: Any) -> Future[Any]:
+        return self.threads.submit(call, *given, **named)
+
+    def publish(self, step: int, *values: float) -> Version:
+        self.job.save(step, *values, counter=step)
+        with self.job.daemon() as loop:
+            loop.run_once()
+        return Version(self.job.latest.sequence, self.job.latest.step)
+
+    def report(self, name: str = "explorer") -> ExplorerReport:
+        path = self.job.layout.explorer(name)
+        return parse(ExplorerReport, path.read_bytes(), path)
+
+    def wait_for_status(self, status: RunningStatus, name: str = "explorer") -> None:
+        wait_until(lambda: self.report(name).status == status.value, f"{name} is {status}")
+
+
+@pytest.fixture
+def members(job: Job) -> Iterator[Members]:
+    with ExitStack() as stack:
+        yield Members(job, stack)
+
+
+# -- registration and statuses -----------------------------------------------------------------
+
+
+def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: Job) -> None:
+    with (
+        TrainerSynchronizer(job.layout.root) as trainer,
+        ExplorerSynchronizer(job.layout.root, "a") as a,
+        ExplorerSynchronizer(job.layout.root, "b") as b,
+    ):
+        assert a.get_trainer_status() is STOPPED
+        assert trainer.get_explorer_status_counts() == {RUNNING: 0, REQUIRE_SYNC: 0, STOPPED: 2}
+        trainer.set_trainer_status(RUNNING)
+        a.set_explorer_status(RUNNING, STOPPED)
+        assert a.get_trainer_status() is RUNNING
+        assert b.get_explorer_status_counts() == {RUNNING: 1, REQUIRE_SYNC: 0, STOPPED: 1}
+        assert a.trainer_requires_weight_sync() is False
+        trainer.set_trainer_status(REQUIRE_SYNC)
+        assert a.trainer_requires_weight_sync() is True
+        trainer.set_trainer_status(STOPPED)
+        assert a.trainer_requires_weight_sync() is None
+        with pytest.raises(InvalidTransitionError):
+            a.set_explorer_status(RUNNING, RUNNING)
+        with pytest.raises(InvalidTransitionError, match="it is running"):
+            a.set_explorer_status(RUNNING, REQUIRE_SYNC)
+
+
+def test_a_live_ones_name_is_refused_and_a_closed_ones_is_free(members: Members) -> None:
+    first = members.explorer()
+    with pytest.raises(InvalidSettingsError, match="cannot be part of a file name"):
+        ExplorerSynchronizer(members.job.layout.root, "a/b")
+    with pytest.raises(InvalidSettingsError, match="neither 'trainer' nor 'explorer'"):
+        Synchronizer(members.job.layout.root, "tester", "a")  # type: ignore[arg-type] # that is the test
+    first.close()
+    first.close()
+    assert members.report().status == "stopped"
+    members.explorer()
+
+
+def test_modules_are_all_that_registered_and_whether_they_live(members: Members) -> None:
+    trainer, explorer = members.trainer(), members.explorer("a")
+    assert {(m.role, m.name, m.status, m.alive) for m in trainer.modules()} == {
+        ("trainer", "trainer", RUNNING, True),
+        ("explorer", "a", RUNNING, True),
+    }
+    assert not trainer.all_modules_gone()
+    explorer.close()
+    assert trainer.all_modules_gone()
+    trainer.add_module()
+
+
+def test_one_who_lost_its_name_is_told_at_its_next_word(members: Members) -> None:
+    explorer = members.explorer()
+    claim = members.job.layout.claim("explorer", "explorer")
+    claim.write_bytes(claim.read_bytes().replace(explorer._me.session.id.encode(), b"another"))
+    with pytest.raises(NameTakenError, match="is now of session another"):
+        explorer.set_explorer_status(STOPPED)
+
+
+# -- waiting for a newer version ---------------------------------------------------------------
+
+
+def test_what_is_there_is_taken_at_once_and_nothing_is_required(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+    version = members.publish(3)
+    assert explorer.wait_new_model_state_dict(None) == version
+    assert explorer.wait_new_model_state_dict(version, no_wait=True) == version
+    assert members.report().requests == 0
+
+
+def test_a_wait_ends_with_a_newer_version_and_with_nothing_else(members: Members) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    first = members.publish(1)
+    waiting = members.aside(explorer.wait_new_model_state_dict, first, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    trainer.begin_save(2)  # a word of the trainer, and no new version
+    members.explorer("other")
+    with pytest.raises(TimeoutError):
+        waiting.result(0.3)
+    second = members.publish(2)
+    assert waiting.result(LONG) == second
+    assert (members.report().status, members.report().requests) == ("running", 1)
+
+
+def test_nothing_new_ends_a_wait_with_what_is_held(members: Members) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    trainer.notify_no_new_model_state_dict()  # to those who waited before
+    held = members.publish(1)
+    waiting = members.aside(explorer.wait_new_model_state_dict, held, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.3)
+    trainer.notify_no_new_model_state_dict()
+    assert waiting.result(LONG) == held
+    assert (members.report().status, members.report().nothing_new) == ("running", 1)
+
+
+@pytest.mark.parametrize("ends", ["stops", "dies"])
+def test_a_trainer_that_stops_or_dies_ends_a_wait(members: Members, ends: str) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    if ends == "stops":
+        trainer.set_trainer_status(STOPPED)
+    else:
+        trainer._me.session.close()
+    assert waiting.result(LONG) is None
+    assert members.report().status == "running"
+
+
+def test_without_a_trainer_nobody_waits(members: Members) -> None:
+    explorer = members.explorer()
+    assert explorer.wait_new_model_state_dict(None) is None
+    assert members.report().requests == 0
+
+
+def test_a_timeout_is_an_error_and_puts_the_status_back(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+    with pytest.raises(WaitTimeoutError, match="see `syncd status`"):
+        explorer.wait_new_model_state_dict(None, timeout=0.1)
+    assert members.report().status == "running"
+    assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
+
+
+def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+    cancel = Cancellation()
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, cancel=cancel)
+    members.wait_for_status(REQUIRE_SYNC)
+    cancel.cancel()
+    with pytest.raises(CancelledError):
+        waiting.result(LONG)
+    assert members.report().status == "running"
+    waiting = members.aside(explorer.wait_new_model_state_dict, None)
+    members.wait_for_status(REQUIRE_SYNC)
+    explorer.close()
+    with pytest.raises(CancelledError):
+        waiting.result(LONG)
+    assert members.report().status == "stopped"
+
+
+def test_a_signal_handler_may_close_what_its_thread_waits_for(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+
+    def handle(*_: object) -> None:
+        explorer.close()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        members.aside(lambda: (members.wait_for_status(REQUIRE_SYNC),
+                               os.kill(os.getpid(), signal.SIGUSR1)))  # fmt: skip
+        with pytest.raises(CancelledError):
+            explorer.wait_new_model_state_dict(None, timeout=LONG)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert members.report().status == "stopped"
+
+
+def test_a_storage_that_is_away_at_the_end_is_no_error(members: Members) -> None:
+    storage = RuledStorage()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    storage.rules.append(refuse("open_read", errno.EIO))
+    explorer.close()
+    assert members.report().status == "running"
+    assert list(members.job.layout.sessions.iterdir()) == []
+
+
+def test_storage_that_fails_in_a_wait_leaves_no_status_behind(members: Members) -> None:
+    storage = RuledStorage()
+    members.trainer()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    waiting = members.aside(explorer.wait_new_model_state_dict, None)
+    members.wait_for_status(REQUIRE_SYNC)
+    storage.rules.append(refuse("open_read", errno.EIO, where="LATEST"))
+    with pytest.raises(OSError, match="error"):
+        waiting.result(LONG)
+    assert members.report().status == "running"
+
+
+def test_a_trainer_answers_each_request_once(members: Members) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    assert not trainer.explorer_requires_sync()
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    wait_until(trainer.explorer_requires_sync, "it is asked")
+    members.job.save(2)
+    trainer.set_model_state_dict(None, 2)
+    assert not trainer.explorer_requires_sync()  # the daemon is at it
+    assert trainer.save_is_on_its_way()
+    other = members.explorer("other")
+    asked_too = members.aside(other.wait_new_model_state_dict, None, timeout=LONG)
+    wait_until(trainer.explorer_requires_sync, "another asks")
+    version = members.publish(2)
+    assert waiting.result(LONG) == asked_too.result(LONG) == version
+    assert not trainer.save_is_on_its_way()
+    again = members.aside(explorer.wait_new_model_state_dict, version, timeout=LONG)
+    wait_until(trainer.explorer_requires_sync, "it asks again")
+    trainer.notify_no_new_model_state_dict()
+    assert again.result(LONG) == version
+
+
+def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
+    members: Members,
+) -> None:
+    trainer, job = members.trainer(), members.job
+    with ExplorerHook(job.layout.root, "uncounted", Engine(), poll=0.02) as hook:  # type: ignore[arg-type] # it loads nothing
+        for step in (1, 2):
+            pulling = members.aside(hook.pull, LONG)
+            wait_until(trainer.explorer_requires_sync, "it asks")
+            trainer.set_model_state_dict(None, step)
+            assert not trainer.explorer_requires_sync()
+            members.publish(step)
+            assert pulling.result(LONG).step == step
+            assert not trainer.explorer_requires_sync()
+
+
+def test_a_status_that_storage_does_not_take_at_the_end_is_said_with_the_next_word(
+    members: Members,
+) -> None:
+    storage = RuledStorage()
+    members.trainer()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
+    version = members.publish(1)
+    assert waiting.result(LONG) == version
+    storage.rules.clear()
+    assert members.report().status == "require_sync"
+    explorer.set_explorer_version(version)
+    assert (members.report().status, members.report().sequence) == ("running", 1)
+
+
+def test_a_save_that_was_refused_is_not_on_its_way(members: Members) -> None:
+    trainer = members.trainer()
+    assert not trainer.save_is_on_its_way()
+    trainer.set_model_state_dict(None, 2)
+    assert trainer.save_is_on_its_way()
+    outcome = SaveOutcome(identity="r-2-0", outcome="quarantined")
+    members.job.layout.saves.write_bytes(encode(Saves(steps={2: outcome})))
+    assert not trainer.save_is_on_its_way()
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+def test_tensors_are_streamed_from_the_newest_version_while_it_is_leased(
+    members: Members,
+) -> None:
+    explorer = members.explorer()
+    assert list(explorer.get_model_state_dict_iterator()) == []
+    assert explorer.get_state_dict_meta() == []
+    members.publish(1, 1.0, 2.0)
+    assert explorer.get_state_dict_meta() == [("weight", "torch.float32", (2,))]
+    leases = members.job.layout.lease_folder(1)
+    tensors = explorer.get_model_state_dict_iterator()
+    name, tensor = next(tensors)
+    assert (name, tensor.tolist()) == ("weight", [1.0, 2.0])
+    explorer.get_state_dict_meta()  # a second hold of the same version lets the first one be
+    assert len(list(leases.iterdir())) == 1
+    tensors.close()
+    assert list(leases.iterdir()) == []
+
+
+def test_paths_and_versions_are_of_the_newest(members: Members) -> None:
+    explorer, layout = members.explorer(), members.job.layout
+    assert explorer.get_latest_model_version() is None
+    assert explorer.get_latest_model_path() is None
+    version = members.publish(7)
+    assert explorer.get_latest_model_version() == version
+    assert explorer.get_latest_model_path(use_huggingface=True) == layout.version(1)
+    assert explorer.get_latest_model_path() == layout.actor(7)
+
+
+def test_a_state_dict_goes_through_the_writer(members: Members) -> None:
+    written: list[tuple[Any, int]] = []
+    trainer = members.trainer(writer=lambda state, step: written.append((state, step)))
+    trainer.set_model_state_dict({"weight": 1}, 4)
+    assert written == [({"weight": 1}, 4)]
+    trainer.close()
+    with pytest.raises(InvalidSettingsError, match="without a writer"):
+        members.trainer().set_model_state_dict({}, 4)
+
+
+def test_a_remote_path_is_written_and_pointed_to(members: Members) -> None:
+    trainer, layout = members.trainer(), members.job.layout
+    trainer.set_model_state_dict("tinker://run/sampler/5", 5)
+    path = layout.step(5) / "remote_sampler_path.txt"
+    assert path.read_text() == "tinker://run/sampler/5\n"
+    assert layout.state_pointer.read_text() == "5\n"
+    trainer.set_model_state_dict("tinker://run/sampler/5b", 5)
+    assert path.read_text() == "tinker://run/sampler/5b\n"
+    explorer = members.explorer()
+    clock = Clock()
+    with members.job.daemon(clock=clock) as loop:
+        for _ in range(3):
+            loop.run_once()
+            clock.advance(5)  # without a receipt it is known by its stillness
+    assert explorer.get_latest_model_path() == "tinker://run/sampler/5b"
+    with pytest.raises(EngineMismatchError, match="is remote"):
+        next(explorer.get_model_state_dict_iterator())
+
+
+def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
+    explorer, job = members.explorer(), members.job
+    assert explorer.set_model_state_dict_with_step_num() is None
+    job.save(1)
+    (job.layout.step(1) / FULL).touch()  # else it is pruned
+    assert [members.publish(step).sequence for step in (1, 2)] == [1, 2]
+    assert explorer.set_model_state_dict_with_step_num(2, 1) == Version(2, 2)
+    assert explorer.set_model_state_dict_with_step_num() == Version(2, 2)
+    back = members.aside(explorer.set_model_state_dict_with_step_num, 1, timeout=LONG)
+    wait_until(lambda: job.layout.state_pointer.read_text() == "1\n", "it is pointed to")
+    with job.daemon() as loop:
+        loop.run_once()
+    assert back.result(LONG) == Version(3, 1)
+    with pytest.raises(SaveNotReadyError, match="model_world_size_2_rank_0"):
+        explorer.set_model_state_dict_with_step_num(9, 2)
+    outcome = SaveOutcome(identity="r-9-0", outcome="quarantined")
+    job.layout.saves.write_bytes(encode(Saves(steps={9: outcome})))
+    with pytest.raises(SaveFailedError, match="step 9 cannot be published"):
+        explorer.set_model_state_dict_with_step_num(9)
+    with pytest.raises(WaitTimeoutError):
+        explorer.set_model_state_dict_with_step_num(8, timeout=0.1)
+
+
+def test_an_explorer_chooses_no_step_while_the_trainer_works(members: Members) -> None:
+    members.trainer()
+    members.publish(1)
+    members.job.save(2, point=False)
+    with pytest.raises(InvalidSettingsError, match="the trainer works"):
+        members.explorer().set_model_state_dict_with_step_num(2)
+
+
+def test_versions_may_be_in_a_second_job_directory(members: Members, tmp_path: Path) -> None:
+    memory = Job(tmp_path / "memory")
+    aside = Members(memory, members.stack)
+    trainer = members.trainer(memory_dir=memory.layout.root)
+    explorer = members.explorer(memory_dir=memory.layout.root)
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    wait_until(trainer.explorer_requires_sync, "it asks in the first job")
+    version = aside.publish(4, 8.0)
+    trainer.set_model_state_dict(None, 4)
+    assert waiting.result(LONG) == version
+    assert [t.tolist() for _, t in explorer.get_model_state_dict_iterator()] == [[8.0]]
+    assert not members.job.layout.latest.exists()
+    announced = parse(TrainerReport, memory.layout.trainer_report.read_bytes(), "it")
+    assert announced.step == 4  # nothing from here on is pruned there either
+
+
+# -- staleness ---------------------------------------------------------------------------------
+
+
+def test_a_stale_explorer_may_not_produce(members: Members) -> None:
+    explorer = members.explorer(settings=SyncSettings(max_staleness=1))
+    assert explorer.may_produce()
+    version = members.publish(2)
+    assert not explorer.may_produce()
+    explorer.set_explorer_version(version)
+    assert explorer.may_produce()
+    members.publish(3)
+    assert explorer.may_produce()
+    members.publish(4)
+    assert not explorer.may_produce()
+
+
+def test_the_trainer_waits_for_the_slowest_explorer_and_not_for_ever(members: Members) -> None:
+    trainer = members.trainer(settings=SyncSettings(max_explorer_lag=1, sync_timeout=LONG))
+    fast, slow, gone = (members.explorer(name) for name in ("fast", "slow", "gone"))
+    version = members.publish(5)
+    fast.set_explorer_version(version)
+    assert not trainer.wait_for_explorers(0.1)
+    waiting = members.aside(trainer.wait_for_explorers)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.2)
+    gone.close()
+    slow.set_explorer_version(version)
+    assert waiting.result(LONG)
+
+
+# -- transfers ---------------------------------------------------------------------------------
+
+
+def test_a_transfer_takes_place_once_all_explorers_are_ready(members: Members) -> None:
+    trainer = members.trainer()
+    explorers = [members.explorer(f"e{number}") for number in range(3)]
+    stopped = members.explorer("stopped")
+    stopped.set_explorer_status(STOPPED)
+    for step in (4, 8):
+        ready = [members.aside(one.ready_to_nccl_sync, timeout=LONG) for one in explorers[1:]]
+        offering = members.aside(trainer.ready_to_nccl_sync, step, timeout=LONG)
+        with pytest.raises(TimeoutError):
+            offering.result(0.2)
+        ready.append(members.aside(explorers[0].ready_to_nccl_sync, timeout=LONG))
+        assert [one.result(LONG) for one in (offering, *ready)] == [step] * 4
+        assert trainer.get_explorer_status_counts() == {RUNNING: 3, REQUIRE_SYNC: 0, STOPPED: 1}
+        assert trainer.get_trainer_status() is RUNNING
+        assert members.report("e1").step == (None if step == 4 else 4)
+        for one in explorers:
+            one.nccl_sync_succeeded(step)
+    assert len([*members.job.layout.offer.parent.iterdir()]) == 2  # the offer, its verdict
+
+
+def test_no_transfer_without_explorers_or_without_a_trainer(members: Members) -> None:
+    trainer = members.trainer()
+    assert trainer.ready_to_nccl_sync(4) is None
+    explorer = members.explorer()
+    trainer.set_trainer_status(STOPPED)
+    assert explorer.ready_to_nccl_sync() is None
+
+
+def test_when_one_is_not_ready_in_time_none_is(members: Members) -> None:
+    trainer = members.trainer()
+    ready, _ = members.explorer("ready"), members.explorer("busy")
+    waiting = members.aside(ready.ready_to_nccl_sync, timeout=1.0)
+    assert trainer.ready_to_nccl_sync(4, timeout=0.3) is None
+    assert waiting.result(LONG) is None
+    assert trainer.get_explorer_status_counts()[RUNNING] == 2
+    assert trainer.get_trainer_status() is RUNNING
+
+
+def test_one_that_dies_is_left_out_and_the_others_transfer(members: Members) -> None:
+    trainer = members.trainer()
+    left, dies = members.explorer("left"), members.explorer("dies")
+    ready = members.aside(left.ready_to_nccl_sync, timeout=LONG)
+    offering = members.aside(trainer.ready_to_nccl_sync, 4, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC, "left")
+    dies._me.session.close()
+    assert (offering.result(LONG), ready.result(LONG)) == (4, 4)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_however_the_deadlines_fall_all_take_part_or_none(members: Members, seed: int) -> None:
+    trainer = members.trainer()
+    explorers = [members.explorer(f"e{number}") for number in range(2)]
+    start = threading.Barrier(3)
+
+    def agree(call: Callable[..., Any], *given: Any, timeout: float) -> Any:
+        start.wait(LONG)
+        return call(*given, timeout=timeout)
+
+    times = [0.02 + 0.012 * ((seed * 7 + number * 3) % 8) for number in range(3)]
+    calls = [(trainer.ready_to_nccl_sync, 4), *((one.ready_to_nccl_sync,) for one in explorers)]
+    waiting = [
+        members.aside(agree, *call, timeout=timeout)
+        for call, timeout in zip(calls, times, strict=True)
+    ]
+    assert len({one.result(LONG) for one in waiting}) == 1
+
+
+# -- awaited -----------------------------------------------------------------------------------
+
+
+def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
+    root = members.job.layout.root
+
+    async def scenario() -> None:
+        async with (
+            await Synchronizer.open(root, "trainer", "t", seams=SEAMS) as trainer,
+            await Synchronizer.open(root, "explorer", "e", seams=SEAMS) as explorer,
+        ):
+            await trainer.set_trainer_status(RUNNING)
+            await explorer.set_explorer_status(RUNNING)
+            waiting = asyncio.create_task(explorer.wait_new_model_state_dict(None, timeout=LONG))
+            while not await trainer.explorer_requires_sync():
+                await asyncio.sleep(0.01)
+            version = await asyncio.to_thread(members.publish, 2)
+            await trainer.set_model_state_dict(None, 2)
+            assert await waiting == version
+            found = [name async for name, _ in explorer.get_model_state_dict_iterator()]
+            assert found == ["weight"]
+            both = asyncio.gather(
+                trainer.ready_to_nccl_sync("trainer", 2, timeout=LONG),
+                explorer.ready_to_nccl_sync("explorer", 0, timeout=LONG),
+            )
+            assert await both == [2, 2]
+            with pytest.raises(InvalidSettingsError, match="is an explorer"):
+                await explorer.set_trainer_status(STOPPED)
+            with pytest.raises(InvalidSettingsError, match="is the trainer"):
+                await trainer.set_explorer_status(STOPPED)
+
+    asyncio.run(scenario())
+
+
+def test_every_method_of_the_twins_is_awaited_under_its_name() -> None:
+    for twin in (TrainerSynchronizer, ExplorerSynchronizer):
+        for name in dir(twin):
+            if name.startswith("_") or not inspect.isfunction(getattr(twin, name)):
+                continue
+            awaited = getattr(Synchronizer, name)
+            assert inspect.iscoroutinefunction(awaited) or inspect.isasyncgenfunction(awaited), name
+
+
+def test_a_cancelled_task_has_put_the_status_back(members: Members) -> None:
+    root = members.job.layout.root
+    members.trainer()
+
+    async def scenario() -> None:
+        async with await Synchronizer.open(root, "explorer", "e", seams=SEAMS) as explorer:
+            await explorer.set_explorer_status(RUNNING)
+            waiting = asyncio.create_task(explorer.wait_new_model_state_dict(None))
+            await asyncio.to_thread(members.wait_for_status, REQUIRE_SYNC, "e")
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert members.report("e").status == "running"
+
+    asyncio.run(scenario())
+
+
+# -- what is needed to resume ------------------------------------------------------------------
+
+
+def test_a_saved_state_is_there_for_the_next_one_of_that_name(members: Members) -> None:
+    explorer = members.explorer("e")
+    assert explorer.load_state() is None
+    for iteration in (1, 2):
+        explorer.save_state(iteration, {"seen": [iteration], "note": None})
+    members.explorer("other").save_state(9, {})
+    trainer = members.trainer()
+    trainer.save_state(4, {})
+    explorer.close()
+    found = members.explorer("e").load_state()
+    assert found is not None
+    assert (found.iteration, found.state) == (2, {"seen": [2], "note": None})
