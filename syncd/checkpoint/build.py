@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.cast import Caster
@@ -30,10 +28,6 @@ from syncd.protocol.layout import (
 from syncd.protocol.records import Kind, Manifest, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage, signature
-
-_NO_LINKS: Final = frozenset(
-    {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-)
 
 
 def build_model_folder(
@@ -218,7 +212,8 @@ def _one_file(
     """The trainer's own file: linked where our hook wrote it, else copied."""
     (name,) = save.weights
     target = folder / file.path.name
-    linked = bool(save.receipts) and _linked(storage, actor / name, target)
+    # Our hook never writes in place, so that what is linked stays as it is.
+    linked = bool(save.receipts) and storage.link_if_possible(actor / name, target)
     if linked:
         # The name may have been replaced since the file was opened and checked.
         status = storage.status(target)
@@ -301,21 +296,6 @@ def _adapter_config(
             "shards hold a LORA one: save both of one model"
         )
     return config
-
-
-def _linked(storage: Storage, source: Path, target: Path) -> bool:
-    """Give the trainer's file a second name: our hook never writes in place, so it stays as it is.
-
-    Returns:
-        False where this storage has no hard links.
-    """
-    try:
-        storage.link(source, target)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return False
-    return True
 
 
 def _check_small_files(

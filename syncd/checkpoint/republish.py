@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -12,9 +11,6 @@ from syncd.protocol.layout import MANIFEST
 from syncd.protocol.records import Manifest, encode
 from syncd.storage.fsio import Storage
 
-_NO_LINKS: Final = frozenset(
-    {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-)
 _CHUNK: Final = 64 * 1024 * 1024
 
 
@@ -49,11 +45,7 @@ def republish(
         if target.parent not in made:
             storage.make_folder(target.parent, below=folder)
             made.add(target.parent)
-        try:
-            storage.link(source / file.name, target)
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
+        if not storage.link_if_possible(source / file.name, target):
             _copy(storage, source / file.name, target, cancel)
         status = storage.status(target)
         if status is None or status.st_size != file.size:

@@ -23,6 +23,10 @@ from syncd.storage.errnos import NOT_EMPTY, is_gone
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
+#: There are no hard links here, not between these two names, or the file has as many as it may.
+_NO_LINKS: Final = frozenset(
+    {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+)
 #: A record of a few fields; more than this is not one of ours.
 RECORD_LIMIT: Final = 1024 * 1024
 #: A record that grows with a job or a model: the manifest, the saves on record.
@@ -91,6 +95,20 @@ class Storage(Calls):
             self.clone_range(source, target, count, at, to)
         except OSError as error:
             if error.errno in _REFUSED or error.errno == errno.ENOTTY:
+                return False
+            raise
+        return True
+
+    def link_if_possible(self, source: Path, target: Path) -> bool:
+        """Give a file a second name, where this storage can.
+
+        Returns:
+            False where it cannot; then nothing was changed.
+        """
+        try:
+            self.link(source, target)
+        except OSError as error:
+            if error.errno in _NO_LINKS:
                 return False
             raise
         return True

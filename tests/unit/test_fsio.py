@@ -192,6 +192,19 @@ def test_a_missing_folder_has_no_names_and_a_forbidden_one_is_an_error(tmp_path:
     assert not STORAGE.exists(tmp_path / "file" / "below")
 
 
+@pytest.mark.parametrize("code", ["EXDEV", "EPERM", "EOPNOTSUPP", "ENOSYS", "EMLINK"])
+def test_a_link_that_storage_cannot_make_is_no_error_and_one_that_failed_is(
+    tmp_path: Path, code: str
+) -> None:
+    (tmp_path / "a").write_bytes(b"1")
+    storage = RuledStorage(refuse("link", getattr(errno, code), where="b"))
+    assert not storage.link_if_possible(tmp_path / "a", tmp_path / "b")
+    assert storage.link_if_possible(tmp_path / "a", tmp_path / "c")
+    assert (tmp_path / "c").samefile(tmp_path / "a")
+    with pytest.raises(FileExistsError):
+        storage.link_if_possible(tmp_path / "a", tmp_path / "c")
+
+
 # -- copying ---------------------------------------------------------------------------------------
 
 REFUSED = ["EXDEV", "EINVAL", "ENOSYS", "EOPNOTSUPP", "EPERM", "ETXTBSY"]
