@@ -21,8 +21,6 @@ from syncd.protocol.errors import NameTakenError, ProtocolMismatchError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
 from syncd.protocol.records import ExplorerReport, parse
-from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
@@ -305,12 +303,12 @@ def test_two_explorers_of_different_speed_end_with_the_newest_version(
             "sync_timeout": 3600,
         }
     }
-    weights = job
+    weights, serving = job, []
     if method == "memory":
         weights = options["memory"] = tmp_path / "memory"
-        weights.mkdir()
-        open_job(Storage(), JobLayout(weights), lease_time=LEASE_TIME)
-    started.enter_context(Daemon(weights))
+        serving = ["--memory-dir", str(weights)]
+    started.enter_context(Daemon(job, *serving))
+    wait_until(JobLayout(weights).daemon_lock.exists, "it is served")
     explorers = [
         started.enter_context(
             Process("explorer", job, name, last_step=8, seconds=seconds, **options)
