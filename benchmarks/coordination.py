@@ -8,7 +8,7 @@ loop in this process; an explorer that wakes up leases the version, reports it, 
 
 Wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
 the wait has returned, by the one monotonic clock of this host. A tick is a round of the daemon with
-nothing to publish; a roster's slice is one eighth of all heartbeats. All in milliseconds.
+nothing to publish; a roster's slice is what its thread does 32 times a lease. All in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Final
 from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
 from syncd.cli.status import look
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
+from syncd.coordination.roster import SLICES_PER_LEASE, Roster
 from syncd.protocol.errors import CancelledError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, Version
@@ -180,6 +181,19 @@ def _milliseconds(call: Callable[[], object], times: int) -> list[float]:
     return found
 
 
+def _slices(root: Path, layout: JobLayout) -> list[float]:
+    """Two rounds of slices, as far apart as a roster's thread has them."""
+    storage = Storage(root)
+    lease_time = open_job(storage, layout).lease_time
+    roster = Roster(storage, layout, lease_time, background=False)
+    roster.explorers()
+    found = []
+    for _ in range(16):
+        time.sleep(lease_time / SLICES_PER_LEASE)
+        found += _milliseconds(roster.look_at_slice, 1)
+    return found
+
+
 def _measure(root: Path, count: int) -> Row:
     root.mkdir()
     layout = JobLayout(root)
@@ -202,7 +216,7 @@ def _measure(root: Path, count: int) -> Row:
                     latencies += [1000 * (at - published) for at in woken]
                 ticks = _milliseconds(loop.run_once, _TICKS)
             counts = _milliseconds(trainer.get_explorer_status_counts, 5)
-            slices = _milliseconds(trainer._roster.look_at_slice, 16)  # noqa: SLF001 # what its thread does
+            slices = _slices(root, layout)
             status = _milliseconds(lambda: look(Storage(root), layout), 3)
     latencies.sort()
     return Row(

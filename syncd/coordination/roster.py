@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Generic
+from typing import Final, Generic, TypeVar
 
 from syncd.protocol.errors import (
     JobUnavailableError,
@@ -18,23 +18,36 @@ from syncd.protocol.errors import (
     SyncdError,
 )
 from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.participants import session_of
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, R, TrainerReport, parse
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import RECORD_LIMIT, Signature, Storage, signature
 from syncd.storage.leases import Clock, Judge, Liveness
+from syncd.storage.lookout import Lookout
 
 log = logging.getLogger(__name__)
 
+P = TypeVar("P", ExplorerReport, TrainerReport)
+
 _RECORD: Final = ".json"
-#: All sessions are looked at once in so many slices, four times a lease: the judge wants three.
-_SLICES: Final = 8
-_ROUNDS_PER_LEASE: Final = 4
+#: How often in a lease time a slice of the heartbeats is looked at.
+SLICES_PER_LEASE: Final = 32
+#: How many of these follow each look at all reports, for those that have come and gone.
+_SLICES_PER_ROUND: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Newer:
+    """A report of a newer protocol: an error for as long as whoever wrote it may live."""
+
+    session: str | None
+    error: str
 
 
 @dataclass(slots=True)
 class _Cached(Generic[R]):
-    record: R | None
+    record: R | _Newer | None
     signature: Signature
     settled: bool = False
 
@@ -44,8 +57,9 @@ class Roster:
 
     Promised: a participant that was killed, or whose host is gone, is dead here soon after a lease
     time: a thread looks at the heartbeats, a slice of them at a time, from the first question on.
-    Until then it counts as alive. Not promised: that a report is seen at once; on storage that
-    caches listings, a participant that has just come may be seen later.
+    Until then it counts as alive. One of a newer protocol is an error while it lives, and is passed
+    over once it is dead. Not promised: that a report is seen at once; on storage that caches
+    listings, a participant that has just come may be seen later.
 
     Args:
         storage: the shared storage.
@@ -66,16 +80,16 @@ class Roster:
     ) -> None:
         self._storage = storage
         self._layout = layout
-        self._judge = Judge(storage, lease_time, clock=clock)
+        self._period = lease_time / SLICES_PER_LEASE
+        judge = Judge(storage, lease_time, clock=clock)
+        self._lookout = Lookout(judge, layout, tick=self._period, clock=clock)
         self._lock = threading.RLock()
         self._explorers: dict[Path, _Cached[ExplorerReport]] = {}
         self._trainer: dict[Path, _Cached[TrainerReport]] = {}
-        self._sessions: dict[str, Liveness] = {}
-        self._due: list[str] = []
+        self._liveness: Mapping[str, Liveness] = {}
         self._slice = 0
         self._counts_explorers = False
         self._said: set[Path] = set()
-        self._period = lease_time / (_ROUNDS_PER_LEASE * _SLICES)
         self._background = background
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -84,18 +98,17 @@ class Roster:
         """The explorers that live, and those that have said that they stopped.
 
         Raises:
-            ProtocolMismatchError: one of them is of a newer protocol.
+            ProtocolMismatchError: one of them is of a newer protocol, and is not known to be dead.
             JobUnavailableError: the job is not there now; nobody has died of that.
             OSError: storage failed.
         """
         with self._lock:
             self._counts_explorers = True
             self._begin()
-            return [
-                report
-                for report in self._explorer_reports()
-                if report.status == RunningStatus.STOPPED.value or self._is_alive(report.session)
-            ]
+            reports = self._explorer_reports()
+            self._look()
+            found = (self._counted(report) for report in reports)
+            return [report for report in found if report is not None]
 
     def explorer_counts(self) -> dict[RunningStatus, int]:
         """How many explorers have which status; the dead are not counted."""
@@ -106,18 +119,15 @@ class Roster:
         """What the trainer says, if it lives or has said that it stopped.
 
         Raises:
-            ProtocolMismatchError: it is of a newer protocol.
+            ProtocolMismatchError: it is of a newer protocol, and is not known to be dead.
             JobUnavailableError: the job is not there now; it has not died of that.
             OSError: storage failed.
         """
         with self._lock:
             self._begin()
             report = self._trainer_report()
-            if report is None or report.status == RunningStatus.STOPPED.value:
-                return report
-            # One that does not register has no heartbeat: its status is all that there is.
-            alive = report.session is None or self._is_alive(report.session)
-            return report if alive else None
+            self._look()
+            return None if report is None else self._counted(report)
 
     def trainer_status(self) -> RunningStatus:
         """The trainer's status: stopped before the first, and of one that died."""
@@ -125,34 +135,23 @@ class Roster:
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
     def is_alive(self, session: str) -> bool:
-        """Whether a session lives, as far as is known: looks once more."""
+        """Whether a session of a report lived, as of the last question after the participants."""
         with self._lock:
-            self._look(session)
-            return self._is_alive(session)
+            return self._liveness.get(session) is Liveness.ALIVE
 
     def refresh(self) -> None:
         """Let the next question ask the server who there is, and not this client's cache."""
         self._storage.refresh(self._layout.explorers)
 
     def look_at_slice(self) -> None:
-        """Look at some of the heartbeats; in eight calls at all of them."""
+        """Look at some of the heartbeats; to be called 32 times a lease time, about."""
         with self._lock:
             if self._slice == 0:
-                reports = self._explorer_reports() if self._counts_explorers else []
-                sessions = {report.session for report in reports}
-                trainer = self._trainer_report()
-                if trainer is not None and trainer.session is not None:
-                    sessions.add(trainer.session)
-                for gone in self._sessions.keys() - sessions:
-                    del self._sessions[gone]
-                self._judge.forget_all_but({self._layout.session(one) for one in sessions})
-                self._due = sorted(sessions)
-            left = _SLICES - self._slice
-            count = math.ceil(len(self._due) / left)
-            now, self._due = self._due[:count], self._due[count:]
-            self._slice = (self._slice + 1) % _SLICES
-            for session in now:
-                self._look(session)
+                if self._counts_explorers:
+                    self._explorer_reports()
+                self._trainer_report()
+            self._look()
+            self._slice = (self._slice + 1) % _SLICES_PER_ROUND
 
     def close(self) -> None:
         """End the thread. Safe to call twice."""
@@ -162,22 +161,25 @@ class Roster:
 
     # -- liveness ------------------------------------------------------------------------------
 
-    def _is_alive(self, session: str) -> bool:
-        if session not in self._sessions:
-            self._look(session)
-        return self._sessions[session] is Liveness.ALIVE
+    def _look(self) -> None:
+        """Look at those whose turn it is of all sessions that reports name, and at new ones."""
+        explorers = {one.record.session for one in self._explorers.values() if one.record}
+        trainer = {one.record.session for one in self._trainer.values() if one.record}
+        self._liveness = self._lookout.look({one for one in explorers | trainer if one is not None})
 
-    def _look(self, session: str) -> None:
-        path = self._layout.session(session)
-        seen = self._judge.look(path)
-        if seen is Liveness.MISSING and self._sessions.get(session) is not Liveness.MISSING:
-            # This client may remember that it was not there.
-            self._storage.refresh(self._layout.sessions)
-            seen = self._judge.look(path)
-        before = self._sessions.get(session)
-        self._sessions[session] = seen
-        if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
-            log.info("session %s is %s: it does not count any more", session, seen.value)
+    def _counted(self, report: P | _Newer) -> P | None:
+        """The report where its participant lives, or has said that it stopped; else None.
+
+        Raises:
+            ProtocolMismatchError: it is of a newer protocol, and not known to be of a dead one.
+        """
+        # One that does not register has no heartbeat: its status is all that there is.
+        alive = report.session is None or self.is_alive(report.session)
+        if isinstance(report, _Newer):
+            if alive:
+                raise ProtocolMismatchError(report.error)
+            return None
+        return report if alive or report.status == RunningStatus.STOPPED.value else None
 
     def _begin(self) -> None:
         if self._background and self._thread is None and not self._closed.is_set():
@@ -196,7 +198,7 @@ class Roster:
 
     # -- reports -------------------------------------------------------------------------------
 
-    def _explorer_reports(self) -> list[ExplorerReport]:
+    def _explorer_reports(self) -> list[ExplorerReport | _Newer]:
         folder = self._layout.explorers
         names = [
             name
@@ -210,7 +212,7 @@ class Roster:
         found = (self._report(ExplorerReport, folder / name, self._explorers) for name in names)
         return [report for report in found if report is not None]
 
-    def _trainer_report(self) -> TrainerReport | None:
+    def _trainer_report(self) -> TrainerReport | _Newer | None:
         report = self._report(TrainerReport, self._layout.trainer_report, self._trainer)
         if report is None:
             self._check_job()
@@ -223,7 +225,9 @@ class Roster:
                 f"{self._layout.format} is not there: is its storage mounted?"
             )
 
-    def _report(self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]) -> R | None:
+    def _report(
+        self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]
+    ) -> R | _Newer | None:
         """A report; read again only where its file is another than at the last two looks."""
         try:
             fd = self._storage.open_read(path)
@@ -237,9 +241,9 @@ class Roster:
                 content = self._storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
             finally:
                 self._storage.release(fd)
-            record: R | None = parse(model, content, path)
-        except ProtocolMismatchError:
-            raise
+            record: R | _Newer | None = parse(model, content, path)
+        except ProtocolMismatchError as error:
+            record = _Newer(session_of(content), str(error))
         except RecordError as error:
             self._say(path, error)
             record = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.layout import checked_name
 from syncd.protocol.records import Record, Step
 
 
@@ -13,6 +15,24 @@ class Claim(Record):
     """``.syncd/claims/…``: which session has a name."""
 
     session: str
+
+
+class _Owned(BaseModel):
+    session: str
+
+
+def session_of(content: bytes) -> str | None:
+    """The session that a participant's report or claim names, of whatever protocol it is.
+
+    That is what lets an older syncd tell whether a newer participant lives.
+
+    Returns:
+        None where it names none, or none that can be part of a file name.
+    """
+    try:
+        return checked_name(_Owned.model_validate_json(content).session, "the session")
+    except (ValidationError, InvalidSettingsError):
+        return None
 
 
 class Member(BaseModel):

@@ -175,6 +175,14 @@ class Judge:
         watch.looked = now
         return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
 
+    def look_again(self, path: Path) -> Liveness:
+        """Look at one that seems to be missing, and let the server be asked.
+
+        This client may remember that it was not there.
+        """
+        self._storage.refresh(path.parent)
+        return self.look(path)
+
     def break_dead(self, path: Path) -> bool:
         """Take away the file that the last look found dead, unless it lives again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -9,6 +10,8 @@ from typing import Final
 
 from syncd.protocol.layout import JobLayout
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+
+log = logging.getLogger(__name__)
 
 #: So few are looked at each time, at no cost that anyone would notice.
 _FEW: Final = 16
@@ -18,7 +21,8 @@ class Lookout:
     """Says of each heartbeat what its last look said, and looks at a slice of them each time.
 
     Promised: called once a tick, it looks at each heartbeat often enough for the judge's stopwatch
-    to run, and at those that it sees for the first time at once. Not promised: what a heartbeat
+    to run, and at those that it sees for the first time at once; one that seems to be missing is
+    asked for of the server. Not promised: what a heartbeat
     would say now; an answer may be a third of a lease old.
 
     Args:
@@ -76,4 +80,10 @@ class Lookout:
         return due
 
     def _look(self, session: str) -> None:
-        self._last[session] = self._judge.look(self._layout.session(session))
+        path, before = self._layout.session(session), self._last.get(session)
+        seen = self._judge.look(path)
+        if seen is Liveness.MISSING and before is not Liveness.MISSING:
+            seen = self._judge.look_again(path)
+        if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
+            log.info("session %s is %s: it does not count any more", session, seen.value)
+        self._last[session] = seen

@@ -247,13 +247,20 @@ def test_a_day_apart_the_dead_are_dead_and_the_living_live(job: Path, started: E
 # -- 7: other protocols, and what the dead leave ---------------------------------------------------
 
 
+def dead_is_passed_over(trainer: TrainerSynchronizer) -> bool:
+    try:
+        return trainer.get_explorer_status_counts() == dict.fromkeys(RunningStatus, 0)
+    except ProtocolMismatchError:
+        return False
+
+
 def test_a_record_of_a_newer_protocol_is_refused_and_an_older_one_is_read(
     job: Path, started: ExitStack
 ) -> None:
     path = JobLayout(job).explorer("other")
     with TrainerSynchronizer(job) as trainer:
         trainer.set_trainer_status(RUNNING)
-        started.enter_context(Process("explorer", job, "ours", steps=1))
+        ours = started.enter_context(Process("explorer", job, "ours", steps=1))
         wait_until(trainer.explorer_requires_sync, "it asks")
         told = json.loads(JobLayout(job).explorer("ours").read_bytes())
         older = {key: told[key] for key in ("name", "session", "status", "time")}
@@ -262,7 +269,8 @@ def test_a_record_of_a_newer_protocol_is_refused_and_an_older_one_is_read(
         path.write_text(json.dumps({**told, "protocol": 2}))
         with pytest.raises(ProtocolMismatchError, match=r"other\.json is of protocol 2.*install"):
             trainer.get_explorer_status_counts()
-        path.unlink()
+        ours.kill()
+        wait_until(lambda: dead_is_passed_over(trainer), "its heartbeat has stopped")
         trainer.set_trainer_status(STOPPED)
 
 

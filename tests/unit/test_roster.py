@@ -137,6 +137,41 @@ def test_a_newer_protocol_is_a_clear_error_and_an_older_record_is_read(
         roster.explorers()
 
 
+def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobody_after_that(
+    roster: Roster, explorers: Explorers, job: Job, clock: Clock
+) -> None:
+    explorers.come("new", "old", "t")
+    told = {"protocol": 2, "session": "s-new", "status": ["dreaming"]}
+    job.put(job.layout.explorer("new"), json.dumps(told).encode())
+    trainer(job, "running", "s-t")
+    job.put(job.layout.trainer_report, json.dumps({**told, "session": "s-t"}).encode())
+    watch(roster, clock, 2 * LEASE_TIME, "new", "old", "t", among=explorers)
+    for ask in (roster.explorers, roster.trainer):
+        with pytest.raises(ProtocolMismatchError, match="is of protocol 2"):
+            ask()
+    watch(roster, clock, 1.5 * LEASE_TIME, "old", among=explorers)
+    assert names(roster) == {"old"}
+    assert roster.trainer_status() is RunningStatus.STOPPED
+    explorers.beat("new")
+    watch(roster, clock, SLICE, "old", among=explorers)
+    with pytest.raises(ProtocolMismatchError):
+        roster.explorers()
+    job.layout.session("s-new").unlink()
+    watch(roster, clock, LEASE_TIME / 2, "old", among=explorers)
+    assert names(roster) == {"old"}
+
+
+@pytest.mark.parametrize("session", [{}, {"session": "../x"}, {"session": 7}])
+def test_a_newer_protocol_that_names_no_session_stays_an_error(
+    roster: Roster, explorers: Explorers, job: Job, clock: Clock, session: dict[str, object]
+) -> None:
+    job.put(job.layout.explorer("new"), json.dumps({"protocol": 2, **session}).encode())
+    for _ in range(3):
+        with pytest.raises(ProtocolMismatchError, match=r"new\.json is of protocol 2"):
+            roster.explorers()
+        watch(roster, clock, LEASE_TIME, among=explorers)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b'{"name": "a"}'])
 def test_a_report_that_cannot_be_read_hides_nobody_else(
     roster: Roster, explorers: Explorers, job: Job, content: bytes
