@@ -21,7 +21,6 @@ from syncd.protocol.policy import (
     unanswered,
 )
 from syncd.protocol.records import TrainerReport
-from syncd.storage.claims import collect_claims
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +76,6 @@ class TrainerSynchronizer(Member[TrainerReport]):
                 time=0.0,
             ),
         )
-        collect_claims(self._storage, self._layout, self._me.session.lease_time)
         self._writer = writer
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
         self._asked: dict[tuple[str, str], int] = {}

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Final
 
 from syncd.daemon.steering import Steering
-from syncd.protocol.errors import SyncdError
 from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
     TEMPORARY,
     JobLayout,
-    checked_name,
     parse_step_folder,
 )
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.participants import session_of
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
 from syncd.storage.fsio import Storage
@@ -41,9 +39,9 @@ class Collector:
     """Removes leftovers that have lain still for so long that whoever made them is gone.
 
     Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
-    of a dead session that holds no lease, the report of an explorer whose heartbeat is gone, and
-    answers that nobody takes. Whoever comes back after all finds its temporary name gone at the
-    rename, and writes again. A call does a bounded part of what is due.
+    of a dead session that holds no lease, explorers' reports and claims of names whose session has
+    no heartbeat, and answers that nobody takes. Whoever comes back after all finds its temporary
+    name gone at the rename, and writes again. A call does a bounded part of what is due.
 
     Args:
         storage: the shared storage.
@@ -102,16 +100,23 @@ class Collector:
         return path.parent == self._layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
-        """Whether a path is what it was found as: a report may have an explorer again."""
-        is_report = path.parent == self._layout.explorers and path.suffix == ".json"
-        return not is_report or self._is_orphan(path)
+        """Whether a path is what it was found as: a report or a name may be someone's again."""
+        return not self._is_participants(path) or self._is_orphan(path)
+
+    def _is_participants(self, path: Path) -> bool:
+        """Whether it is a report or a claim, which say whose they are."""
+        if path.name.startswith(TEMPORARY):
+            return False
+        layout = self._layout
+        is_report = path.parent == layout.explorers and path.suffix == ".json"
+        return is_report or path.parent == layout.claims
 
     def _is_orphan(self, path: Path) -> bool:
-        """Whether an explorer's report is of a session whose heartbeat is not there."""
+        """Whether a report or a claim is of a session whose heartbeat is not there."""
         try:
-            session = parse(ExplorerReport, self._storage.read(path), path).session
-            return not self._storage.exists(self._layout.session(checked_name(session, "session")))
-        except (OSError, SyncdError) as error:
+            session = session_of(self._storage.read(path))
+            return session is not None and not self._storage.exists(self._layout.session(session))
+        except OSError as error:
             log.debug("%s is left alone: %s", path, error)
             return False
 
@@ -150,19 +155,19 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """The reports of explorers whose heartbeat is not there; None for each that has one."""
-        # What this client remembers of a heartbeat may be older than the explorer.
+        """Reports and claims whose session's heartbeat is not there; None for each that has one."""
+        # What this client remembers of a heartbeat may be older than its participant.
         self._storage.refresh(self._layout.sessions)
-        try:
-            names = self._storage.names(self._layout.explorers)
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
-            return
-        for name in names:
-            path = self._layout.explorers / name
-            if path.suffix == ".json" and not name.startswith(TEMPORARY):
-                yield path if self._is_orphan(path) else None
+        for folder in (self._layout.explorers, self._layout.claims):
+            try:
+                names = self._storage.names(folder)
+            except OSError as error:
+                if not is_refused_here(error):
+                    raise
+                continue
+            for path in (folder / name for name in names):
+                if self._is_participants(path):
+                    yield path if self._is_orphan(path) else None
 
     def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:

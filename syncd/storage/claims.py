@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
-from syncd.protocol.errors import NameTakenError, RecordError
+from syncd.protocol.errors import NameTakenError
 from syncd.protocol.layout import TEMPORARY, JobLayout
-from syncd.protocol.participants import Claim
-from syncd.protocol.records import encode, parse
+from syncd.protocol.participants import Claim, session_of
+from syncd.protocol.records import encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Signature, Storage, signature
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness, Session
@@ -123,31 +123,14 @@ class HeldName:
 def read_claim(storage: Storage, path: Path) -> str | None:
     """The session that has a name; None where nobody has, or what is there says none."""
     try:
-        return parse(Claim, storage.read(path), path).session
-    except RecordError as error:
-        log.warning("%s", error)
-        return None
+        session = session_of(storage.read(path))
     except OSError as error:
         if is_gone(error) or is_no_record(error):
             return None
         raise
-
-
-def collect_claims(storage: Storage, layout: JobLayout, lease_time: float) -> None:
-    """Remove the claims of sessions whose heartbeats are gone, and what killed breakers left.
-
-    A live one whose heartbeat was missing at this moment claims its name again with its next word.
-    """
-    storage.refresh(layout.sessions)
-    judge = Judge(storage, lease_time)
-    for name in storage.names(layout.claims):
-        path = layout.claims / name
-        judge.look(path)  # before it is read: another that comes meanwhile is not broken
-        session = read_claim(storage, path)
-        if session is None or storage.exists(layout.session(session)):
-            continue
-        if judge.break_dead(path):
-            log.info("removed %s of session %s, which is gone", path, session)
+    if session is None:
+        log.warning("%s is no claim: it names no session", path)
+    return session
 
 
 class _Holder:
@@ -178,9 +161,7 @@ class _Holder:
         heartbeat = self._layout.session(session)
         seen = self._judge.look(heartbeat)
         if seen is Liveness.MISSING:
-            # This client may remember that it was not there.
-            self._storage.refresh(self._layout.sessions)
-            seen = self._judge.look(heartbeat)
+            seen = self._judge.look_again(heartbeat)
         if seen is Liveness.MISSING:
             self._missing += 1
             return self._missing >= _MISSING_LOOKS

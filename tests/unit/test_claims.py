@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from contextlib import suppress
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import NameTakenError
-from syncd.storage.claims import HeldName, collect_claims, read_claim
+from syncd.storage.claims import HeldName, read_claim
 from syncd.storage.leases import Session
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
@@ -193,17 +194,17 @@ def test_of_many_that_want_a_name_one_has_it(job: Job) -> None:
     assert got == [holder(job)]
 
 
-def test_claims_of_sessions_that_are_gone_are_collected_and_no_others(
+def test_the_claim_of_a_newer_protocol_is_refused_while_it_lives_and_taken_when_it_is_dead(
     job: Job, clock: Clock
 ) -> None:
-    gone, lives = Heartbeat(job, "gone"), Heartbeat(job, "lives")
-    take(job, gone, clock, name="a")
-    take(job, lives, clock, name="b")
-    aside = job.layout.claim("explorer", "a").with_name("explorer.a.broken-012345")
-    os.link(job.layout.claim("explorer", "a"), aside)
-    gone.path.unlink()
-    collect_claims(job.hosts.storage(), job.layout, LEASE_TIME)
-    assert [path.name for path in job.layout.claims.iterdir()] == ["explorer.b"]
+    newer = Heartbeat(job, "newer")
+    take(job, newer, clock)
+    told = {"protocol": 2, "session": "newer", "shape": [1]}
+    job.put(job.layout.claim("explorer", "x"), json.dumps(told).encode())
+    with pytest.raises(NameTakenError, match=r"session newer"):
+        take(job, Heartbeat(job, "second"), clock, beating=newer)
+    take(job, Heartbeat(job, "third"), clock)
+    assert holder(job) == "third"
 
 
 @pytest.mark.local_only("each call fails once, whatever its client believes")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.participants import Claim
 from syncd.protocol.records import ExplorerReport, encode, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.reserve import Reserve
@@ -76,13 +79,32 @@ def report(job: Job, name: str, session: str) -> Path:
     return job.layout.explorer(name)
 
 
-def test_the_report_of_an_explorer_goes_once_its_heartbeat_is_gone_and_it_lies_still(
-    job: Job, clock: Clock
+def claim(job: Job, name: str, session: str) -> Path:
+    job.put(job.layout.claim("explorer", name), encode(Claim(session=session)))
+    return job.layout.claim("explorer", name)
+
+
+def newer(job: Job, name: str, session: str) -> Path:
+    path = job.layout.explorer(name)
+    job.put(path, json.dumps({"protocol": 2, "session": session, "status": ["?"]}).encode())
+    return path
+
+
+def aside(job: Job, name: str, session: str) -> Path:
+    """What a breaker that was killed left of a claim."""
+    path = claim(job, name, session)
+    return path.rename(path.with_name(f"{path.name}.broken-012345"))
+
+
+@pytest.mark.parametrize("made", [report, claim, newer, aside])
+def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_still(
+    job: Job, clock: Clock, made: Callable[[Job, str, str], Path]
 ) -> None:
-    dead, alive = report(job, "dead", "gone"), report(job, "alive", "beats")
-    back = report(job, "back", "gone-too")
-    odd = job.layout.explorers / "odd.json"
-    odd.write_bytes(b"{}")
+    job.layout.claims.mkdir(exist_ok=True)
+    dead, alive = made(job, "dead", "gone"), made(job, "alive", "beats")
+    back = made(job, "back", "gone-too")
+    odd = dead.with_name("odd.json")
+    odd.write_bytes(b'{"protocol": 2, "session": "../../../odd"}')
     heartbeat = job.layout.session("beats")
     found = collector(job, clock)
     for number in range(12):
