@@ -8,7 +8,7 @@ loop in this process; an explorer that wakes up leases the version, reports it, 
 
 Wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
 the wait has returned, by the one monotonic clock of this host. A tick is a round of the daemon with
-nothing to publish; a roster's slice is what its thread does 32 times a lease. All in milliseconds.
+nothing to publish; a roster's slice is what its thread does 16 times a lease. All in milliseconds.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def _slices(root: Path, layout: JobLayout) -> list[float]:
     roster = Roster(storage, layout, lease_time, background=False)
     roster.explorers()
     found = []
-    for _ in range(16):
+    for _ in range(8):
         time.sleep(lease_time / SLICES_PER_LEASE)
         found += _milliseconds(roster.look_at_slice, 1)
     return found

@@ -32,9 +32,9 @@ P = TypeVar("P", ExplorerReport, TrainerReport)
 
 _RECORD: Final = ".json"
 #: How often in a lease time a slice of the heartbeats is looked at.
-SLICES_PER_LEASE: Final = 32
+SLICES_PER_LEASE: Final = 16
 #: How many of these follow each look at all reports, for those that have come and gone.
-_SLICES_PER_ROUND: Final = 8
+_SLICES_PER_ROUND: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class Roster:
             self._counts_explorers = True
             self._begin()
             reports = self._explorer_reports()
-            self._look()
+            self._look_at_new()
             found = (self._counted(report) for report in reports)
             return [report for report in found if report is not None]
 
@@ -126,7 +126,7 @@ class Roster:
         with self._lock:
             self._begin()
             report = self._trainer_report()
-            self._look()
+            self._look_at_new()
             return None if report is None else self._counted(report)
 
     def trainer_status(self) -> RunningStatus:
@@ -135,16 +135,16 @@ class Roster:
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
     def is_alive(self, session: str) -> bool:
-        """Whether a session of a report lived, as of the last question after the participants."""
+        """Whether a session lives, as far as is known: looks once more."""
         with self._lock:
-            return self._liveness.get(session) is Liveness.ALIVE
+            return self._lookout.look_at(session) is Liveness.ALIVE
 
     def refresh(self) -> None:
         """Let the next question ask the server who there is, and not this client's cache."""
         self._storage.refresh(self._layout.explorers)
 
     def look_at_slice(self) -> None:
-        """Look at some of the heartbeats; to be called 32 times a lease time, about."""
+        """Look at some of the heartbeats; to be called 16 times a lease time, about."""
         with self._lock:
             if self._slice == 0:
                 if self._counts_explorers:
@@ -163,9 +163,17 @@ class Roster:
 
     def _look(self) -> None:
         """Look at those whose turn it is of all sessions that reports name, and at new ones."""
+        self._liveness = self._lookout.look(self._sessions())
+
+    def _look_at_new(self) -> None:
+        """Know something of each session; who asks often does not look at all of them each time."""
+        if self._sessions() - self._liveness.keys():
+            self._look()
+
+    def _sessions(self) -> set[str]:
         explorers = {one.record.session for one in self._explorers.values() if one.record}
         trainer = {one.record.session for one in self._trainer.values() if one.record}
-        self._liveness = self._lookout.look({one for one in explorers | trainer if one is not None})
+        return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
         """The report where its participant lives, or has said that it stopped; else None.
@@ -174,7 +182,7 @@ class Roster:
             ProtocolMismatchError: it is of a newer protocol, and not known to be of a dead one.
         """
         # One that does not register has no heartbeat: its status is all that there is.
-        alive = report.session is None or self.is_alive(report.session)
+        alive = report.session is None or self._liveness.get(report.session) is Liveness.ALIVE
         if isinstance(report, _Newer):
             if alive:
                 raise ProtocolMismatchError(report.error)

@@ -62,9 +62,20 @@ class Lookout:
             self._look(self._order[0])
             self._order.rotate(-1)
         for session in sorted(wanted - self._last.keys()):
-            self._look(session)
-            self._order.append(session)
+            self.look_at(session)
         return self._last
+
+    def look_at(self, session: str) -> Liveness:
+        """Look at one now, whoever's turn it is.
+
+        Raises:
+            OSError: as :meth:`Judge.look`.
+        """
+        is_new = session not in self._last
+        self._look(session)
+        if is_new:
+            self._order.append(session)
+        return self._last[session]
 
     def _share(self) -> int:
         """How many are due, by the time since the last slice."""

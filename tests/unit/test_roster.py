@@ -15,7 +15,7 @@ from tests.jobs import LEASE_TIME, Job
 from tests.lagging import LaggingHosts
 from tests.storages import Clock, RuledStorage, refuse
 
-SLICE = LEASE_TIME / 32
+SLICE = LEASE_TIME / 16
 
 
 class Explorers:
@@ -98,12 +98,12 @@ def test_hundreds_are_judged_in_slices(explorers: Explorers, job: Job, clock: Cl
     explorers.come(*everyone)
     assert len(roster.explorers()) == 200
     most = 0
-    for _ in range(64):
+    for _ in range(32):
         storage.calls.clear()
         clock.advance(SLICE)
         roster.look_at_slice()
         most = max(most, storage.count("open_read", job.layout.sessions))
-    assert 0 < most <= 200 / 8 + 1
+    assert 0 < most <= 200 / 3
     assert names(roster) == set()
 
 
@@ -193,7 +193,7 @@ def test_storage_that_does_not_answer_is_no_death(
     assert names(roster) == {"a"}
     storage.rules.append(refuse("open_read", errno.EIO, where="sessions"))
     refused = 0
-    for _ in range(3 * 32):
+    for _ in range(3 * 16):
         clock.advance(SLICE)
         try:
             roster.look_at_slice()
