@@ -23,6 +23,8 @@ from syncd.storage.errnos import NOT_EMPTY, is_gone
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
+#: Nor is sharing blocks; or they are not on disk yet (ZFS), or fail, which a copy will say too.
+_NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.EIO}
 #: A record of a few fields; more than this is not one of ours.
 RECORD_LIMIT: Final = 1024 * 1024
 #: A record that grows with a job or a model: the manifest, the saves on record.
@@ -85,12 +87,12 @@ class Storage(Calls):
         """Let a file share blocks of another one, where this storage can: no byte is copied.
 
         Returns:
-            False where it cannot; then nothing was changed.
+            False where it cannot, or not now: the range is to be copied.
         """
         try:
             self.clone_range(source, target, count, at, to)
         except OSError as error:
-            if error.errno in _REFUSED or error.errno == errno.ENOTTY:
+            if error.errno in _NOT_SHARED:
                 return False
             raise
         return True
