@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import IO, Any, Final, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.serialization import config
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from syncd.storage.fsio import Draft
 
 _PAGE: Final = 4096
-#: Padding to pages is then less than a hundredth of the file.
+#: Padding to pages, half of one on average, is then less than a hundredth of the file.
 _LARGE: Final = 256 * 1024
 
 
@@ -27,11 +28,8 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
         OSError: the storage refused a write.
     """
     sink = _Sink(draft)
-    settings: dict[str, object] = {"save.compute_crc32": True}
-    if _is_large(state) and hasattr(config.save, "storage_alignment"):  # older ones have none
-        settings["save.storage_alignment"] = _PAGE
     try:
-        with config.patch(settings):  # type: ignore[attr-defined]  # put there at run time
+        with _with_crc32(), _on_pages() if _is_large(state) else nullcontext():
             # Of a file object torch.save uses write and flush alone.
             torch.save(dict(state), cast("IO[bytes]", sink))
     except RuntimeError as error:
@@ -40,14 +38,38 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
         raise
 
 
+@contextmanager
+def _with_crc32() -> Iterator[None]:
+    """A setting of the whole process, for the time of a save."""
+    before = get_crc32_options()
+    set_crc32_options(compute_crc32=True)
+    try:
+        yield
+    finally:
+        set_crc32_options(compute_crc32=before)
+
+
+def _on_pages() -> AbstractContextManager[object]:
+    """Another one: where records begin."""
+    try:
+        from torch.utils.serialization import config  # noqa: PLC0415 - torch 2.6 has none
+    except ImportError:
+        return nullcontext()
+    patched: AbstractContextManager[object] = config.patch(  # type: ignore[attr-defined]  # put there at run time
+        {"save.storage_alignment": _PAGE}
+    )
+    return patched
+
+
 def _is_large(state: Mapping[str, Any]) -> bool:
     """Whether the tensors are so large that padding them to pages costs next to nothing."""
-    tensors = [
-        value.to_local() if isinstance(value, DTensor) else value
+    sizes = [
+        (value.to_local() if isinstance(value, DTensor) else value).nbytes
         for value in state.values()
-        if isinstance(value, Tensor)
+        # What is no plain tensor, a ShardedTensor say, may not know its bytes.
+        if type(value) in {Tensor, nn.Parameter, DTensor} and value.layout is torch.strided
     ]
-    return sum(tensor.nbytes for tensor in tensors) >= _LARGE * max(1, len(tensors))
+    return sum(sizes) >= _LARGE * max(1, len(sizes))
 
 
 class _Sink:

@@ -121,6 +121,7 @@ def build_model_folder(
                     folder,
                     digests=digests,
                     check_crc=checked == "crc32",
+                    shares=checked == "receipt",
                     cancel=cancel,
                     progress=progress,
                     threads=threads,

@@ -131,19 +131,29 @@ class FileCopy:
         if not self._shares or run.offset % PAGE or to % PAGE:
             return 0
         self._flush()
-        source = self._sources[run.source]
-        if not self._storage.share_range(source.fd, self._fd, count, run.offset, to):
-            self._shares = False  # nor will it the next one
-            return 0
-        if hasher is not None:
-            stream = TensorStream(self._reader, (Run(run.source, run.offset, count),))
-            for begin in range(0, count, BUFFER):
-                self._cancel()
-                view = self._view[: count - begin]
-                stream.read_into(view)
-                hasher.update(view)
-        self._advance(count)
-        return count
+        stream = TensorStream(self._reader, (run,))
+        source = self._sources[run.source].fd
+        done = 0
+        while done < count:
+            self._cancel()
+            part = min(count - done, _SYNC_EVERY)
+            if not self._storage.share_range(source, self._fd, part, run.offset + done, self._at):
+                self._shares = False  # nor will it the next one
+                break
+            if hasher is not None:
+                self._digest(stream, part, hasher)
+            self._advance(part)
+            done += part
+        return done
+
+    def _digest(self, stream: TensorStream, length: int, hasher: xxhash.xxh3_128) -> None:
+        left = length
+        while left:
+            self._cancel()
+            view = self._view[:left]
+            stream.read_into(view)
+            hasher.update(view)
+            left -= len(view)
 
     def _kernel_copies(self, run: Run) -> None:
         self._flush()

@@ -47,6 +47,7 @@ def run_plan(
     *,
     digests: bool,
     check_crc: bool,
+    shares: bool = False,
     cancel: Callable[[], None],
     progress: Progress = unheard,
     threads: int = 1,
@@ -63,6 +64,8 @@ def run_plan(
         digests: whether to compute the digests that a manifest carries.
         check_crc: whether to check every record of every source that has a CRC-32, also those that
             no output needs.
+        shares: whether blocks may be shared with the sources: only where nobody writes to them any
+            more, since digests are of what is read of them later.
         cancel: called often; it raises to stop.
         progress: called with the bytes done and the bytes in all, in this thread.
         threads: how many files are written at a time, and no more than there are processors: into
@@ -89,7 +92,7 @@ def run_plan(
             SourceReader(storage, sources, checks=checks, cancel=check),
             sources,
             digests=digests,
-            shares=not check_crc,
+            shares=shares,
             in_kernel=in_kernel if not (digests or check_crc) else lambda _: False,
             caster=caster,
             cancel=check,

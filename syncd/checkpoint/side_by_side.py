@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Event
 from typing import Final, TypeVar
 
@@ -53,8 +53,9 @@ def run_side_by_side(
             raise _StoppedError
 
     with ThreadPoolExecutor(min(threads, len(tasks)), "syncd-copy") as pool:
-        futures = [pool.submit(task, check) for task in tasks]
+        futures: list[Future[T]] = []
         try:
+            futures.extend(pool.submit(task, check) for task in tasks)
             pending = set(futures)
             while pending:
                 done, pending = wait(pending, timeout=_LOOK)

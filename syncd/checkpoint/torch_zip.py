@@ -173,11 +173,9 @@ def read_records(
     for number, entry in enumerate(entries):
         if number % _CANCEL_EVERY == 0:
             cancel()
-        length = _LOCAL.size + len(entry.name)
-        if entry.header + length > begin + len(window):
-            if nexts[number] - entry.header <= _NEAR:
-                length = max(length, _WINDOW)
-            window, begin = storage.pread_all(fd, length, entry.header), entry.header
+        if entry.header + _LOCAL.size + len(entry.name) > begin + len(window):
+            begin = entry.header
+            window = storage.pread_all(fd, _near(entries, nexts, number) - begin, begin)
         offset = _data_offset(window, entry.header - begin, entry, path)
         if entry.header < end or offset + entry.size > directory.offset:
             raise _overlaps(path, entry)
@@ -191,6 +189,18 @@ def read_records(
             raise _broken(path, f"{_shown(entry)} is there twice or in another folder")
         records[name] = Record(offset, entry.size, entry.crc32)
     return records
+
+
+def _near(entries: Sequence[_Entry], nexts: Sequence[int], number: int) -> int:
+    """Where the last of the local headers ends that are near each other, and fit in a window."""
+    begin = entries[number].header
+    end = begin + _LOCAL.size + len(entries[number].name)
+    for at in range(number + 1, len(entries)):
+        after = nexts[at - 1] + _LOCAL.size + len(entries[at].name)
+        if nexts[at - 1] - entries[at - 1].header > _NEAR or after - begin > _WINDOW:
+            break
+        end = after
+    return end
 
 
 def _check_disjoint(entries: Sequence[_Entry], nexts: Sequence[int], path: Path) -> None:

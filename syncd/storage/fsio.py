@@ -23,6 +23,8 @@ from syncd.storage.errnos import NOT_EMPTY, is_gone
 _REFUSED: Final = frozenset(
     {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY}
 )
+#: Nor is sharing blocks; or they are not on disk yet (ZFS), or fail, which a copy will say too.
+_NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.EIO}
 #: There are no hard links here, not between these two names, or the file has as many as it may.
 _NO_LINKS: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -89,12 +91,12 @@ class Storage(Calls):
         """Let a file share blocks of another one, where this storage can: no byte is copied.
 
         Returns:
-            False where it cannot; then nothing was changed.
+            False where it cannot, or not now: the range is to be copied.
         """
         try:
             self.clone_range(source, target, count, at, to)
         except OSError as error:
-            if error.errno in _REFUSED or error.errno == errno.ENOTTY:
+            if error.errno in _NOT_SHARED:
                 return False
             raise
         return True

@@ -21,6 +21,8 @@ from syncd.checkpoint.placement import Local
 from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.side_by_side import threads_here
+from syncd.checkpoint.source_reader import SourceReader, record_checks
 from syncd.protocol.errors import (
     CancelledError,
     CheckpointError,
@@ -31,7 +33,7 @@ from syncd.protocol.errors import (
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import nothing
 from tests.merging import STORAGE, STORED, assert_equal, loaded, merge
-from tests.storages import RuledStorage, refuse
+from tests.storages import FastStorage, RuledStorage, refuse
 
 # -- digests -----------------------------------------------------------------------------------
 
@@ -251,6 +253,50 @@ def test_a_record_in_many_files_is_checked_by_all_its_bytes(
             with pytest.raises(ShardFormatError, match=r"record data/0 does not match its CRC-32"):
                 merge(shards, tmp_path / str(number), **whole)  # type: ignore[arg-type]  # as above
             os.pwrite(file.fileno(), bytes((byte,)), record.offset + at)
+
+
+class Together(FastStorage):
+    """A storage where a file is only made while another one is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._both = threading.Barrier(2)
+
+    def create(self, path: Path) -> int:
+        self._both.wait(30)
+        return super().create(path)
+
+
+@pytest.mark.skipif(threads_here(2) < 2, reason="there is one processor")
+def test_two_files_are_written_at_once(
+    written: Path, tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    shards = opened(written / "fsdp2-4")
+    plan = plan_merge([(s.path.name, s.tensors()) for s in shards], max_file_size=1200)
+    assert len(plan.files) % 2 == 0
+    merge(shards, tmp_path / "out", max_file_size=1200, threads=2, storage=Together())
+
+
+def test_a_record_that_two_read_is_checked_by_the_first_and_once(
+    tmp_path: Path, opened: Callable[[Path], list[ShardFile]]
+) -> None:
+    views_of_one_storage(tmp_path / "saved")
+    shards = opened(tmp_path / "saved")
+    (checks,) = record_checks(shards, check_crc=True)
+    assert checks is not None
+    first, second = (
+        SourceReader(STORAGE, shards, checks=[checks], cancel=nothing) for _ in range(2)
+    )
+    record = shards[0].records["data/0"]
+    part = memoryview(bytearray(1000))
+    first.read_into(0, record.offset, part)
+    second.read_into(0, record.offset + 5000, part)
+    number = checks.find(record.offset)
+    assert checks.at[number] == record.offset + 1000
+    first.read_into(0, record.offset + 3000, part)
+    assert checks.at[number] == record.offset + 4000
+    second.finish()
+    assert checks.at == checks.ends
 
 
 def test_threads_end_with_the_first_that_storage_refuses(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.serialization import config
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.save import look_at_save
@@ -60,6 +61,11 @@ def save(job: JobLayout, state: dict[str, torch.Tensor]) -> None:
     RankWriter(STORAGE, job, 0, 1, save_timeout=60).save(SaveId("run", 1, 0), Contents(state))
 
 
+def saved_by(job: JobLayout, state: dict[str, torch.Tensor]) -> list[Path]:
+    save(job, state)
+    return list(job.actor(1).glob("*.pt"))
+
+
 def build(storage: Storage, job: JobLayout, out: Path, *, digests: bool = True) -> Manifest:
     out.mkdir()
     actor = job.actor(1)
@@ -87,8 +93,7 @@ def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded
     job: Job,
 ) -> None:
     state = large_state()
-    save(job.layout, state)
-    (path,) = job.layout.actor(1).glob("*.pt")
+    (path,) = saved_by(job.layout, state)
     with ShardFile.open(STORAGE, path) as shard:
         offsets = [
             record.offset for name, record in shard.records.items() if name.startswith("data/")
@@ -106,7 +111,7 @@ def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded
         assert any(record.offset % _PAGE for record in shard.records.values())
 
 
-@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY])
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EAGAIN])
 def test_where_nothing_can_be_shared_it_is_asked_for_once_and_copied(
     job: Job, tmp_path: Path, code: int
 ) -> None:
@@ -124,16 +129,29 @@ def test_a_full_disk_is_no_reason_to_copy(job: Job, tmp_path: Path) -> None:
         build(Sharing(errno.ENOSPC), job.layout, tmp_path / "out")
 
 
+@pytest.mark.parametrize("crc32", [True, False])
 def test_what_a_foreign_trainer_may_still_write_to_is_never_shared(
-    job: Job, tmp_path: Path
+    job: Job, tmp_path: Path, crc32: bool
 ) -> None:
     state = large_state()
-    save(job.layout, state)
+    (shard,) = saved_by(job.layout, state)
     shutil.rmtree(job.layout.actor(1) / ".receipts")
+    with config.patch({"save.storage_alignment": _PAGE, "save.compute_crc32": crc32}):
+        torch.save(state, shard)
     storage = Sharing()
-    build(storage, job.layout, tmp_path / "out")
+    manifest = build(storage, job.layout, tmp_path / "out")
+    assert manifest.checked == ("crc32" if crc32 else "stillness")
     assert_equal(loaded(tmp_path / "out"), state)
     assert storage.asked == 0
+
+
+def test_what_has_no_bytes_of_its_own_is_saved_without_asking_how_many(
+    job: Job,
+) -> None:
+    sparse = torch.rand(3, 3).to_sparse()
+    (shard,) = saved_by(job.layout, {"sparse": sparse, **large_state()})
+    found = torch.load(shard, weights_only=True)
+    assert torch.equal(found["sparse"].to_dense(), sparse.to_dense())
 
 
 @pytest.fixture
