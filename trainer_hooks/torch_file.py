@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
+from syncd.checkpoint.safetensors_file import PAGE
 from syncd.storage.fsio import Draft
 
-_PAGE: Final = 4096
 #: Padding to pages, half of one on average, is then less than a hundredth of the file.
 _LARGE: Final = 256 * 1024
 
@@ -56,7 +56,7 @@ def _on_pages() -> AbstractContextManager[object]:
     except ImportError:
         return nullcontext()
     patched: AbstractContextManager[object] = config.patch(  # type: ignore[attr-defined]  # put there at run time
-        {"save.storage_alignment": _PAGE}
+        {"save.storage_alignment": PAGE}
     )
     return patched
 

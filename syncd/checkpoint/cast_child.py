@@ -24,8 +24,8 @@ def run() -> None:
     # What is sent to a whole service, or from a terminal, is for the parent to hear.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # One casts 10 GB/s. Two that share a tile wait for each other, and on a busy machine for long:
-    # measured, fifty times as long.
+    # One is faster than storage. Two that share a tile wait for each other, on a busy machine for
+    # many times as long as the cast takes.
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}

@@ -56,7 +56,7 @@ class FileCopy:
         sources: the open shards.
         digests: whether to compute the tensors' digests.
         shares: whether blocks may be shared with the sources, which nobody writes to any more.
-        in_kernel: whether the kernel copies into a file.
+        in_kernel: whether the kernel copies into a file; never where there are digests or checks.
         caster: casts; needed where the plan says so.
         cancel: called often; it raises to stop.
         advanced: called with each number of bytes that are done.
@@ -116,7 +116,7 @@ class FileCopy:
             if isinstance(left, Run) and left.length >= _WORTH_A_CALL:
                 shared = self._share(left, hasher)
                 left = Run(left.source, left.offset + shared, left.length - shared)
-                if in_kernel and hasher is None:
+                if in_kernel:
                     self._kernel_copies(left)
                     continue
             self._gather(TensorStream(self._reader, (left,)), left.length, hasher)
