@@ -102,13 +102,9 @@ class SourceReader:
             checks.extend(number, checks.at[number], part)
 
     def _pread(self, source: int, offset: int, part: memoryview) -> None:
-        fd = self._sources[source].fd
-        count = self._storage.pread_into(fd, part, offset)
-        while count < len(part):
-            more = self._storage.pread_into(fd, part[count:], offset + count)
-            if more == 0:
-                raise shorter(self._sources[source].path)
-            count += more
+        file = self._sources[source]
+        if self._storage.pread_fully(file.fd, part, offset) < len(part):
+            raise shorter(file.path)
 
 
 class RecordChecks:

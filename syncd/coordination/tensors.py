@@ -59,9 +59,5 @@ def fill(file: SafetensorsFile, view: memoryview, offset: int) -> None:
     Raises:
         VerificationError: the file is shorter.
     """
-    while view:
-        done = file.storage.pread_into(file.fd, view, offset)
-        if done == 0:
-            raise VerificationError(f"{file.path} is shorter than its header says")
-        view = view[done:]
-        offset += done
+    if file.storage.pread_fully(file.fd, view, offset) < len(view):
+        raise VerificationError(f"{file.path} is shorter than its header says")

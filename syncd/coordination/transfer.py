@@ -15,13 +15,13 @@ from typing import Literal
 from syncd.coordination.participant import Participant, back_to_running, become
 from syncd.coordination.roster import Roster
 from syncd.coordination.waiting import Wait
-from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import TEMPORARY, JobLayout
 from syncd.protocol.participants import Member, Offer, Verdict
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, TrainerReport, encode, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.reading import read_if_there
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +38,7 @@ class Offers:
 
     def current(self) -> Offer | None:
         """The offer that was made last; None where there is none, or none that can be read."""
-        path = self._layout.offer
-        try:
-            return parse(Offer, self._storage.read(path), path)
-        except RecordError as error:
-            log.warning("%s", error)
-            return None
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+        return read_if_there(self._storage, Offer, self._layout.offer)
 
     def make(self, session: str, step: int, members: tuple[Member, ...]) -> Offer:
         """Make an offer; the verdicts of earlier ones are removed."""

@@ -14,17 +14,17 @@ from syncd.checkpoint.safetensors_file import DTYPES
 from syncd.coordination.leased_version import LeasedVersion, lease_version, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
-    RecordError,
     SaveNotReadyError,
     VersionGoneError,
 )
 from syncd.protocol.layout import FULL_STATE_DICT, JobLayout, parse_pointer, shard_name
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import SaveOutcome, Saves, TrainerReport, encode, parse
+from syncd.protocol.records import SaveOutcome, Saves, TrainerReport, encode
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import open_job
 from syncd.storage.leases import Session
+from syncd.storage.reading import read_if_there
 from syncd.storage.steps import make_step_folder, point
 
 if TYPE_CHECKING:
@@ -161,16 +161,8 @@ class Versions:
 
     def outcome(self, step: int) -> SaveOutcome | None:
         """What became of the last save of a step, as far as the daemon has said."""
-        path = self.layout.saves
-        try:
-            return parse(Saves, self._storage.read(path, LONG_RECORD_LIMIT), path).steps.get(step)
-        except RecordError as error:
-            log.warning("%s", error)
-            return None
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+        saves = read_if_there(self._storage, Saves, self.layout.saves, LONG_RECORD_LIMIT)
+        return saves.steps.get(step) if saves is not None else None
 
     def check_shards(self, step: int, world_size: int) -> None:
         """See that a step has all its shards, or is one full state dict.

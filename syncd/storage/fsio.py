@@ -240,6 +240,13 @@ class Storage(Calls):
             offset += len(part)
         return b"".join(parts)
 
+    def pread_fully(self, fd: int, part: memoryview, offset: int) -> int:
+        """Fill ``part`` from an offset; returns how many bytes, fewer only at the file's end."""
+        done = 0
+        while done < len(part) and (count := self.pread_into(fd, part[done:], offset + done)):
+            done += count
+        return done
+
     def read(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
         """All bytes of a regular file.
 
