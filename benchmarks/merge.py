@@ -228,9 +228,9 @@ def _print_peaks(peaks: dict[int, dict[str, tuple[float, float]]], model: Model)
     print("\nPeak RSS in MB by the size of the shards: one more run each, all verified\n")
     sizes = sorted(peaks)
     rows: list[tuple[str, ...]] = []
-    for contender in merges(model):
-        both = [peaks[bytes_][contender.name] for bytes_ in sizes]
-        rows.append((contender.name, *(f"{largest:.0f}" for largest, _ in both)))
+    for name in peaks[sizes[0]]:
+        both = [peaks[bytes_][name] for bytes_ in sizes]
+        rows.append((name, *(f"{largest:.0f}" for largest, _ in both)))
         if model.casts:
             rows.append(("  its casting child apart", *(f"{own:.0f}" for _, own in both)))
     print_table(("process", *(f"{bytes_ / 1e9:.2f} GB" for bytes_ in sizes)), rows)
@@ -248,6 +248,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--rss", type=float, nargs="*", default=[0.1, 1.0], help="more sizes for peak RSS, in GB"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        help="cat, and rows whose names begin with one of these",
     )
     parser.add_argument("--no-torch", action="store_true", help="without what is slow")
     parser.add_argument(
@@ -268,7 +274,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made:
         place = Place(Path(made))
         prepare_process(place.work)
-        field = contenders(model, torch=not given.no_torch, verl=verl)
+        chosen = (CAT, *given.only) if given.only else ("",)
+        everyone = contenders(model, torch=not given.no_torch, verl=verl)
+        field = tuple(each for each in everyone if each.name.startswith(chosen))
+        merging = [each for each in merges(model) if each.name.startswith(chosen)]
         size = _write(place, model)
         files = _try(place, field, model)
         for name in given.modes:
@@ -276,7 +285,7 @@ def main() -> None:
         for gigabytes in (model.gigabytes, *given.rss):
             other = replace(model, gigabytes=gigabytes)
             bytes_ = size if other == model else _write(place, other)
-            peaks[bytes_] = {c.name: _peaks(c, place, other) for c in merges(model)}
+            peaks[bytes_] = {each.name: _peaks(each, place, other) for each in merging}
     if given.json:
         modes = {
             mode: {name: [asdict(usage) for usage in usages] for name, usages in rounds.items()}

@@ -88,7 +88,7 @@ def build_model_folder(
             caster = None
             if _has_to_cast(contents, cast):
                 # It imports torch, for seconds, while the small files are copied.
-                caster = stack.enter_context(Caster(str(actor), cancel=cancel))
+                caster = stack.enter_context(Caster(str(actor)))
             # The small files first: where one is not what was vouched for, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias = "none"

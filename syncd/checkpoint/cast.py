@@ -1,7 +1,8 @@
 """Casting tensors as torch does, in a child process that imports it.
 
-This process never imports torch. Bytes are exchanged through memory that both have mapped, in two
-slots, so that one tile is read and another written while the child works on a third.
+This process never imports torch. Bytes are exchanged through memory that both have mapped. Each
+thread that casts has two slots there, so that one tile is read and another written while the child
+works on a third.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import queue
 import struct
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -23,37 +26,43 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE
 TILE: Final = 1024 * 1024
 #: Bytes of a slot: what is cast, and behind it what has become of it.
 SLOT: Final = 2 * TILE
-SLOTS: Final = 2
-#: Which slot, how many elements, from which dtype to which.
+_SLOTS_EACH: Final = 2
+#: How many threads may cast at a time: one child keeps up with two that read and write.
+THREADS: Final = 4
+_SIZE: Final = THREADS * _SLOTS_EACH * SLOT
+#: Which slot, how many elements, from which dtype to which. The answer is the slot, in one byte.
 REQUEST: Final = struct.Struct("<BQ8s8s")
-DONE: Final = b"."
+#: What the child says once it has imported torch.
+READY: Final = b"\xff"
 #: Importing torch from slow storage takes long.
 _WALL_SECONDS: Final = 900.0
 
 
 class Caster:
-    """A child that casts. Close it, or use it as a context manager.
+    """A child that casts, for :data:`THREADS` threads. Close it, or use it as a context manager.
 
     Args:
         where: the save that it is started for, for messages.
-        cancel: called every 50 ms while it works; it raises to stop.
         python: the interpreter.
 
     Raises:
         OSError: it cannot be started.
     """
 
-    def __init__(
-        self, where: str, *, cancel: Callable[[], None], python: str = sys.executable
-    ) -> None:
+    def __init__(self, where: str, *, python: str = sys.executable) -> None:
         self._where = where
         self._started = False
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(THREADS):
+            self._free.put(number * _SLOTS_EACH)
+        self._asking, self._hearing = threading.Lock(), threading.Lock()
+        self._answered: set[int] = set()
         with ExitStack() as stack:
             fd = os.memfd_create("syncd-cast")
             stack.callback(os.close, fd)
-            os.ftruncate(fd, SLOTS * SLOT)
+            os.ftruncate(fd, _SIZE)
             # It is given back with the last view of it: an error may hold one.
-            self._memory = memoryview(mmap.mmap(fd, SLOTS * SLOT))
+            self._memory = memoryview(mmap.mmap(fd, _SIZE))
             self._child = ChildProcess(
                 "cast_child",
                 (fd,),
@@ -61,7 +70,7 @@ class Caster:
                 task="cast",
                 flags="-I",
                 pass_fds=(fd,),
-                cancel=cancel,
+                cancel=lambda: None,  # each call brings the one of its thread
                 wall_seconds=_WALL_SECONDS,
                 python=python,
             )
@@ -79,7 +88,13 @@ class Caster:
         self._stack.close()
 
     def cast(
-        self, read: Callable[[memoryview], object], count: int, given: str, wanted: str
+        self,
+        read: Callable[[memoryview], object],
+        count: int,
+        given: str,
+        wanted: str,
+        *,
+        cancel: Callable[[], None],
     ) -> Iterator[memoryview]:
         """Cast elements as they are read.
 
@@ -88,6 +103,7 @@ class Caster:
             count: how many there are in all.
             given: their dtype, by safetensors' name.
             wanted: what they are to become.
+            cancel: called every 50 ms while the child works; it raises to stop.
 
         Yields:
             What has become of them, in order; each is gone with the next one.
@@ -99,37 +115,51 @@ class Caster:
         most = TILE // max(before, after)
         pending: deque[tuple[int, int]] = deque()
         sent = 0
+        first = self._free.get()
         while sent < count or pending:
-            if sent < count and len(pending) < SLOTS:
+            if sent < count and len(pending) < _SLOTS_EACH:
                 tile = min(most, count - sent)
-                slot = sent // most % SLOTS
+                slot = first + sent // most % _SLOTS_EACH
                 read(self._memory[slot * SLOT : slot * SLOT + tile * before])
-                self._ask(REQUEST.pack(slot, tile, given.encode(), wanted.encode()))
+                self._ask(REQUEST.pack(slot, tile, given.encode(), wanted.encode()), cancel)
                 pending.append((slot, tile))
                 sent += tile
                 continue
             slot, tile = pending.popleft()
-            self._wait()
+            self._wait(slot, cancel)
             begin = slot * SLOT + TILE
             yield self._memory[begin : begin + tile * after]
+        # Not where it was left half way: answers for these slots are still to come.
+        self._free.put(first)
 
-    def _ask(self, request: bytes) -> None:
-        if not self._started:
-            self._wait()  # until it has imported torch
-            self._started = True
-        try:
-            self._child.write(request)
-        except EndedError:
-            raise self._failed() from None
+    def _ask(self, request: bytes, cancel: Callable[[], None]) -> None:
+        with self._asking:
+            if not self._started:
+                with self._hearing:
+                    if self._hear(cancel) != READY:
+                        raise self._failed()
+                self._started = True
+            try:
+                self._child.write(request, cancel=cancel)
+            except EndedError:
+                raise self._failed() from None
 
-    def _wait(self) -> None:
+    def _wait(self, slot: int, cancel: Callable[[], None]) -> None:
+        """Until a slot is answered; answers for other threads that come first are kept for them."""
+        with self._hearing:
+            while slot not in self._answered:
+                answer = self._hear(cancel)
+                if not answer:
+                    raise self._failed()
+                self._answered.add(answer[0])
+            self._answered.remove(slot)
+
+    def _hear(self, cancel: Callable[[], None]) -> bytes:
         self._child.expect(self._where)
         try:
-            answer = self._child.read(len(DONE))
+            return self._child.read(1, cancel=cancel)
         except EndedError:
-            answer = b""
-        if answer != DONE:
-            raise self._failed()
+            return b""
 
     def _failed(self) -> OSError:
         return OSError(

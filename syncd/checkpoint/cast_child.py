@@ -15,7 +15,7 @@ import warnings
 
 import torch
 
-from syncd.checkpoint.cast import DONE, REQUEST, SLOT, TILE
+from syncd.checkpoint.cast import READY, REQUEST, SLOT, TILE
 from syncd.checkpoint.tensor_rules import DTYPES
 
 
@@ -31,7 +31,7 @@ def run() -> None:
     dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}
     memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))
     requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
-    answers.write(DONE)
+    answers.write(READY)
     try:
         while len(head := requests.read(REQUEST.size) or b"") == REQUEST.size:
             slot, count, given, wanted = REQUEST.unpack(head)
@@ -46,6 +46,6 @@ def run() -> None:
                 offset=begin + TILE,
             )
             target.copy_(source)
-            answers.write(DONE)
+            answers.write(bytes((slot,)))
     except BrokenPipeError:
         pass  # the parent has gone

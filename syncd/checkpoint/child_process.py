@@ -45,7 +45,7 @@ class ChildProcess:
         task: what it does with files, a verb, for messages.
         flags: of the interpreter.
         pass_fds: descriptors that it has too.
-        cancel: called every 50 ms while it works; it raises to stop.
+        cancel: called every 50 ms while it works, unless a call brings its own; it raises to stop.
         wall_seconds: how long one answer may take: a guard, for a machine that stands still.
         python: the interpreter.
         clock: seconds, monotonic.
@@ -105,7 +105,7 @@ class ChildProcess:
         self._where = where
         self._deadline = self._clock() + self._wall_seconds
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes, *, cancel: Callable[[], None] | None = None) -> None:
         """Give it bytes.
 
         Raises:
@@ -117,11 +117,11 @@ class ChildProcess:
             try:
                 view = view[os.write(self._stdin.fileno(), view[:_PIPE]) :]
             except BlockingIOError:
-                self._wait(self._stdin.fileno(), select.POLLOUT)
+                self._wait(self._stdin.fileno(), select.POLLOUT, cancel or self._cancel)
             except BrokenPipeError:
                 raise EndedError from None
 
-    def read(self, count: int) -> bytes:
+    def read(self, count: int, *, cancel: Callable[[], None] | None = None) -> bytes:
         """Take bytes from it.
 
         Raises:
@@ -133,7 +133,7 @@ class ChildProcess:
             try:
                 part = os.read(self._stdout.fileno(), count)
             except BlockingIOError:
-                self._wait(self._stdout.fileno(), select.POLLIN)
+                self._wait(self._stdout.fileno(), select.POLLIN, cancel or self._cancel)
                 continue
             if not part:
                 raise EndedError
@@ -141,13 +141,13 @@ class ChildProcess:
             count -= len(part)
         return b"".join(parts)
 
-    def _wait(self, fd: int, event: int) -> None:
+    def _wait(self, fd: int, event: int, cancel: Callable[[], None]) -> None:
         """Until the child takes or gives a byte, or has ended."""
         poll = select.poll()
         poll.register(fd, event)
-        self._cancel()
+        cancel()
         while not poll.poll(_LOOK * 1000):
-            self._cancel()
+            cancel()
             if self._clock() > self._deadline:
                 raise OSError(
                     errno.ETIMEDOUT,

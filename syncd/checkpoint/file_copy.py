@@ -202,7 +202,8 @@ class FileCopy:
         assert self._caster is not None  # noqa: S101 - as run_plan asks for
         stream = self._compared(tensor)
         count = tensor.length // ITEMSIZE[tensor.dtype]
-        for tile in self._caster.cast(stream.read_into, count, tensor.source_dtype, tensor.dtype):
+        dtypes = tensor.source_dtype, tensor.dtype
+        for tile in self._caster.cast(stream.read_into, count, *dtypes, cancel=self._cancel):
             if hasher is not None:
                 hasher.update(tile)
             if len(tile) > BUFFER - self._filled or len(tile) >= BUFFER // 4:

@@ -10,6 +10,7 @@ from threading import Lock
 
 import xxhash
 
+from syncd.checkpoint.cast import THREADS as CASTERS
 from syncd.checkpoint.cast import Caster
 from syncd.checkpoint.file_copy import BUFFER, FileCopy, may_copy_remotely
 from syncd.checkpoint.plan import MergePlan, PlannedFile
@@ -104,10 +105,9 @@ def run_plan(
             storage.fsync(fd)
         return _written(file, found if digests else None)
 
-    # One child casts for all of them.
     written = run_side_by_side(
         [partial(write, file) for file in plan.files],
-        threads=1 if plan.casts else threads_here(threads),
+        threads=min(threads_here(threads), CASTERS) if plan.casts else threads_here(threads),
         look=look,
     )
     SourceReader(storage, sources, checks=checks, cancel=look).finish()

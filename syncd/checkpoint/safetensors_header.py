@@ -48,12 +48,20 @@ def header_bytes(entries: Iterable[Entry]) -> bytes:
 
     Padded with spaces so that the data section behind it starts at a page: its blocks can be shared
     with the shards' then, and be read past the page cache.
+
+    Raises:
+        ShardFormatError: it would be longer than what the safetensors library reads.
     """
     header: dict[str, object] = {METADATA: {"format": "pt"}}
     for name, dtype, shape, begin, end in entries:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % PAGE)
+    if len(text) > HEADER_LIMIT:
+        raise ShardFormatError(
+            f"{len(header) - 1} tensors in one file make a header of {len(text)} bytes, and "
+            f"safetensors reads at most {HEADER_LIMIT}: set a smaller max_shard_size"
+        )
     return len(text).to_bytes(8, "little") + text
 
 

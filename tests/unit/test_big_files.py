@@ -23,7 +23,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from syncd.checkpoint.merge import Merged, run_plan
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.plan import plan_merge
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.tensor_rules import NAME_LIMIT
+from syncd.protocol.errors import ShardFormatError
 from syncd.protocol.layout import shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
@@ -273,3 +276,10 @@ def test_more_records_than_sixteen_bits_count_are_read(tmp_path: Path) -> None:
             local = found[str(number)]
             assert isinstance(local, Local)
             assert os.pread(opened.fd, 8, local.offset) == number.to_bytes(8, "little")
+
+
+def test_a_header_longer_than_safetensors_reads_is_never_written() -> None:
+    name = "x" * NAME_LIMIT
+    entries = (Entry(f"{number:06}{name[6:]}", "F32", (0,), 0, 0) for number in range(100_000))
+    with pytest.raises(ShardFormatError, match=r"100000 tensors in one file .* max_shard_size"):
+        header_bytes(entries)

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from syncd.checkpoint.cast import TILE, Caster
+from syncd.checkpoint.cast import THREADS, TILE, Caster
 from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype
 from syncd.protocol.errors import CancelledError, CoverageError
 from syncd.storage.fsio import Storage
@@ -31,7 +32,7 @@ CASTS: dict[Cast, torch.dtype] = {
 
 @pytest.fixture(scope="module")
 def caster() -> Iterator[Caster]:
-    with Caster("a save", cancel=nothing) as made:
+    with Caster("a save") as made:
         yield made
 
 
@@ -67,9 +68,9 @@ def test_bits_come_out_as_torch_casts_them(caster: Caster, given: str, cast: Cas
     if TORCH[given].itemsize == 2:
         tensor = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(TORCH[given])
     expected = tensor.to(CASTS[cast])
-    found = b"".join(
-        map(bytes, caster.cast(reader(raw(tensor)), len(tensor), given, cast_dtype(given, cast)))
-    )
+    wanted = cast_dtype(given, cast)
+    tiles = caster.cast(reader(raw(tensor)), len(tensor), given, wanted, cancel=nothing)
+    found = b"".join(map(bytes, tiles))
     assert found == raw(expected)
 
 
@@ -79,7 +80,7 @@ def test_any_number_of_elements_is_cast_in_order(
     caster: Caster, count: int, given: str, wanted: str
 ) -> None:
     tensor = torch.arange(count, dtype=torch.float32).to(TORCH[given])
-    tiles = caster.cast(reader(raw(tensor)), count, given, wanted)
+    tiles = caster.cast(reader(raw(tensor)), count, given, wanted, cancel=nothing)
     assert b"".join(map(bytes, tiles)) == raw(tensor.to(TORCH[wanted]))
 
 
@@ -172,8 +173,8 @@ def test_a_merge_that_casts_does_not_import_torch_itself(tmp_path: Path) -> None
 
 
 def test_a_child_that_is_killed_says_nothing_about_the_save() -> None:
-    with Caster("a save", cancel=nothing) as made:
-        tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16")
+    with Caster("a save") as made:
+        tiles = made.cast(reader(bytes(8 * TILE)), 2 * TILE, "F32", "BF16", cancel=nothing)
         next(tiles)
         os.kill(made._child.pid, signal.SIGKILL)
         with pytest.raises(OSError, match="the process to cast it ended with SIGKILL"):
@@ -185,10 +186,10 @@ def test_a_child_that_cannot_import_torch_is_no_fault_of_the_save(tmp_path: Path
     python.write_text("#!/bin/sh\nexit 3\n")
     python.chmod(0o755)
     with (
-        Caster("a save", cancel=nothing, python=str(python)) as made,
+        Caster("a save", python=str(python)) as made,
         pytest.raises(OSError, match=r"ended with .*: see that 'python -c .import torch.' works"),
     ):
-        list(made.cast(reader(bytes(4)), 1, "F32", "BF16"))
+        list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=nothing))
 
 
 def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
@@ -199,9 +200,24 @@ def test_waiting_for_the_child_can_be_cancelled(tmp_path: Path) -> None:
     def cancel() -> None:
         raise CancelledError("stop")
 
-    with Caster("a save", cancel=cancel, python=str(python)) as made:
+    with Caster("a save", python=str(python)) as made:
         pid = made._child.pid
         with pytest.raises(CancelledError):
-            list(made.cast(reader(bytes(4)), 1, "F32", "BF16"))
+            list(made.cast(reader(bytes(4)), 1, "F32", "BF16", cancel=cancel))
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_threads_that_share_a_child_each_get_their_own_tensor(caster: Caster) -> None:
+    counts = [TILE * 2 + number for number in range(2 * THREADS)]
+    tensors = [
+        torch.randn(count, generator=torch.Generator().manual_seed(count)) for count in counts
+    ]
+
+    def cast(tensor: torch.Tensor) -> bytes:
+        read = reader(raw(tensor))
+        return b"".join(map(bytes, caster.cast(read, len(tensor), "F32", "BF16", cancel=nothing)))
+
+    with ThreadPoolExecutor(len(tensors)) as threads:
+        found = list(threads.map(cast, tensors, timeout=120))
+    assert found == [raw(tensor.bfloat16()) for tensor in tensors]
