@@ -268,9 +268,15 @@ class DaemonLock:
 
 
 def sweep_broken(storage: Storage, layout: JobLayout) -> None:
-    """Remove what breakers that were killed half-way left beside the locks."""
-    for folder in (layout.state, layout.sessions, layout.explorers):
-        for name in storage.names(folder):
+    """Remove what breakers that were killed half-way left beside what they broke."""
+    for folder in (layout.state, layout.sessions, layout.explorers, layout.requests):
+        try:
+            names = storage.names(folder)
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            continue
+        for name in names:
             if ".broken-" in name:
                 try:
                     storage.unlink_if_there(folder / name)
