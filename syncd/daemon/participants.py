@@ -59,19 +59,34 @@ class Participants:
         return self._seen and not self._alive
 
     def look(self) -> None:
-        """Look once; call it once a tick."""
-        found = [
-            name.removesuffix(_HEARTBEAT)
-            for name in self._storage.names(self._layout.sessions)
-            if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
-        ]
+        """Look once; call it once a tick.
+
+        Raises:
+            OSError: storage failed, or the job is not there: nothing is concluded.
+        """
+        found = self._heartbeats()
+        alive = self._living(found)
+        if not alive or self._before is None:
+            # A daemon may end by this: who has just come is asked of the server.
+            self._storage.refresh(self._layout.sessions)
+            found = self._heartbeats()
+            alive = self._living(found)
         now = self._clock()
         if self._before is None:  # what was there when this process began may be of the dead
             self._before = dict.fromkeys(found, now)
-        alive = {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}
         self._alive = bool(alive)
         before = self._before
         # One that goes soon was taken away by its owner: it takes longer to be collected.
         left = [now - before.pop(who) < self._proof for who in before.keys() - set(found)]
         stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)
+
+    def _heartbeats(self) -> list[str]:
+        return [
+            name.removesuffix(_HEARTBEAT)
+            for name in self._storage.names(self._layout.sessions)
+            if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
+        ]
+
+    def _living(self, found: list[str]) -> set[str]:
+        return {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}

@@ -138,3 +138,17 @@ def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_pat
         daemon.wait_for_log("all trainers and explorers are gone")
     wait_for_step(job, 2)
     assert not (job / ".syncd" / "daemon.lock").exists()
+
+
+def test_a_daemon_ends_though_its_memory_directory_was_cleared_away(
+    job: Path, tmp_path: Path
+) -> None:
+    memory = tmp_path / "shm"
+    with Daemon(job, "--exit-when-idle", "--memory-dir", str(memory)) as daemon:
+        wait_until((memory / ".syncd" / "daemon.lock").exists, "it is served")
+        with Reader(job, "explorer"):
+            shutil.rmtree(memory, ignore_errors=True)
+            daemon.wait_for_log("paused")
+            time.sleep(2 * LEASE_TIME)
+            assert daemon.running
+        assert daemon.wait() == 0
