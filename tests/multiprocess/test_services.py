@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -104,6 +105,28 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     monkeypatch.setattr(first, "run", serve)
     services.run()
     assert runs == [0]
+
+
+def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    services = Services(job, DaemonConfig(tick=0.1))
+    failing = services._services[0]
+
+    def fail() -> None:
+        raise Fault
+
+    monkeypatch.setattr(failing, "run", fail)
+    serving = threading.Thread(target=services.run)
+    serving.start()
+    try:
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+    finally:
+        services.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
 
 
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
