@@ -158,7 +158,9 @@ class Service:
             self._config,
             session,
             lock,
-            Judge(self._storage, self._lease_time),
+            # Merges may follow each other for hours; that an explorer is dead has to be found out
+            # all the same, and the grace of its lease is longer than any slip.
+            Judge(self._storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
         )
