@@ -224,6 +224,7 @@ def test_the_folder_of_requests_is_made_with_the_job_and_not_by_who_asks_first(j
 def test_what_another_daemon_has_answered_is_not_carried_out_again(job: Job) -> None:
     published(job, 3)
     ask(job, 1)
+    job.hosts.settle()
     assert len(Steering(job.storage, job.layout).rollbacks()) == 1  # and then it was superseded
     elsewhere = Job(job.layout.root)
     run(elsewhere)
