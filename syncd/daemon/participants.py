@@ -42,6 +42,9 @@ class Participants:
         self._clock = clock
         # Who is alive for longer than the dead can seem to be was alive when it was first seen.
         self._proof = 2 * lease_time
+        # What the dead left is collected later than this; and it is later than the proof by more
+        # than a tick, or who leaves between two looks would be missed.
+        self._soon = 2.5 * lease_time
         judge = Judge(storage, lease_time, clock=clock)
         self._lookout = Lookout(judge, layout, tick=tick, clock=clock)
         self._before: dict[str, float] | None = None
@@ -77,7 +80,7 @@ class Participants:
         self._alive = bool(alive)
         before = self._before
         # One that goes soon was taken away by its owner: it takes longer to be collected.
-        left = [now - before.pop(who) < self._proof for who in before.keys() - set(found)]
+        left = [now - before.pop(who) < self._soon for who in before.keys() - set(found)]
         stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)
 

@@ -76,12 +76,19 @@ def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
     assert found.gone
 
 
-def test_who_was_there_before_the_daemon_and_left_soon_was_there(job: Job, clock: Clock) -> None:
+@pytest.mark.parametrize("seconds", [5, int(2 * LEASE_TIME), int(2 * LEASE_TIME) + 1])
+def test_who_was_there_before_the_daemon_and_left_soon_was_there(
+    job: Job, clock: Clock, seconds: int
+) -> None:
     path = job.layout.session("alive")
     path.write_text("beats")
     found = watching(job, clock)
-    after(found, clock, 5)
+    found.look()
+    for number in range(seconds):
+        path.write_text(f"beats {number}")
+        after(found, clock, 1)
     path.unlink()
+    clock.advance(1)
     found.look()
     assert found.gone
 
