@@ -172,6 +172,6 @@ def test_a_daemon_ends_though_its_memory_directory_was_cleared_away(
         with Reader(job, "explorer"):
             shutil.rmtree(memory, ignore_errors=True)
             daemon.wait_for_log("paused")
-            time.sleep(2 * LEASE_TIME)
+            time.sleep(LEASE_TIME)
             assert daemon.running
         assert daemon.wait() == 0
