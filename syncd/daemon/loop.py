@@ -129,6 +129,7 @@ class Loop:
         )
         self._kept_room_at = clock()
         self._untidy = False
+        self._left_over = False
         self._pause: str | None = None
         self._asked: str | None = None
         self._refusals = 0
@@ -165,15 +166,21 @@ class Loop:
         waiting_for = decision.waiting_for
         begun = self._clock()
         refused: dict[str, str] = {}
-        for action in decision.actions:
+        # New weights first; but after a merge nothing is pruned by what was seen before it, and
+        # where one merge follows the other nothing ever would be.
+        actions = sorted(decision.actions, key=_is_pruning, reverse=self._left_over)
+        self._left_over = False
+        for action in actions:
             self._cancel()
-            if isinstance(action, Pruning) and self._clock() - begun > self._config.tick:
-                self._scanner.look_again()  # new weights do not wait for old ones to go
-                break
+            if _is_pruning(action) and self._clock() - begun > self._config.tick:
+                self._left_over = True  # new weights do not wait for old ones to go
+                continue
             try:
                 waiting_for = self._act(action) or waiting_for
             except OSError as error:
                 self._note(refused, action, error)
+        if self._left_over:
+            self._scanner.look_again()
         self._tidy(refused, seen)
         waiting_for = waiting_for or next(iter(refused.values()), "")
         if waiting_for != self._said:
@@ -186,8 +193,8 @@ class Loop:
 
     @property
     def has_more(self) -> bool:
-        """Whether step folders are left for the next round."""
-        return self._scanner.has_more
+        """Whether step folders, or deletions, are left for the next round."""
+        return self._scanner.has_more or (self._left_over and bool(self.pruned))
 
     def end(self) -> None:
         """Leave nothing half made; the lock is the caller's to release."""
@@ -381,3 +388,7 @@ class Loop:
             paused=self._pause,
             counters=self._counters,
         )
+
+
+def _is_pruning(action: Action) -> bool:
+    return isinstance(action, Pruning)

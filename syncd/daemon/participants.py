@@ -42,6 +42,9 @@ class Participants:
         self._clock = clock
         # Who is alive for longer than the dead can seem to be was alive when it was first seen.
         self._proof = 2 * lease_time
+        # What the dead left is collected later than this; and it is later than the proof by more
+        # than a tick, or who leaves between two looks would be missed.
+        self._soon = 2.5 * lease_time
         judge = Judge(storage, lease_time, clock=clock)
         self._lookout = Lookout(judge, layout, tick=tick, clock=clock)
         self._before: dict[str, float] | None = None
@@ -59,19 +62,34 @@ class Participants:
         return self._seen and not self._alive
 
     def look(self) -> None:
-        """Look once; call it once a tick."""
-        found = [
+        """Look once; call it once a tick.
+
+        Raises:
+            OSError: storage failed, or the job is not there: nothing is concluded.
+        """
+        found = self._heartbeats()
+        alive = self._living(found)
+        if not alive or self._before is None:
+            # A daemon may end by this: who has just come is asked of the server.
+            self._storage.refresh(self._layout.sessions)
+            found = self._heartbeats()
+            alive = self._living(found)
+        now = self._clock()
+        if self._before is None:  # what was there when this process began may be of the dead
+            self._before = dict.fromkeys(found, now)
+        self._alive = bool(alive)
+        before = self._before
+        # One that goes soon was taken away by its owner: it takes longer to be collected.
+        left = [now - before.pop(who) < self._soon for who in before.keys() - set(found)]
+        stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
+        self._seen = self._seen or any(left) or any(stayed)
+
+    def _heartbeats(self) -> list[str]:
+        return [
             name.removesuffix(_HEARTBEAT)
             for name in self._storage.names(self._layout.sessions)
             if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
         ]
-        now = self._clock()
-        if self._before is None:  # what was there when this process began may be of the dead
-            self._before = dict.fromkeys(found, now)
-        alive = {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}
-        self._alive = bool(alive)
-        before = self._before
-        # One that goes soon was taken away by its owner: it takes longer to be collected.
-        left = [now - before.pop(who) < self._proof for who in before.keys() - set(found)]
-        stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
-        self._seen = self._seen or any(left) or any(stayed)
+
+    def _living(self, found: list[str]) -> set[str]:
+        return {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}

@@ -63,11 +63,8 @@ def look_back(storage: Storage, layout: JobLayout) -> Found:
     # What this client remembers of these may be older than the take-over.
     for folder in (layout.state, layout.published, layout.leases):
         storage.refresh(folder)
-    try:
-        storage.refresh(layout.explorers)
-    except OSError as error:  # the explorers' own folder: it says no more than a number
-        if not (is_gone(error) or is_refused_here(error)):
-            raise
+    for folder in (layout.explorers, layout.requests):
+        _refresh_of_others(storage, folder)
     look = _Look(storage, layout)
     found = Found(latest=look.record(Latest, layout.latest))
     saves = look.record(Saves, layout.saves, LONG_RECORD_LIMIT)
@@ -97,6 +94,15 @@ def look_back(storage: Storage, layout: JobLayout) -> Found:
         except ProtocolMismatchError as error:
             log.error("%s: what is pointed to is published again", error)
     return found
+
+
+def _refresh_of_others(storage: Storage, folder: Path) -> None:
+    """One that this user may not touch keeps nobody from taking over."""
+    try:
+        storage.refresh(folder)
+    except OSError as error:
+        if not (is_gone(error) or is_refused_here(error)):
+            raise
 
 
 class _Look:

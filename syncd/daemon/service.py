@@ -34,7 +34,8 @@ from syncd.storage.watch import Watcher
 log = logging.getLogger(__name__)
 
 
-#: A first look may be of what was replaced: nothing is left to publish when two rounds say so.
+#: A first look may be of what was replaced: nothing is left to publish when two rounds say so that
+#: began when nobody was there any more.
 _QUIET: Final = 2
 
 
@@ -66,6 +67,7 @@ class Service:
         self._may_end = may_end
         self._stopping = False
         self._quiet_rounds = 0
+        self._away = False
         self._said = ""
         self._lease_time = open_job(
             self._storage, self._layout, lease_time=config.lease_time
@@ -96,6 +98,9 @@ class Service:
                     self._say(f"standing by: {error}")
                 except CancelledError:
                     log.info("stopped in the middle of something; nothing is half done")
+                except JobUnavailableError as error:
+                    self._away = True
+                    self._say(f"paused: {error}")
                 except SyncdError as error:
                     self._say(f"paused: {error}")
                 except OSError as error:
@@ -108,8 +113,8 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is there now, and nothing is left to publish."""
-        return self._quiet_rounds >= _QUIET and not self._participants.alive
+        """Whether nobody is there now and nothing is left to publish, or the job itself is away."""
+        return self._away or (self._quiet_rounds >= _QUIET and not self._participants.alive)
 
     @property
     def _tick(self) -> float:
@@ -123,6 +128,7 @@ class Service:
                 f"{self._layout.format} is not there: is its storage mounted?"
             )
         check_folders(self._storage, self._layout)
+        self._away = False
         with Session(self._layout, self._lease_time, prefix=DAEMON_SESSION) as session:
             judge = Judge(self._storage, self._lease_time)
             lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)
@@ -152,11 +158,14 @@ class Service:
             self._config,
             session,
             lock,
-            Judge(self._storage, self._lease_time),
+            # Merges may follow each other for hours; that an explorer is dead has to be found out
+            # all the same, and the grace of its lease is longer than any slip.
+            Judge(self._storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
         )
         loop.begin()
+        self._quiet_rounds = 0
         try:
             while not self._stopping:
                 self._round(loop)
@@ -173,9 +182,10 @@ class Service:
         """One round; what storage refuses for now does not end the epoch."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
-            # In this order: whoever is gone now had written all that it ever will.
+            # In this order: whoever is gone now had written all that it ever will. What a round saw
+            # while someone was there says nothing about what they wrote last.
             self._look_for_participants()
-            if not loop.run_once().pending:
+            if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:
             if not self._storage.exists(self._layout.format):

@@ -26,7 +26,7 @@ class Services:
     """The daemons of a job and of its memory directory, in one process.
 
     Each has its own session, lock, epoch and thread: what one waits for, or fails by, is nothing to
-    the other. A fault of ours in one is logged, and that job is served again soon.
+    the other. A fault of ours is logged, and that job is served again soon.
 
     Args:
         root: the job directory.
@@ -58,9 +58,6 @@ class Services:
 
     def run(self) -> None:
         """Serve until stopped, or until the first job is idle and no other has work."""
-        if len(self._services) == 1:
-            self._services[0].run()
-            return
         others = [
             threading.Thread(target=self._keep_serving, args=(number,), name=str(root))
             for number, (root, _) in enumerate(self._jobs)

@@ -50,9 +50,23 @@ class Steering:
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
-        """What is asked for and not answered, always in the same order."""
-        found = [self._request(name) for name in self._names()]
-        return tuple(request for request in found if request and request.outcome == "asked")
+        """What is asked for and not answered, always in the same order.
+
+        What the daemon may not answer is left out: it would be found unanswered for ever, and
+        nothing else be published.
+        """
+        if not self._asked():
+            return ()
+        try:
+            # It asks whether an answer may be written, and lets the server say whether there is
+            # one: another daemon's, that came after this client's last look.
+            self._storage.refresh(self._layout.requests)
+        except OSError as error:
+            if not (is_gone(error) or is_refused_here(error)):
+                raise
+            self._say(self._layout.requests, error)
+            return ()
+        return self._asked()
 
     def answered(self) -> list[Path]:
         """Answers that nobody has taken yet."""
@@ -61,6 +75,10 @@ class Steering:
             for name in self._names()
             if (request := self._request(name)) and request.outcome != "asked"
         ]
+
+    def _asked(self) -> tuple[RollbackRequest, ...]:
+        found = [self._request(name) for name in self._names()]
+        return tuple(request for request in found if request and request.outcome == "asked")
 
     def _names(self) -> list[str]:
         try:

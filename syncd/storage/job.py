@@ -43,6 +43,7 @@ def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = 
             layout.sessions,
             layout.explorers,
             layout.quarantine,
+            layout.requests,
             layout.drafts,
         ):
             storage.make_folder(folder, below=layout.root)

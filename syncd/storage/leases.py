@@ -26,7 +26,7 @@ from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from syncd.protocol.errors import VersionGoneError
 from syncd.protocol.layout import JobLayout, lease_marker
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Signature, Storage, signature
 
 log = logging.getLogger(__name__)
@@ -149,12 +149,13 @@ class Judge:
         try:
             fd = self._storage.open_read(path)
         except OSError as error:
-            if is_no_record(error):
-                # Nobody's heartbeat, and not ours to break: its owner lives, for all we know.
+            if is_no_record(error) or is_refused_here(error):
+                # Nobody's heartbeat, or one that this user may not see, and not ours to break: its
+                # owner lives, for all we know. Nor may it keep us from looking at the others.
                 self._watched.pop(path, None)
                 if path not in self._said:
                     self._said.add(path)
-                    log.error("%s is no lock file, and counts as held: remove it", path)
+                    log.error("%s counts as held, until someone puts it right: %s", path, error)
                 return Liveness.ALIVE
             if not is_gone(error):
                 raise
@@ -267,9 +268,15 @@ class DaemonLock:
 
 
 def sweep_broken(storage: Storage, layout: JobLayout) -> None:
-    """Remove what breakers that were killed half-way left beside the locks."""
-    for folder in (layout.state, layout.sessions, layout.explorers):
-        for name in storage.names(folder):
+    """Remove what breakers that were killed half-way left beside what they broke."""
+    for folder in (layout.state, layout.sessions, layout.explorers, layout.requests):
+        try:
+            names = storage.names(folder)
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            continue
+        for name in names:
             if ".broken-" in name:
                 try:
                     storage.unlink_if_there(folder / name)

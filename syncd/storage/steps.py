@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
+from typing import Final
 
 from syncd.protocol.layout import TEMPORARY, JobLayout
-from syncd.storage.errnos import NOT_EMPTY
+from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Storage
+
+_ATTEMPTS: Final = 5
 
 
 def make_step_folder(storage: Storage, layout: JobLayout, step: int) -> None:
@@ -16,16 +19,29 @@ def make_step_folder(storage: Storage, layout: JobLayout, step: int) -> None:
     Where the job is not mounted its place may be an empty folder: nothing is made in that.
     """
     folder = layout.step(step)
-    draft = layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
-    storage.mkdir(draft)
+    for left in reversed(range(_ATTEMPTS)):
+        draft = layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
+        storage.mkdir(draft)
+        try:
+            storage.rename(draft, folder)
+        except OSError as error:
+            _remove(storage, draft)
+            if error.errno in NOT_EMPTY:
+                return
+            # A daemon that collects leftovers takes an empty draft for one.
+            if not (is_gone(error) and left):
+                raise
+        else:
+            storage.sync_folder(folder.parent)
+            return
+
+
+def _remove(storage: Storage, draft: Path) -> None:
     try:
-        storage.rename(draft, folder)
-    except OSError as error:
         storage.rmdir(draft)
-        if error.errno not in NOT_EMPTY:
+    except OSError as error:
+        if not is_gone(error):
             raise
-    else:
-        storage.sync_folder(folder.parent)
 
 
 def point(storage: Storage, layout: JobLayout, pointer: Path, step: int) -> None:

@@ -182,7 +182,7 @@ def _to_roll_back(job: Job) -> None:
     with job.daemon(CONFIG.model_copy(update={"keep": 100})) as loop:
         loop.run_once()
     job.storage = fast
-    job.layout.requests.mkdir()
+    job.layout.requests.mkdir(exist_ok=True)
     request = RollbackRequest(id="ask", sequence=1, by="someone", time=0.0)
     job.put(job.layout.request("ask"), encode(request))
 

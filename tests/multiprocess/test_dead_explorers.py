@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
+from syncd.storage.job import open_job
+from tests.jobs import Job
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
 from tests.multiprocess.saves import Constant, save
+from tests.storages import FastStorage, RuledStorage
 
 EXPLORER = """
 import sys, time
@@ -57,3 +65,36 @@ def test_lease_heartbeat_and_report_of_a_killed_explorer_go_and_those_of_a_live_
                 assert process.stdout is not None
                 process.stdout.close()
         assert daemon.terminate() == 0
+
+
+def test_the_lease_of_a_dead_explorer_goes_though_one_merge_follows_the_other(
+    tmp_path: Path,
+) -> None:
+    lease_time, merge = 1.5, 0.6  # longer than the third of a lease that a stopwatch counts
+    layout = JobLayout(tmp_path / "job")
+    layout.root.mkdir()
+    open_job(FastStorage(), layout, lease_time=lease_time)
+
+    def merges_take_long(method: str, given: tuple[Any, ...]) -> None:
+        if method == "rename" and given[1].parent == layout.published:
+            time.sleep(merge)
+
+    job = Job(layout.root, RuledStorage(merges_take_long))
+    config = DaemonConfig(tick=0.1, keep=1, dead_reader_grace=0)
+    service = Service(layout.root, config, storage=job.storage)
+    serving = threading.Thread(target=service.run)
+    serving.start()
+    try:
+        job.save(1)
+        wait_for_step(layout.root, 1)
+        layout.session("dead").write_text("beat once")
+        job.lease(1, "dead")
+        for step in range(2, 30):
+            job.save(step)
+            wait_for_step(layout.root, step)
+            if not layout.version(1).exists():
+                break
+        assert not layout.version(1).exists()
+    finally:
+        service.stop()
+        serving.join(DEADLINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -106,6 +107,28 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     assert runs == [0]
 
 
+def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    services = Services(job, DaemonConfig(tick=0.1))
+    failing = services._services[0]
+
+    def fail() -> None:
+        raise Fault
+
+    monkeypatch.setattr(failing, "run", fail)
+    serving = threading.Thread(target=services.run)
+    serving.start()
+    try:
+        save(job, Constant(), 1, 1)
+        wait_for_step(job, 1)
+    finally:
+        services.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
+
+
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
 def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
     with pytest.raises(InvalidSettingsError, match="not apart"):
@@ -138,3 +161,17 @@ def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_pat
         daemon.wait_for_log("all trainers and explorers are gone")
     wait_for_step(job, 2)
     assert not (job / ".syncd" / "daemon.lock").exists()
+
+
+def test_a_daemon_ends_though_its_memory_directory_was_cleared_away(
+    job: Path, tmp_path: Path
+) -> None:
+    memory = tmp_path / "shm"
+    with Daemon(job, "--exit-when-idle", "--memory-dir", str(memory)) as daemon:
+        wait_until((memory / ".syncd" / "daemon.lock").exists, "it is served")
+        with Reader(job, "explorer"):
+            shutil.rmtree(memory, ignore_errors=True)
+            daemon.wait_for_log("paused")
+            time.sleep(LEASE_TIME)
+            assert daemon.running
+        assert daemon.wait() == 0

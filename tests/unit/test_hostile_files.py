@@ -568,7 +568,14 @@ def test_a_link_in_the_trash_or_among_the_condemned_is_unlinked_and_never_follow
 
 @pytest.mark.parametrize(
     "where",
-    [".syncd/trainer.json", "leases/v000003", "global_step_3", "explorers/e.json", "LATEST"],
+    [
+        ".syncd/trainer.json",
+        "leases/v000003",
+        "global_step_3",
+        "explorers/e.json",
+        "sessions/held.lock",
+        "LATEST",
+    ],
 )
 def test_what_this_user_may_not_read_keeps_nobody_from_the_rest(shared: Shared, where: str) -> None:
     if where == "LATEST":  # what may not be read is not taken for lost: it is waited for

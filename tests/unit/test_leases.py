@@ -194,7 +194,7 @@ def test_what_another_broke_first_is_gone(judge: Judge, heartbeat: Path) -> None
 
 
 def test_leftovers_of_killed_breakers_are_swept_and_locks_are_not(job: Job) -> None:
-    for folder in (job.layout.state, job.layout.sessions):
+    for folder in (job.layout.state, job.layout.sessions, job.layout.requests):
         (folder / "x.lock.broken-abc").touch()
         (folder / "x.lock").touch()
     sweep_broken(STORAGE, job.layout)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import threading
+from pathlib import Path
+
+import pytest
+
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision, decide
 from syncd.daemon.participants import Participants
+from syncd.daemon.service import Service
+from syncd.protocol.layout import STATE_POINTER
 from syncd.storage.leases import DAEMON_SESSION, Session
 from tests.jobs import LEASE_TIME, Job
-from tests.storages import Clock, FastStorage
+from tests.multiprocess.processes import DEADLINE, wait_until
+from tests.storages import Clock, FastStorage, RuledStorage, once
 from tests.unit.test_decide import FOREIGN
 from tests.unit.test_decide import job as observed
 
@@ -67,14 +76,70 @@ def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
     assert found.gone
 
 
-def test_who_was_there_before_the_daemon_and_left_soon_was_there(job: Job, clock: Clock) -> None:
+@pytest.mark.parametrize("seconds", [5, int(2 * LEASE_TIME), int(2 * LEASE_TIME) + 1])
+def test_who_was_there_before_the_daemon_and_left_soon_was_there(
+    job: Job, clock: Clock, seconds: int
+) -> None:
     path = job.layout.session("alive")
     path.write_text("beats")
     found = watching(job, clock)
-    after(found, clock, 5)
+    found.look()
+    for number in range(seconds):
+        path.write_text(f"beats {number}")
+        after(found, clock, 1)
     path.unlink()
+    clock.advance(1)
     found.look()
     assert found.gone
+
+
+@pytest.mark.lagging
+def test_who_has_just_come_is_asked_of_the_server_before_anyone_counts_as_gone(
+    job: Job, clock: Clock
+) -> None:
+    found = Participants(job.storage, job.layout, LEASE_TIME, tick=1.0, clock=clock)
+    found.look()
+    with Session(job.layout, LEASE_TIME):
+        found.look()
+        assert found.alive
+    job.hosts.settle()
+    found.look()
+    assert found.gone
+    with Session(job.layout, LEASE_TIME):
+        found.look()
+        assert (found.alive, found.gone) == (True, False)
+
+
+def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see_it(
+    tmp_path: Path,
+) -> None:
+    storage = RuledStorage()
+    job = Job(tmp_path / "job", storage)
+    config = DaemonConfig(tick=0.05, exit_when_idle=True)
+    service = Service(job.layout.root, config, storage=storage)
+    participant = Session(job.layout, LEASE_TIME)
+
+    def not_there(path: Path) -> None:
+        raise FileNotFoundError(errno.ENOENT, "as this client remembers", str(path))
+
+    def saves_and_leaves(*_: object) -> None:
+        job.save(1)
+        participant.close()
+        storage.rules.append(once("open_read", not_there, where=f"/{STATE_POINTER}"))
+
+    serving = threading.Thread(target=service.run)
+    serving.start()
+    try:
+        pointer = job.layout.state_pointer
+        wait_until(lambda: storage.count("open_read", pointer) > 5, "some rounds have gone by")
+        assert serving.is_alive()
+        storage.rules.append(once("names", saves_and_leaves, where="/sessions"))
+        serving.join(DEADLINE)
+        assert not serving.is_alive()
+    finally:
+        service.stop()
+        serving.join(DEADLINE)
+    assert job.latest.step == 1
 
 
 def test_daemons_are_no_participants(job: Job, clock: Clock) -> None:

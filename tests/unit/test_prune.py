@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.offline import prune_now
 from syncd.protocol.layout import CHECKPOINT_POINTER
 from syncd.protocol.records import AuditLine, parse
 from tests.jobs import Job
@@ -68,6 +70,39 @@ def test_old_versions_and_published_steps_go_each_with_an_audit_line(job: Job) -
         "published, and not a full checkpoint",
     }
     assert job.outcomes == {4: "published"}
+
+
+@pytest.mark.local_only("each round is done twice there")
+def test_where_one_merge_follows_the_other_what_is_old_goes_all_the_same(
+    ruled: Job, storage: RuledStorage, clock: Clock
+) -> None:
+    def merges_take_long(method: str, given: tuple[Any, ...]) -> None:
+        if method == "rename" and given[1].parent == ruled.layout.published:
+            clock.advance(10)
+
+    storage.rules.append(merges_take_long)
+    with ruled.daemon(DaemonConfig(keep=2), clock=clock) as loop:
+        for step in range(1, 12):
+            ruled.save(step)
+            loop.run_once()
+            assert ruled.latest.step == step
+            assert len(ruled.versions) <= 4
+            assert len(steps(ruled)) <= 4
+
+
+@pytest.mark.local_only("it counts on real time, and the other clock stands still")
+def test_a_prune_that_takes_longer_than_a_tick_goes_on_to_its_end(
+    ruled: Job, storage: RuledStorage
+) -> None:
+    def deletions_take_long(method: str, given: tuple[Any, ...]) -> None:
+        if method == "rename" and given[1].parent.name == "doomed":
+            time.sleep(0.3)
+
+    published(ruled, 4)
+    storage.rules.append(deletions_take_long)
+    gone = prune_now(ruled.layout, DaemonConfig(keep=1, tick=0.2), storage=storage)
+    assert (ruled.versions, steps(ruled)) == (["v000004"], ["global_step_4"])
+    assert len(gone) == 6
 
 
 def test_a_version_goes_when_its_last_lease_does(job: Job) -> None:

@@ -10,6 +10,7 @@ import pytest
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.control import Control
+from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import DaemonReport, Manifest, encode, parse
@@ -24,7 +25,6 @@ STORAGE = FastStorage()
 
 def ask(job: Job, sequence: int, name: str = "ask") -> Path:
     """A request as it is on disk."""
-    job.layout.requests.mkdir(exist_ok=True)
     request = RollbackRequest(id=name, sequence=sequence, by="me", time=0.0)
     job.put(job.layout.request(name), encode(request))
     return job.layout.request(name)
@@ -198,6 +198,43 @@ def test_a_rollback_that_storage_keeps_refusing_stops_new_saves_for_a_few_rounds
     assert (job.latest.step, job.leftovers()) == (3, [])
 
 
+def test_a_request_that_cannot_be_answered_is_not_carried_out_and_stops_nobody(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    # Made by another user, as where someone's first rollback in an old job was root's.
+    storage = hosts.ruled(
+        refuse("utime", errno.EACCES, where=".syncd/requests"),
+        refuse("rename", errno.EACCES, where=".syncd/requests"),
+    )
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    published(job, 2)
+    ask(job, 1)
+    job.save(3)
+    run(job, rounds=2)
+    assert (job.latest.sequence, job.latest.step) == (3, 3)
+    storage.rules.clear()  # put right
+    run(job)
+    assert (answer(job).made, job.latest.step) == (4, 1)
+
+
+def test_the_folder_of_requests_is_made_with_the_job_and_not_by_who_asks_first(job: Job) -> None:
+    assert job.layout.requests.is_dir()
+
+
+def test_what_another_daemon_has_answered_is_not_carried_out_again(job: Job) -> None:
+    published(job, 3)
+    ask(job, 1)
+    job.hosts.settle()
+    assert len(Steering(job.storage, job.layout).rollbacks()) == 1  # and then it was superseded
+    elsewhere = Job(job.layout.root)
+    run(elsewhere)
+    assert answer(job).made == 4
+    job.save(4)
+    run(elsewhere)
+    run(job)
+    assert (job.latest.sequence, job.latest.step) == (5, 4)
+
+
 def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, hosts: Hosts) -> None:
     storage = hosts.ruled(refuse("link", errno.EPERM, where="published"))
     job = Job(tmp_path / "job", storage, hosts=hosts)
@@ -212,7 +249,6 @@ def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, host
 @pytest.mark.parametrize("found", [b"", b"{}", b'{"protocol": 9}', b"\xff", None])
 def test_what_is_no_request_is_let_be(job: Job, found: bytes | None) -> None:
     published(job, 2)
-    job.layout.requests.mkdir()
     path = job.layout.request("odd")
     if found is None:
         path.mkdir()
