@@ -15,6 +15,9 @@ from syncd.protocol.errors import InvalidSettingsError
 STATE_POINTER: Final = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
 
+ACTOR: Final = "actor"
+CRITIC: Final = "critic"
+
 SAVING: Final = ".saving"
 FULL: Final = ".full_checkpoint"
 RETIRED: Final = ".retired"
@@ -166,7 +169,11 @@ class JobLayout:
 
     def actor(self, step: int) -> Path:
         """``global_step_N/actor``, where the model's shards are."""
-        return self.step(step) / "actor"
+        return self.step(step) / ACTOR
+
+    def critic(self, step: int) -> Path:
+        """``global_step_N/critic``: another model of the same trainer, which is never published."""
+        return self.step(step) / CRITIC
 
     @property
     def state_pointer(self) -> Path:
