@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -20,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from syncd.checkpoint.pieces import is_plain
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import optimizer_name, shard_name
 
 #: What begins the names of an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
@@ -45,28 +43,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to resume."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartState:
-    """What one rank saves of one model and its optimizer: of the actor, or of the critic.
-
-    Attributes:
-        folder: inside the step's folder: ``actor`` or ``critic``.
-        model: the rank's part of the state dict.
-        optimizer: as :func:`optimizer_state` made it; None where there is none to save.
-    """
-
-    folder: str
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any] | None = None
-
-    def files(self, *, world_size: int, rank: int) -> dict[str, Mapping[str, Any]]:
-        """What ``torch.save`` is to write of it, by the name of the file inside the folder."""
-        files = {shard_name(world_size, rank): self.model}
-        if self.optimizer is not None:
-            files[optimizer_name(world_size, rank)] = self.optimizer
-        return files
 
 
 def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:

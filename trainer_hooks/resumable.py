@@ -25,6 +25,7 @@ missing from a whole step is damage, and not a crash: nothing else is taken in i
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -166,20 +167,15 @@ def look_at_checkpoint(
         return f"{folder} has no {FULL}: it holds no full checkpoint, or {what}"
     try:
         receipts = _full_receipts(storage, actor)
-        vouched = {ACTOR: _by_name(receipts)}
-        if RECEIPTS in storage.names(layout.critic(step)):
-            critics = _full_receipts(storage, layout.critic(step))
-            if _identity(critics[0]) != _identity(receipts[0]):
-                return f"{layout.critic(step)} is of another save than {actor}"
-            vouched[CRITIC] = _by_name(critics)
     except RecordError as error:
         return str(error)
     world_size, save_id = _identity(receipts[0])
+    vouched = _by_folder(receipts)
     weights = _weights(vouched[ACTOR], world_size)
     return FullCheckpoint(step, world_size, save_id, weights, vouched)
 
 
-def _weights(names: dict[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
+def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
     """The files of the weights: shards, unless the receipts tell of one full state dict alone."""
     shards = tuple(shard_name(world_size, rank) for rank in range(world_size))
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
@@ -235,5 +231,13 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
     return receipt.world_size, receipt.save_id
 
 
-def _by_name(receipts: list[Receipt]) -> dict[str, ReceiptFile]:
-    return {file.name: file for receipt in receipts for file in receipt.files}
+def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
+    """What receipts say, whose names are those inside ``actor/``, the critic's aside."""
+    folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}}
+    for file in (file for receipt in receipts for file in receipt.files):
+        folder, _, name = file.name.partition("/")
+        if folder == CRITIC:
+            folders.setdefault(CRITIC, {})[name] = file
+        else:
+            folders[ACTOR][file.name] = file
+    return folders

@@ -18,7 +18,7 @@ from syncd.protocol.layout import ACTOR, CRITIC, JobLayout, extra_state_name
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.full_checkpoint import RNG, SCHEDULER, USER_STATE, set_rng_state
-from trainer_hooks.part import ModelPart, OptimizerPart, Part, RawOptimizer
+from trainer_hooks.loading import Loading, ModelLoading, OptimizerLoading, RawOptimizerLoading
 from trainer_hooks.resumable import (
     FullCheckpoint,
     find_checkpoint,
@@ -122,7 +122,7 @@ def load_checkpoint(
     own = ranks.rank if is_exact else None
     checked = range(ranks.rank, chosen.world_size, ranks.world_size)
     with ExitStack() as stack:
-        parts: list[Part] = []
+        parts: list[Loading] = []
 
         def open_parts() -> dict[str, Any]:
             for folder, module, its in (
@@ -146,8 +146,8 @@ def load_checkpoint(
         # From here on the collectives of FSDP1 stand between what each rank does by itself.
         undo = stack.enter_context(ExitStack())
         for part in parts:
-            part.prepare()
             undo.callback(part.forget)
+            part.prepare()
         ranks.together(lambda: [part.plan(own) for part in parts])
         _all_is_used(ranks, parts)
         ranks.together(
@@ -188,14 +188,14 @@ def _chosen(storage: Storage, layout: JobLayout, step: int | None) -> FullCheckp
 
 def _model_part(
     storage: Storage, layout: JobLayout, chosen: FullCheckpoint, folder: str, module: nn.Module
-) -> ModelPart:
+) -> ModelLoading:
     files = SavedFiles(
         storage,
         layout.step(chosen.step) / folder,
         chosen.weights_in(folder),
         chosen.vouched.get(folder),
     )
-    return ModelPart(module, files)
+    return ModelLoading(module, files)
 
 
 def _optimizer_part(
@@ -206,7 +206,7 @@ def _optimizer_part(
     module: nn.Module,
     optimizer: Resumable,
     own: int | None,
-) -> Part:
+) -> Loading:
     files = SavedFiles(
         storage,
         layout.step(chosen.step) / folder,
@@ -215,16 +215,16 @@ def _optimizer_part(
         takes_plain=True,
     )
     if isinstance(optimizer, torch.optim.Optimizer):
-        return OptimizerPart(module, optimizer, files)
+        return OptimizerLoading(module, optimizer, files)
     if own is None:
         raise CheckpointError(
             f"{files.paths[0]} holds the state of an optimizer that is not torch.optim.Optimizer, "
             f"which only the {chosen.world_size} ranks that saved it can resume from"
         )
-    return RawOptimizer(optimizer, files, own)
+    return RawOptimizerLoading(optimizer, files, own)
 
 
-def _all_is_used(ranks: Ranks, parts: list[Part]) -> None:
+def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
     """Raise where something was saved that no rank takes: a model of more layers, say."""
     unused = ranks.gathered([part.unused() for part in parts])
     if not any(any(names) for names in unused):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
 
-#: Elements between those that are wanted are read too, up to so many; more are not worth reading.
-_NEAR = 64 * 1024
+#: So many elements are read at once although most of them are not wanted: a read costs more.
+_NEAR: Final = 64 * 1024
 
 
 class Box(NamedTuple):
@@ -58,7 +58,8 @@ def without(box: Box, part: Box) -> list[Box]:
     offsets, shape = list(box.offsets), list(box.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
         end = offsets[dim] + shape[dim]
-        for start, count in ((offsets[dim], begin - offsets[dim]), (begin + size, end - begin - size)):
+        before, after = begin - offsets[dim], end - begin - size
+        for start, count in ((offsets[dim], before), (begin + size, after)):
             if count:
                 offsets[dim], shape[dim] = start, count
                 left.append(Box(tuple(offsets), tuple(shape)))
@@ -74,24 +75,26 @@ def strides(shape: Shape) -> Shape:
 def extent(within: Box, part: Box) -> Extent:
     """From the first to the last element of a part, in the C order of the box that it lies in."""
     steps = strides(within.shape)
-    first = sum((p - w) * step for p, w, step in zip(part.offsets, within.offsets, steps, strict=True))
+    ahead = [begin - start for begin, start in zip(part.offsets, within.offsets, strict=True)]
+    first = sum(count * step for count, step in zip(ahead, steps, strict=True))
     last = sum((size - 1) * step for size, step in zip(part.shape, steps, strict=True))
     return Extent(first, last + 1)
 
 
-def bites(within: Box, part: Box, limit: int) -> Iterator[Box]:
+def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
     """A part, cut so that each piece is worth reading by one read, in the order of their bytes.
 
     Args:
         within: the box whose elements are stored, in C order.
         part: what is wanted of it; it has elements.
         limit: the most elements of one read, at least 1.
+        near: up to so many elements are read at once even if most of them are not wanted.
     """
     pending = [part]
     while pending:
         box = pending.pop()
         count = extent(within, box).count
-        if count <= limit and (count <= _NEAR or count <= 2 * box.size):
+        if count <= limit and (count <= near or count <= 2 * box.size):
             yield box
             continue
         # What is more than one element long is so along some dimension.

@@ -15,6 +15,7 @@ from syncd.protocol.errors import InvalidSettingsError
 STATE_POINTER: Final = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
 
+#: The folders of a step: that of the model that is published, and that of the trainer's other one.
 ACTOR: Final = "actor"
 CRITIC: Final = "critic"
 
@@ -170,10 +171,6 @@ class JobLayout:
     def actor(self, step: int) -> Path:
         """``global_step_N/actor``, where the model's shards are."""
         return self.step(step) / ACTOR
-
-    def critic(self, step: int) -> Path:
-        """``global_step_N/critic``: another model of the same trainer, which is never published."""
-        return self.step(step) / CRITIC
 
     @property
     def state_pointer(self) -> Path:

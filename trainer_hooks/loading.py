@@ -21,7 +21,7 @@ from trainer_hooks.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_st
 from trainer_hooks.saved_files import Held, SavedFiles, names_in, told_names
 
 
-class Part(Protocol):
+class Loading(Protocol):
     """What is resumed by itself; the calls come in this order.
 
     ``prepare`` and ``load`` may be collective, and are called on all ranks or on none; the others
@@ -58,7 +58,7 @@ class Part(Protocol):
         """Undo ``prepare``, where loading has failed before ``load``."""
 
 
-class ModelPart:
+class ModelLoading:
     """The weights and buffers of a model."""
 
     def __init__(self, model: nn.Module, files: SavedFiles) -> None:
@@ -99,7 +99,7 @@ class ModelPart:
         self._state = {}
 
 
-class OptimizerPart:
+class OptimizerLoading:
     """The state and the options of a ``torch.optim.Optimizer``."""
 
     def __init__(
@@ -141,7 +141,7 @@ class OptimizerPart:
         options = {
             name
             for name in names_in(self.files.opened)
-            if _option(name) is not None and _option(name)[0] in parameters  # type: ignore[index]
+            if (option := _option(name)) is not None and option[0] in parameters
         }
         states = self._state[STATE].items()
         return options.union(
@@ -243,7 +243,7 @@ class OptimizerPart:
         return found
 
 
-class RawOptimizer:
+class RawOptimizerLoading:
     """Something else that has ``load_state_dict``: each rank takes what it saved itself."""
 
     def __init__(self, optimizer: Any, files: SavedFiles, own: int) -> None:
