@@ -15,12 +15,16 @@ T = TypeVar("T")
 class Ranks:
     """The ranks of the default process group; one where there is no group.
 
+    Args:
+        group: of the same ranks, for what they say to each other; the default one by default.
+
     Attributes:
         rank: of this process.
         world_size: how many there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
         self._grouped = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._grouped else 0
         self.world_size = dist.get_world_size() if self._grouped else 1
@@ -30,7 +34,7 @@ class Ranks:
         if not self._grouped:
             return [value]
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self._group)
         return values
 
     def together(self, work: Callable[[], T]) -> T:

@@ -10,7 +10,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.errors import SaveFailedError
+from trainer_hooks.agreement import Ranks
 
 #: Seconds: what torch takes for a timeout has an upper bound, and no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
@@ -51,41 +52,17 @@ class Decisions:
         timeout: seconds that the others wait for rank 0.
 
     Attributes:
-        rank: this one's.
-        world_size: how many there are.
+        ranks: what they say to each other besides.
     """
 
     def __init__(self, *, timeout: float) -> None:
-        grouped = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if grouped else 0
-        self.world_size = dist.get_world_size() if grouped else 1
         self._group: dist.ProcessGroup | None = None
-        if self.world_size > 1:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self._group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=min(timeout, _LONGEST))
             )
+        self.ranks = Ranks(self._group)
         self._sent: list[tuple[Any, torch.Tensor]] = []
-
-    def all_or_none(self, word: str, error: SyncdError | None) -> str:
-        """Once, at the beginning: go on only where all ranks can. Collective, and a barrier.
-
-        Args:
-            word: rank 0's is what all get.
-            error: why this rank cannot go on.
-
-        Raises:
-            SyncdError: on all ranks: this rank's own, or that of the first rank that has one.
-        """
-        told: list[Any] = [(word, error)]
-        if self._group is not None:
-            told = [None] * self.world_size
-            dist.all_gather_object(told, (word, error), group=self._group)
-        if error is not None:
-            raise error
-        for rank, (_, other) in enumerate(told):
-            if other is not None:
-                raise type(other)(f"rank {rank}: {other}")
-        return str(told[0][0])
 
     def agree(self, decide: Callable[[], Plan]) -> Plan:
         """What rank 0 decides.
@@ -98,7 +75,7 @@ class Decisions:
         """
         if self._group is None:
             return decide()
-        if self.rank == 0:
+        if self.ranks.rank == 0:
             plan = Plan.UNDECIDED
             try:
                 plan = decide()

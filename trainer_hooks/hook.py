@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,33 +10,24 @@ from typing import Any, Final, Self
 
 from torch import nn
 
-from syncd.coordination.member import Seams
-from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import (
-    InvalidSettingsError,
-    JobUnavailableError,
-    SaveFailedError,
-    SyncdError,
-)
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, trainer_decision
-from syncd.protocol.records import SaveId
+from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.policy import SyncSettings
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
 from trainer_hooks.decisions import Decisions, Plan
-from trainer_hooks.explorers import Explorers
 from trainer_hooks.full_checkpoint import Stateful
-from trainer_hooks.model_files import Pretrained, adapters_of, model_files
+from trainer_hooks.model_files import Pretrained, model_files
+from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
-from trainer_hooks.retire import retire_old
-from trainer_hooks.saves import Place, Saves, Trained
-from trainer_hooks.settings import SaveAsHf, SaveLayout, SaveSettings, WhenBusy
-from trainer_hooks.writer import RankWriter
+from trainer_hooks.saves import Saves, Trained
+from trainer_hooks.settings import SaveAsHf, SaveSettings
+from trainer_hooks.trainer_job import TrainerJob, served
 
 log = logging.getLogger(__name__)
 
 #: save_timeouts that anything waits for one save: one to write it, one for the other ranks.
 _PATIENCE: Final = 2
+#: Seconds: longer than any training; what locks take has a bound.
+_FOREVER: Final = 1e9
 #: Seconds for a save that is given up to be put away.
 _LAST: Final = 30.0
 #: Seconds that torch lets a rank wait for another by default; rank 0 may take that much besides.
@@ -96,13 +86,13 @@ class TrainerHook:
         name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        decisions = Decisions(timeout=_longest_wait(settings or SyncSettings()))
         self._settings = served(settings or SyncSettings(), model, memory_dir)
+        decisions = Decisions(timeout=_longest_wait(self._settings))
         self._saving = saving or SaveSettings()
-        self._patience = _PATIENCE * self._settings.save_timeout
+        self._patience = min(_PATIENCE * self._settings.save_timeout, _FOREVER)
         self._progress = Progress()
         self._job = TrainerJob(
-            job_dir, memory_dir, name, decisions, self._settings, self._saving, self._progress,
+            job_dir, memory_dir, name, decisions.ranks, self._settings, self._saving, self._progress,
             storage=storage,
         )  # fmt: skip
         trained = Trained(
@@ -112,11 +102,11 @@ class TrainerHook:
             critic=critic,
             critic_optimizer=critic_optimizer,
             user_state=user_state,
-            model_files=model_files(model, tokenizer) if decisions.rank == 0 else (),
+            model_files=model_files(model, tokenizer) if decisions.ranks.rank == 0 else (),
         )
         self._saves = Saves(
             trained,
-            rank=decisions.rank,
+            rank=decisions.ranks.rank,
             patience=self._patience,
             progress=self._progress,
             begin_save=self._job.begin_save,

@@ -11,13 +11,13 @@ from torch import nn
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from trainer_hooks.decisions import Decisions
+from trainer_hooks.agreement import Ranks
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.model_files import adapters_of
 from trainer_hooks.progress import Progress
@@ -53,7 +53,7 @@ class TrainerJob:
     Args:
         job_dir, memory_dir: the folders.
         name: the trainer's.
-        decisions: the ranks.
+        ranks: all of them.
         settings, saving: how it syncs and saves.
         progress: is told what was announced.
         storage: the seam for tests.
@@ -74,14 +74,14 @@ class TrainerJob:
         job_dir: str | Path,
         memory_dir: str | Path | None,
         name: str,
-        decisions: Decisions,
+        ranks: Ranks,
         settings: SyncSettings,
         saving: SaveSettings,
         progress: Progress,
         *,
         storage: Storage | None,
     ) -> None:
-        self._decisions = decisions
+        self._ranks = ranks
         self._settings = settings
         self._saving = saving
         self._progress = progress
@@ -89,28 +89,20 @@ class TrainerJob:
         self.explorers: Explorers | None = None
         self.memory: Place | None = None
         run_id = secrets.token_hex(6)
-        error: SyncdError | None = None
+
+        def open_here() -> None:
+            try:
+                self.place = self._open(Path(job_dir), storage)
+                if memory_dir is not None:
+                    self.memory = self._open_memory(Path(memory_dir), storage)
+                if self._ranks.rank == 0:
+                    self.explorers = self._register(job_dir, memory_dir, name, run_id, storage)
+            except OSError as error:
+                raise JobUnavailableError(f"{job_dir} cannot be used now: {error}") from error
+
         try:
-            self.place = self._open(Path(job_dir), storage)
-            if memory_dir is not None:
-                self.memory = self._open_memory(Path(memory_dir), storage)
-            if decisions.rank == 0:
-                synchronizer = TrainerSynchronizer(
-                    job_dir,
-                    name,
-                    settings=settings,
-                    memory_dir=memory_dir,
-                    run_id=run_id,
-                    world_size=decisions.world_size,
-                    seams=Seams(storage=storage),
-                )
-                self.explorers = Explorers(synchronizer)
-        except SyncdError as raised:
-            error = raised
-        except OSError as raised:
-            error = JobUnavailableError(f"{job_dir} cannot be used now: {raised}")
-        try:
-            self.run_id = decisions.all_or_none(run_id, error)
+            self._ranks.together(open_here)
+            self.run_id = self._ranks.gathered(run_id)[0]
         except BaseException:
             self.close()
             raise
@@ -129,8 +121,8 @@ class TrainerJob:
         writer = RankWriter(
             storage,
             layout,
-            self._decisions.rank,
-            self._decisions.world_size,
+            self._ranks.rank,
+            self._ranks.world_size,
             save_timeout=self._settings.save_timeout,
             concurrency=self._saving.write_concurrency,
             weights_announced=_nothing if self._in_memory else self._weights_announced,
@@ -144,7 +136,7 @@ class TrainerJob:
         """The memory folder, which rank 0 alone can reach: it is on its host."""
         layout = JobLayout(root.absolute())
         storage = storage or Storage(layout.root)
-        if self._decisions.rank > 0:
+        if self._ranks.rank > 0:
             return Place(storage, layout, None, SaveLayout.FULL)
         open_job(storage, layout)
         writer = RankWriter(
@@ -156,6 +148,30 @@ class TrainerJob:
             weights_announced=self._weights_announced,
         )
         return Place(storage, layout, writer, SaveLayout.FULL)
+
+    def _register(
+        self,
+        job_dir: str | Path,
+        memory_dir: str | Path | None,
+        name: str,
+        run_id: str,
+        storage: Storage | None,
+    ) -> Explorers:
+        """The one trainer of the job, running."""
+        synchronizer = TrainerSynchronizer(
+            job_dir,
+            name,
+            settings=self._settings,
+            memory_dir=memory_dir,
+            run_id=run_id,
+            world_size=self._ranks.world_size,
+            seams=Seams(storage=storage),
+        )
+        try:
+            return Explorers(synchronizer)
+        except BaseException:
+            synchronizer.close()
+            raise
 
     def begin_save(self, step: int) -> None:
         """On rank 0: announce a save before its first byte.
