@@ -151,7 +151,7 @@ class RankFiles:
             files: this rank's files of the weights.
 
         Returns:
-            The files of ``actor/`` that were written now.
+            The files that were written now, the weights for ``huggingface/`` aside.
 
         Raises:
             SaveFailedError: it was not this rank's turn in time.
@@ -171,7 +171,7 @@ class RankFiles:
                 if part is not None:
                     rest.append(write_tensors(self._storage, actor / name, part))
             if contents.critic is not None:
-                self._write_critic(save_id, contents.critic, contents.critic_optimizer)
+                rest += self._write_critic(save_id, contents.critic, contents.critic_optimizer)
             self._write_hugging_face(save_id, contents)
             receipt = self._receipt(save_id, [*files, *rest])
             notes.write_receipt(full_receipt_name(rank), receipt)
@@ -179,20 +179,16 @@ class RankFiles:
 
     def _write_critic(
         self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
-    ) -> None:
-        """Another model, with a receipt of its own, before that of the whole."""
+    ) -> list[ReceiptFile]:
+        """Another model; its files are named as seen from the step's folder."""
         folder = self._layout.step(save_id.step)
         critic = folder / CRITIC
-        notes = Notes(self._storage, critic)
-        for made in (critic, notes.folder):
-            self._storage.make_folder(made, below=folder)
-        name = full_receipt_name(self._rank)
-        self._unlink_all(notes.folder, name)
+        self._storage.make_folder(critic, below=folder)
         parts = [(shard_name(self._world_size, self._rank), model)]
         if optimizer is not None:
             parts.append((optimizer_name(self._world_size, self._rank), optimizer))
-        files = [write_tensors(self._storage, critic / file, state) for file, state in parts]
-        notes.write_receipt(name, self._receipt(save_id, files))
+        files = [write_tensors(self._storage, critic / name, state) for name, state in parts]
+        return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
 
     def _write_hugging_face(self, save_id: SaveId, contents: Contents) -> None:
         """The full weights beside config and tokenizer. The daemon publishes none from there."""

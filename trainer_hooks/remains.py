@@ -69,7 +69,6 @@ class Remains:
                 receipts / full_receipt_name(rank),
                 actor / optimizer,
                 actor / extra_state_name(world_size, rank),
-                critic / RECEIPTS / full_receipt_name(rank),
                 critic / shard_name(world_size, rank),
                 critic / optimizer,
             ]

@@ -266,7 +266,6 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
     saved = torch.load(step / "critic" / SHARD, weights_only=True)
     assert torch.equal(saved["weight"], critic.weight)
     assert (step / "critic" / OPTIMIZER).exists()
-    assert (step / "critic" / ".receipts" / "full_rank_0.json").exists()
     extra = torch.load(step / "actor" / "extra_state_world_size_1_rank_0.pt", weights_only=True)
     assert extra["user_state"] == {"samples": 17}
     assert latest_checkpoint(job.layout.root) == 4
