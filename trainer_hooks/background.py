@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -85,10 +84,8 @@ class SaveThread:
         """
         with self._changed:
             while left := self._under_way():
-                until = time.monotonic() + timeout
                 if not self._changed.wait_for(
-                    lambda left=left: self._under_way() != left,
-                    max(0.0, until - time.monotonic()),
+                    lambda left=left: self._under_way() != left, timeout
                 ):
                     break
             self._queue.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntFlag
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from syncd.protocol.errors import SaveFailedError
 from trainer_hooks.agreement import Ranks
+
+log = logging.getLogger(__name__)
 
 #: Seconds: what torch takes for a timeout has an upper bound, and no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
@@ -98,4 +101,10 @@ class Decisions:
         word = torch.tensor([plan.value], dtype=torch.int64, device="cpu")
         # What is sent must stay where it is until it has arrived.
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
-        self._sent.append((dist.broadcast(word, src=0, group=self._group, async_op=True), word))
+        try:
+            work = dist.broadcast(word, src=0, group=self._group, async_op=True)
+        except RuntimeError as error:
+            # Of a rank that is gone the save says so, which will miss its receipt.
+            log.warning("not all ranks can be told what to save: %s", error)
+        else:
+            self._sent.append((work, word))

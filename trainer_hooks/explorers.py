@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import SyncdError
+from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
@@ -36,6 +36,7 @@ class Explorers:
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:
         self._synchronizer = synchronizer
+        self._closed = False
         synchronizer.set_trainer_status(RunningStatus.RUNNING)
 
     def decide(
@@ -66,7 +67,10 @@ class Explorers:
         Raises:
             OSError: storage refused.
             NameTakenError: another trainer works in this job.
+            SaveFailedError: this one has stopped.
         """
+        if self._closed:
+            raise SaveFailedError(f"step {step} is not saved: this trainer has stopped")
         self._synchronizer.begin_save(step)
 
     def weights_announced(self, step: int) -> None:
@@ -78,11 +82,14 @@ class Explorers:
         self._tried(self._synchronizer.wait_for_explorers)
 
     def close(self) -> None:
-        """Say that this trainer has stopped, and give its name up."""
+        """Say that this trainer has stopped, and give its name up. Safe to call twice."""
+        self._closed = True
         self._synchronizer.close()
 
     def _tried(self, work: Callable[[], T]) -> T | None:
         """The result, or None where it is not to be had now."""
+        if self._closed:
+            return None  # a save that came to its end after all: the name may be another's by now
         try:
             return work()
         except (OSError, SyncdError) as error:

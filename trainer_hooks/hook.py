@@ -316,8 +316,8 @@ class TrainerHook:
             steps = " and ".join(map(str, left))
             errors.append(
                 SaveFailedError(
-                    f"step {steps} was still being written after {self._patience:g} s, and was "
-                    "given up; what was announced before stays"
+                    f"step {steps} was still being written after {self._patience:g} s: that is not "
+                    "waited for any longer; what was announced before stays"
                 )
             )
         self._job.close()

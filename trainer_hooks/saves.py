@@ -104,7 +104,8 @@ class Saves:
             contents = self._contents(place, save_id.step, plan, buffers)
         finally:
             if contents is None or writer is None or not room:
-                self._progress.failed(save_id)
+                if contents is None or not room:
+                    self._progress.failed(save_id)
                 self._leave_out(writer, save_id, contents, buffers)
         if writer is not None and room:
             self.thread.submit(save_id.step, self._work(writer, save_id, contents, buffers))

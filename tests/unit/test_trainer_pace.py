@@ -122,9 +122,11 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
     ranks = writers(
         job, WriteConcurrency.UNRESTRICTED, RuledStorage(), full, RuledStorage(), timeout=3600
     )
-    for done in save_all(threads, ranks, SaveId("run", 1, 0)):
-        done.exception(DEADLINE)
-    assert weights(job, 1) <= {"model_world_size_3_rank_2.pt"}
+    ranks[2].save(SaveId("run", 1, 0), CONTENTS)
+    for done in save_all(threads, ranks[:2], SaveId("run", 1, 0)):
+        with pytest.raises(SaveFailedError):
+            done.result(DEADLINE)
+    assert weights(job, 1) == {"model_world_size_3_rank_2.pt"}
     assert not (job.layout.step(1) / SAVING).exists()
     full.rules.clear()
     for done in save_all(threads, ranks, SaveId("run", 2, 1)):
