@@ -84,9 +84,8 @@ class SaveThread:
         """
         with self._changed:
             while left := self._under_way():
-                if not self._changed.wait_for(
-                    lambda left=left: self._under_way() != left, timeout
-                ):
+                before = left
+                if not self._changed.wait_for(lambda: self._under_way() != before, timeout):
                     break
             self._queue.clear()
             self._closed = True

@@ -6,9 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, Self
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
@@ -21,6 +19,9 @@ from trainer_hooks.progress import Progress
 from trainer_hooks.saves import Saves, Trained
 from trainer_hooks.settings import SaveAsHf, SaveSettings
 from trainer_hooks.trainer_job import TrainerJob, served
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +42,8 @@ class TrainerHook:
     explorers get is the model as it was when ``after_step(step)`` was called, on all ranks; a
     pointer names what is whole, always; and a save that failed is raised by the next call, once,
     with its step, after that call has done its own work: whoever catches it may go on. Not
-    promised: that a save is announced when ``after_step`` returns (:meth:`close` waits for that, and
-    ``block_until_saved``); nor that one is announced of which a rank has died.
+    promised: that a save is announced when ``after_step`` returns (:meth:`close` waits for that,
+    and ``block_until_saved``); nor that one is announced of which a rank has died.
 
     Construct it and call its methods on every rank alike, in the same order: rank 0 decides for
     all, and where ranks gather, all take part.
@@ -92,9 +93,15 @@ class TrainerHook:
         self._patience = min(_PATIENCE * self._settings.save_timeout, _FOREVER)
         self._progress = Progress()
         self._job = TrainerJob(
-            job_dir, memory_dir, name, decisions.ranks, self._settings, self._saving, self._progress,
+            job_dir,
+            memory_dir,
+            name,
+            decisions.ranks,
+            self._settings,
+            self._saving,
+            self._progress,
             storage=storage,
-        )  # fmt: skip
+        )
         trained = Trained(
             model=model,
             optimizer=optimizer,
@@ -231,8 +238,8 @@ class TrainerHook:
             errors = self._end()
         if failed is not None:
             errors.insert(0, failed)
-        for error in errors[1:]:
-            log.error("%s", error)
+        for other in errors[1:]:
+            log.error("%s", other)
         if errors:
             raise errors[0]
 
@@ -310,8 +317,8 @@ class TrainerHook:
             self._job.stop_waiting()
             thread.close(timeout=_LAST)
         errors: list[SyncdError] = []
-        while (error := thread.take_error()) is not None:
-            errors.append(error)
+        while (failed := thread.take_error()) is not None:
+            errors.append(failed)
         if left:
             steps = " and ".join(map(str, left))
             errors.append(

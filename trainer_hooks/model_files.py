@@ -20,7 +20,7 @@ class Pretrained(Protocol):
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that do not pass its attributes on; itself where it has a config."""
+    """The model inside wrappers that do not pass attributes on; itself where it has a config."""
     while getattr(model, "config", None) is None:
         inside = (getattr(model, name, None) for name in _INSIDE)
         inner = next((one for one in inside if isinstance(one, nn.Module)), None)

@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.torch_zip import central_directory_digest

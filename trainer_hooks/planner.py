@@ -135,9 +135,7 @@ class Planner:
     def _due(self, step: int, *, waiting: bool) -> Plan:
         """What is due by the settings alone, and by what was left out."""
         last = self._last_sync_step
-        by_step = trainer_decision(
-            self._settings, step=step, last_sync_step=last, waiting=waiting
-        )
+        by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
         due = Plan.NOTHING
         if by_step.sync or (self._owed & Plan.SYNC and step != last):
             due |= Plan.SYNC
@@ -208,9 +206,7 @@ class Planner:
     def _is_begun(self, save_id: SaveId | None, step: int) -> bool:
         """Whether a save is of this step, and has not failed."""
         return (
-            save_id is not None
-            and save_id.step == step
-            and not self._progress.has_failed(save_id)
+            save_id is not None and save_id.step == step and not self._progress.has_failed(save_id)
         )
 
     def _is_on_its_way(self, save_id: SaveId | None) -> bool:

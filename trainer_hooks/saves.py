@@ -7,9 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE
@@ -27,6 +25,9 @@ from trainer_hooks.spool import Spool
 from trainer_hooks.state_dict import HostBuffers, fsdp_version, host_copy, sharded_state_dict
 from trainer_hooks.trainer_job import Place
 from trainer_hooks.writer import RankWriter
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -255,4 +256,3 @@ class Saves:
                 spool.close()
             raise
         return spool
-

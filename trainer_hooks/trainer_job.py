@@ -6,8 +6,7 @@ import logging
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
@@ -24,6 +23,9 @@ from trainer_hooks.progress import Progress
 from trainer_hooks.retire import retire_old
 from trainer_hooks.settings import SaveLayout, SaveSettings
 from trainer_hooks.writer import RankWriter
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger(__name__)
 
@@ -128,9 +130,7 @@ class TrainerJob:
             weights_announced=_nothing if self._in_memory else self._weights_announced,
             checkpoint_announced=self._checkpoint_announced,
         )
-        return Place(
-            storage, layout, writer, SaveLayout.FULL if gathers else self._saving.layout
-        )
+        return Place(storage, layout, writer, SaveLayout.FULL if gathers else self._saving.layout)
 
     def _open_memory(self, root: Path, storage: Storage | None) -> Place:
         """The memory folder, which rank 0 alone can reach: it is on its host."""
@@ -224,9 +224,7 @@ def _nothing(_: SaveId) -> None:
     """Explorers do not follow this folder."""
 
 
-def served(
-    settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None
-) -> SyncSettings:
+def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:
     """The settings as they are served.
 
     Raises:

@@ -108,9 +108,7 @@ class RankWriter:
         Raises:
             SaveFailedError: the save did not become whole. A pointer that was moved names what is.
         """
-        attempt = Attempt(
-            save_id, weights_stay=contents.completes, rest_stays=not contents.is_full
-        )
+        attempt = Attempt(save_id, weights_stay=contents.completes, rest_stays=not contents.is_full)
         try:
             self._remove_given_up(attempt)
             return self._save(attempt, contents)

@@ -22,8 +22,8 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from tests.jobs import Job
 from tests.hooks import written
+from tests.jobs import Job
 from tests.multiprocess.mounts import Filler, Kind, tmpfs
 from tests.multiprocess.processes import (
     DEADLINE,

@@ -29,8 +29,8 @@ from syncd.storage.job import open_job
 from syncd.storage.leases import Session
 from tests.crash.invariants import files, look
 from tests.crash.scenarios import SCENARIOS, Scenario
-from tests.jobs import Job
 from tests.hooks import written
+from tests.jobs import Job
 from tests.multiprocess.mounts import Detachable
 from tests.multiprocess.processes import (
     DEADLINE,

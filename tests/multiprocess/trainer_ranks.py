@@ -1,8 +1,8 @@
 """One rank of a trainer that does what it is told: ``python -m tests.multiprocess.trainer_ranks``.
 
-Each line on stdin is a JSON list, a command and what it takes; each is answered by a line of JSON on
-stdout: ``{"metrics": …}``, or ``{"error": the class, "says": the message}``. Every weight of the model
-is the step that was trained last.
+Each line on stdin is a JSON list, a command and what it takes; each is answered by a line of JSON
+on stdout: ``{"metrics": …}``, or ``{"error": the class, "says": the message}``. Every weight of the
+model is the step that was trained last.
 """
 
 from __future__ import annotations

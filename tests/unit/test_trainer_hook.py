@@ -14,9 +14,9 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.errors import JobUnavailableError, SaveFailedError
 from syncd.protocol.records import SaveId, TrainerReport, parse
+from tests.hooks import over, written
 from tests.jobs import Job
 from tests.storages import RuledStorage, once, refuse
-from tests.hooks import over, written
 from trainer_hooks import SyncSettings, TrainerHook
 from trainer_hooks.writer import Contents, RankWriter
 

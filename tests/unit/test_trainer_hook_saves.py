@@ -444,10 +444,14 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(job: Job, model: nn.M
 def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
     job: Job, model: nn.Module
 ) -> None:
-    with pytest.raises(ZeroDivisionError), TrainerHook(job.layout.root, model) as hook:
-        assert report(job).status == "running"
-        hook.after_step(1)
-        raise ZeroDivisionError
+    def train() -> None:
+        with TrainerHook(job.layout.root, model) as hook:
+            assert report(job).status == "running"
+            hook.after_step(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
     assert report(job).status == "stopped"
     assert list(job.layout.sessions.iterdir()) == []
 

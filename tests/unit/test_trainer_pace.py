@@ -40,7 +40,7 @@ class Writing:
         with self._lock:
             if method == "create":
                 self.now.add(shard)
-                self.order.append(shard.split("rank_")[1][0])
+                self.order.append(shard.rpartition("_rank_")[2][0])
                 self.most = max(self.most, len(self.now))
             else:
                 self.now.discard(shard)
@@ -56,9 +56,7 @@ def writers(
     job: Job, concurrency: WriteConcurrency, *storages: RuledStorage, timeout: float = DEADLINE
 ) -> list[RankWriter]:
     return [
-        RankWriter(
-            storage, job.layout, rank, RANKS, save_timeout=timeout, concurrency=concurrency
-        )
+        RankWriter(storage, job.layout, rank, RANKS, save_timeout=timeout, concurrency=concurrency)
         for rank, storage in enumerate(storages)
     ]
 
@@ -94,9 +92,9 @@ def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
     zero, one, two = save_all(threads, ranks, SaveId("run", 1, 0))
     with pytest.raises(SaveFailedError, match="No space left"):
         one.result(DEADLINE)
-    with pytest.raises(SaveFailedError, match="rank 2 did not write.*failed on rank"):
+    with pytest.raises(SaveFailedError, match=r"rank 2 did not write.*failed on rank"):
         two.result(DEADLINE)
-    with pytest.raises(SaveFailedError, match="rank 1 of 3 .*it failed there"):
+    with pytest.raises(SaveFailedError, match=r"rank 1 of 3 .*it failed there"):
         zero.result(DEADLINE)
     full.rules.clear()
     for done in save_all(threads, ranks, SaveId("run", 2, 1)):
