@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from syncd.protocol.errors import SaveFailedError
@@ -84,8 +85,7 @@ class SaveThread:
         """
         with self._changed:
             while left := self._under_way():
-                before = left
-                if not self._changed.wait_for(lambda: self._under_way() != before, timeout):
+                if not self._changed.wait_for(partial(self._is_other_than, left), timeout):
                     break
             self._queue.clear()
             self._closed = True
@@ -93,6 +93,9 @@ class SaveThread:
         if not left:
             self._thread.join()
         return left
+
+    def _is_other_than(self, steps: tuple[int, ...]) -> bool:
+        return self._under_way() != steps
 
     def _under_way(self) -> tuple[int, ...]:
         queued = tuple(step for step, _ in self._queue)

@@ -271,8 +271,9 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
     job: Job, model: nn.Module
 ) -> None:
     critic = nn.Linear(2, 1)
+    its = torch.optim.SGD(critic.parameters())
     with TrainerHook(
-        job.layout.root, model, critic=critic, critic_optimizer=torch.optim.SGD(critic.parameters()),
+        job.layout.root, model, critic=critic, critic_optimizer=its,
         user_state=lambda: {"samples": 17},
     ) as hook:  # fmt: skip
         hook.save_checkpoint(4)
