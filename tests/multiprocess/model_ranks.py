@@ -272,7 +272,7 @@ def save(kind: str, root: Path) -> None:
 def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
     """What models become that are trained, and saved between, or not."""
     found = {}
-    for name, cut in (("fsdp1", _cut_by_fsdp1), ("fsdp2", fully_shard)):
+    for name, cut in (("fsdp1", _cut_by_fsdp1), ("fsdp2", _cut_by_fsdp2)):
         torch.manual_seed(2)
         model = cut(TinyTransformer(), mesh(fsdp=dist.get_world_size()))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -297,6 +297,10 @@ def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
 
 def _cut_by_fsdp1(model: nn.Module, on: DeviceMesh) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=CPU, device_mesh=on)
+
+
+def _cut_by_fsdp2(model: nn.Module, on: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=on)
 
 
 def refused() -> dict[str, str]:
