@@ -3,18 +3,18 @@
 Repeat with ``python -m benchmarks.trainer_stall`` from the project's root (some minutes; six times
 the model's size in free memory, three times on the disk of ``--dir``).
 
-The ranks are real processes, FSDP2 (``fully_shard``) over gloo on the CPU, over NCCL where there are
-GPUs: as many as those, then. Each has one thread, as torchrun starts them. The model has the shapes
-of Qwen2.5-1.5B at another width, in bf16. A round: for each contender the ranks meet, change their
-parameters in place, and save; what counts is how long the call keeps the slowest of them. Nothing is
-written meanwhile: what a contender leaves to the background ends before the next one begins.
-Contenders take turns, in an order that rotates; a ratio is the median of the ratios inside each
-round. One round before them, apart: buffers are made then.
+The ranks are real processes, FSDP2 (``fully_shard``) over gloo on the CPU, over NCCL where there
+are GPUs: as many as those, then. Each has one thread, as torchrun starts them. The model has the
+shapes of Qwen2.5-1.5B at another width, in bf16. A round: for each contender the ranks meet, change
+their parameters in place, and save; what counts is how long the call keeps the slowest of them.
+What a contender leaves to the background ends before the next one begins. Contenders take turns, in
+an order that rotates; a ratio is the median of the ratios inside each round. One round before them,
+apart: buffers are made then.
 
-``bare clone`` is of the local shards alone, into new memory, as ``clone`` makes it; ``bare copy`` is
-into memory that is there already, pinned on a GPU: the least that a save can take. torch.save writes
-each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint, as it
-comes, and with its staging memory kept.
+``bare clone`` is of the local shards alone, into new memory, as ``clone`` makes it; ``bare copy``
+is into memory that is there already, pinned on a GPU: the least that a save can take. torch.save
+writes each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint,
+as it comes, and with its staging memory kept.
 
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
 less that of the same run without saving, in local shards.

@@ -84,7 +84,10 @@ class BytePipe:
 
     def put(self, whole: Tensor) -> None:
         """Copy a tensor's bytes; they are dropped where nobody reads any more."""
-        flat = whole.contiguous().reshape(-1).view(torch.uint8)
+        flat = whole.resolve_neg().reshape(-1)
+        if flat.stride() != (1,):  # also of one element, which is contiguous with any stride
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        flat = flat.view(torch.uint8)
         while flat.numel():
             if self._filling is None:
                 self._filling = self._next_free(whole.device)
@@ -114,7 +117,7 @@ class BytePipe:
         while count:
             if not self._rest:
                 self._reading, filled = self._next_ready()
-                self._rest = memoryview(self._reading.content.numpy())[:filled]
+                self._rest = self._reading.content.numpy().data[:filled]
             part, self._rest = self._rest[:count], self._rest[count:]
             count -= len(part)
             yield part

@@ -35,8 +35,8 @@ class FullStateStream:
     written twice; make another one for another attempt.
 
     Args:
-        state: as :func:`~trainer_hooks.state_dict.sharded_state_dict` returns it; the same names, in
-            the same order, on every rank. Values that are no tensors are left out, and all of
+        state: as :func:`~trainer_hooks.state_dict.sharded_state_dict` returns it; the same names,
+            in the same order, on every rank. Values that are no tensors are left out, and all of
             ``_extra_state``. It must not change before :meth:`gather` returns.
         rank: this rank.
         limit: bytes of host memory between the two threads.
@@ -142,9 +142,7 @@ class FullStateStream:
             over="header",
         )
 
-    def _digest(
-        self, tensor: PlannedTensor, write: Callable[[memoryview], object] | None
-    ) -> bytes:
+    def _digest(self, tensor: PlannedTensor, write: Callable[[memoryview], object] | None) -> bytes:
         """Take a tensor's bytes, and write them where asked."""
         hasher = xxhash.xxh3_128()
         for part in self._pipe.take(tensor.length):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.placement import Local
@@ -102,7 +102,7 @@ def agree_on_plan(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> Full
 
 
 def _outline(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> _Outline:
-    fault = None
+    fault = None if state else "it has no tensors"
     hasher = xxhash.xxh3_128(b"tied" if tied else b"")
     memory = []
     seen: dict[object, int] = {}

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from trainer_hooks.host_buffers import with_local
@@ -69,7 +69,8 @@ def _gathered(value: ShardedTensor) -> Tensor | None:
     moved_as = _MOVED_AS.get(dtype, dtype)
     held = defaultdict(list)
     for shard in metadata.shards_metadata:
-        held[shard.placement.rank()].append(shard)
+        holder = shard.placement.rank() if shard.placement is not None else None
+        held[0 if holder is None else holder].append(shard)
     longest = max(sum(math.prod(one.shard_sizes) for one in shards) for shards in held.values())
     device = value._get_preferred_device()  # noqa: SLF001 - that of the group's collectives
     own = torch.empty(longest, dtype=moved_as, device=device)

@@ -1,4 +1,4 @@
-"""Copies of a rank's state in host memory, so that the training may go on while they are written."""
+"""Copies of a rank's state in host memory: training goes on while they are written."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import (
-    Shard,
-    ShardedTensor,
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
     ShardedTensorMetadata,
     TensorProperties,
 )
+from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from trainer_hooks.host_memory import HostMemory, wait_for_copies
@@ -40,8 +40,8 @@ class HostBuffers:
     """A set of host buffers that one state after the other is copied into.
 
     The first copy makes the buffers; later ones, of the same names, shapes and dtypes, touch no new
-    memory. On the CPU they are faster than ``clone``, therefore. From an accelerator the buffers are
-    pinned, and the copies go side by side, on the current stream of each device.
+    memory: on the CPU they are no slower than ``clone``, therefore. From an accelerator the buffers
+    are pinned, and the copies are put on the current stream of each device, and waited for once.
 
     Not promised: that a state that was copied before is still there: the next copy overwrites it.
     """
@@ -53,8 +53,8 @@ class HostBuffers:
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The same state with each tensor copied to contiguous host memory, complete on return.
 
-        DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors that
-        are the same memory (tied weights) share one copy. What is no tensor is not copied.
+        DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
+        that are the same memory (tied weights) share one copy. What is no tensor is not copied.
 
         Args:
             state: nested dicts, lists and tuples of tensors and whatever can be pickled.
@@ -190,7 +190,7 @@ def _layout(tensor: Tensor) -> object:
     if isinstance(tensor, ShardedTensor):
         return tensor.metadata()
     if isinstance(tensor, DTensor):
-        return tensor.device_mesh, tensor.__tensor_flatten__()[1]
+        return tensor.device_mesh, tensor.__tensor_flatten__()[1]  # type: ignore[no-untyped-call] # torch's
     return None
 
 
@@ -208,13 +208,13 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
     ``DTensor.from_local`` would move it to the mesh's device, and not keep an order of the cuts.
     """
-    tensor = tensor.detach()
-    attributes, context = tensor.__tensor_flatten__()
+    detached: Any = tensor.detach()
+    attributes, context = detached.__tensor_flatten__()
     inner = {name: getattr(tensor, name) for name in attributes} | {"_local_tensor": local}
     stride = tensor.stride()
     if not tensor.is_contiguous():
         stride = torch.empty(tensor.shape, device="meta").stride()
-    made = DTensor.__tensor_unflatten__(inner, context, tensor.shape, stride)
+    made = DTensor.__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[no-untyped-call] # torch's
     assert isinstance(made, DTensor)  # noqa: S101 - for the type checker
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -43,7 +43,8 @@ class HostMemory:
 
     def _pin(self) -> None:
         address = self.content.data_ptr()
-        error = int(torch.cuda.cudart().cudaHostRegister(address, self.content.nbytes, _PORTABLE))
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        error = int(cuda.cudaHostRegister(address, self.content.nbytes, _PORTABLE))
         if error:
             log.warning(
                 "CUDA does not pin %d bytes of host memory (error %d): saves stop the training for "
@@ -65,11 +66,12 @@ def wait_for_copies(devices: set[torch.device]) -> None:
 
 
 def _unpin(content: Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(content.data_ptr())
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch leaves it untyped
+    cuda.cudaHostUnregister(content.data_ptr())
 
 
 def _forget_last_error() -> None:
-    """A refusal is remembered, and the next launch of a kernel would be blamed for it: one of ours."""
+    """CUDA remembers a refusal, and blames the next launch of a kernel for it: one of ours."""
     try:
         torch.ones(1, device="cuda")
     except RuntimeError as error:

@@ -35,8 +35,8 @@ __all__ = [
     "header_bytes",
 ]
 
-#: The key of the metadata under which our hook says the :func:`content_digest` of its files, so that
-#: the digest of the header, which its receipt has, binds every byte.
+#: The key of the metadata under which our hook says the :func:`content_digest` of its files, so
+#: that the digest of the header, which its receipt has, binds every byte.
 CONTENT: Final = "xxh3-128"
 #: How a header becomes values: in this process, or in a child.
 ReadFields = Callable[[bytes, str], Sequence[Entry]]

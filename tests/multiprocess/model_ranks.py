@@ -20,14 +20,13 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional as F
@@ -38,12 +37,15 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
 from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
-from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, frozen, tensors
+from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
 from trainer_hooks.full_file import FullStateStream
 from trainer_hooks.host_buffers import _parts
 from trainer_hooks.state_dict import HostBuffers, sharded_state_dict
 from trainer_hooks.torch_file import save_state_dict
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 #: World sizes by kind.
 KINDS: Final = {
@@ -139,6 +141,7 @@ def _fsdp1(**options: Any) -> Made:
     layers = model.model.layers
     layers[0] = cut(checkpoint_wrapper(layers[0]))
     layers[1] = checkpoint_wrapper(cut(layers[1]))
+    layers[2] = cut(layers[2])
     return cut(model), truth
 
 
@@ -269,7 +272,7 @@ def save(kind: str, root: Path) -> None:
 def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
     """What models become that are trained, and saved between, or not."""
     found = {}
-    for name, cut in (("fsdp1", _cut_by_fsdp1), ("fsdp2", fully_shard)):
+    for name, cut in (("fsdp1", _cut_by_fsdp1), ("fsdp2", _cut_by_fsdp2)):
         torch.manual_seed(2)
         model = cut(TinyTransformer(), mesh(fsdp=dist.get_world_size()))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -294,6 +297,10 @@ def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
 
 def _cut_by_fsdp1(model: nn.Module, on: DeviceMesh) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=CPU, device_mesh=on)
+
+
+def _cut_by_fsdp2(model: nn.Module, on: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=on)
 
 
 def refused() -> dict[str, str]:

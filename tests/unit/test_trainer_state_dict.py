@@ -41,7 +41,8 @@ class Nested(nn.Module):
 # -- names -------------------------------------------------------------------------------------
 
 
-def test_names_are_those_of_the_plain_model_whatever_wraps_it(group: None) -> None:
+@pytest.mark.usefixtures("group")
+def test_names_are_those_of_the_plain_model_whatever_wraps_it() -> None:
     expected = list(Nested().state_dict())
     model = Nested()
     model.layers[0] = checkpoint_wrapper(torch.compile(model.layers[0]))
@@ -53,7 +54,8 @@ def test_names_are_those_of_the_plain_model_whatever_wraps_it(group: None) -> No
     assert sorted(sharded_state_dict(torch.compile(nn.DataParallel(model)))) == sorted(expected)
 
 
-def test_a_name_that_a_hook_makes_up_is_kept(group: None) -> None:
+@pytest.mark.usefixtures("group")
+def test_a_name_that_a_hook_makes_up_is_kept() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_state_dict_post_hook(
         lambda _module, state, prefix, _: state.update({f"{prefix}weight.scale": torch.ones(1)})
@@ -62,7 +64,8 @@ def test_a_name_that_a_hook_makes_up_is_kept(group: None) -> None:
     assert set(sharded_state_dict(wrapped)) == {"0.weight", "0.bias", "0.weight.scale"}
 
 
-def test_the_version_of_fsdp_is_told_wherever_in_the_model_it_is(group: None) -> None:
+@pytest.mark.usefixtures("group")
+def test_the_version_of_fsdp_is_told_wherever_in_the_model_it_is() -> None:
     assert fsdp_version(Nested()) is None
     model = Nested()
     fully_shard(model.module)
@@ -90,11 +93,12 @@ class Pair(NamedTuple):
 
 def same(found: Tensor, expected: Tensor) -> bool:
     """The same bytes: NaN is not equal to itself, and fp8 cannot be compared."""
-    left, right = (t.contiguous().reshape(-1).view(torch.uint8) for t in (found, expected))
+    left, right = (
+        t.resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+        for t in (found, expected)
+    )
     return (
-        found.dtype == expected.dtype
-        and found.shape == expected.shape
-        and torch.equal(left, right)
+        found.dtype == expected.dtype and found.shape == expected.shape and torch.equal(left, right)
     )
 
 
@@ -227,7 +231,8 @@ def test_any_states_one_after_the_other_are_copied_right(
         assert buffers.nbytes == sum(distinct.values())
 
 
-def test_sharded_tensors_stay_sharded_over_the_same_memory(group: None) -> None:
+@pytest.mark.usefixtures("group")
+def test_sharded_tensors_stay_sharded_over_the_same_memory() -> None:
     plane = init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tp"))
 
     def state() -> dict[str, Any]:

@@ -28,9 +28,7 @@ DEADLINE = 30.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-def written(
-    stream: FullStateStream, path: Path, storage: Storage = STORAGE
-) -> Future[ReceiptFile]:
+def written(stream: FullStateStream, path: Path, storage: Storage = STORAGE) -> Future[ReceiptFile]:
     """What comes of the writer's thread, once it has ended, while this one gathers."""
 
     def write() -> ReceiptFile:
@@ -138,7 +136,9 @@ def test_ties_are_those_of_the_config() -> None:
     assert not ties_embeddings(model)
     model.config = Config('{"tie_word_embeddings": true}')
     assert ties_embeddings(model)
-    model.config = Config('{"tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}}')
+    model.config = Config(
+        '{"tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}}'
+    )
     assert not ties_embeddings(model)
     model.config = {"tie_word_embeddings": True}
     assert not ties_embeddings(model)
