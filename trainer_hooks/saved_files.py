@@ -197,10 +197,11 @@ class SavedFiles:
             _ = self[number]
         numbers = sorted(self._open)
         files = [self._open[number] for number in numbers]
-        checks = record_checks(files, check_crc=True)
-        for at, number in enumerate(numbers):
-            if number not in checked:
-                checks[at] = None
+        checks = [
+            check
+            for number, file in zip(numbers, files, strict=True)
+            for check in record_checks([file], check_crc=number in checked)
+        ]
         reader = SourceReader(self._storage, files, checks=checks, cancel=lambda: None)
         return reader, {number: at for at, number in enumerate(numbers)}
 
