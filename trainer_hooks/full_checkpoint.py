@@ -56,7 +56,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     Returns:
         For a ``torch.optim.Optimizer``, by names of parameters as in the plain model (P):
         ``state.P.exp_avg`` and the like, each a Tensor, DTensor or ShardedTensor, and the options
-        of its group, ``param_groups.P.lr`` and the like, None, numbers, text, or tuples of such.
+        of its group, ``param_groups.P.lr`` and the like, each a value as is_plain() takes it.
         For anything else ``{"state_dict": optimizer.state_dict()}``, which can be resumed from by
         the same number of ranks only.
 
@@ -122,7 +122,8 @@ def extra_state(
     """
     extra: dict[str, Any] = {RNG: rng_state()}
     if scheduler is not None:
-        extra[SCHEDULER] = checked(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
+        where = f"{type(scheduler).__name__}.state_dict()"
+        extra[SCHEDULER] = checked(scheduler.state_dict(), where)
     if user_state is not None:
         extra[USER_STATE] = checked(user_state, USER_STATE)
     return extra
@@ -154,8 +155,8 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
             )
     raise InvalidSettingsError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
-        "without running code: keep to tensors (of a numpy array, torch.from_numpy), numbers, text, "
-        "lists and dicts"
+        "without running code: keep to tensors (torch.from_numpy of an array), numbers, text, lists "
+        "and dicts"
     )
 
 
