@@ -11,11 +11,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from syncd.checkpoint import placement
 from syncd.checkpoint.boxes import Box, bites, common, extent, strides, whole, without
@@ -98,7 +97,7 @@ def _of_dtensor(name: str, value: DTensor) -> list[Goal]:
     if coordinate is None:
         return []
     order = getattr(spec, "shard_order", None)  # torch 2.10 and later
-    local = value.detach().to_local()
+    local = value.to_local().detach()
     shape = tuple(value.shape)
     placements = tuple(map(_placement, value.placements))
     cuts = [(told.tensor_dim, tuple(told.mesh_dims)) for told in order or ()]
@@ -113,12 +112,13 @@ def _of_dtensor(name: str, value: DTensor) -> list[Goal]:
     return [Goal(name, local, Box(position.offsets, tuple(local.shape)), shape)]
 
 
-def _placement(told: TorchPlacement) -> placement.Placement:
+def _placement(told: Any) -> placement.Placement:
+    """Torch's placement as ours."""
     if isinstance(told, TorchReplicate):
         return placement.Replicate()
     factor = getattr(told, "split_factor", None)
     if isinstance(factor, int):
-        return placement.StridedShard(told.dim, factor)  # type: ignore[attr-defined]  # it has one
+        return placement.StridedShard(told.dim, factor)
     if isinstance(told, TorchShard):
         return placement.Shard(told.dim)
     return placement.Other(str(told))
@@ -149,8 +149,8 @@ def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[C
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
-                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: they are of "
-                "another model or optimizer"
+                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: they are "
+                "of another model or optimizer"
             )
         box = boxes[0]
         raise CheckpointError(
@@ -277,7 +277,7 @@ def fill(copies: Sequence[Copy], files: SavedFiles, *, checked: Sequence[int]) -
 
 def _span(copy: Copy) -> int:
     box, local = copy.held
-    return extent(box, copy.part).count * ITEMSIZE[local.dtype]
+    return extent(box, copy.part).length * ITEMSIZE[local.dtype]
 
 
 def _copy(

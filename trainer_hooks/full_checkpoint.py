@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from syncd.checkpoint.pieces import is_plain
@@ -32,8 +32,20 @@ USER_STATE: Final = "user_state"
 
 #: What weights_only loads, beside containers of it. A DTensor would need its process group.
 _VALUES: Final = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,
-     Tensor, nn.Parameter}
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        Tensor,
+        nn.Parameter,
+    }
 )
 _NESTED: Final = 50
 
@@ -155,19 +167,19 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
             )
     raise InvalidSettingsError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
-        "without running code: keep to tensors (torch.from_numpy of an array), numbers, text, lists "
-        "and dicts"
+        "without running code: keep to tensors (torch.from_numpy makes one of an array), numbers, "
+        "text, lists and dicts"
     )
 
 
 def rng_state() -> dict[str, Any]:
     """The states of the random number generators of this process."""
     version, numbers, gauss = random.getstate()
-    _, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
-        "numpy": (torch.from_numpy(keys.astype(np.int64)), *rest),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }
     name, module = _accelerator()
     if module is not None:
