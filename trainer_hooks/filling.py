@@ -11,11 +11,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from syncd.checkpoint import placement
 from syncd.checkpoint.boxes import Box, bites, common, extent, strides, whole, without
@@ -98,25 +97,28 @@ def _of_dtensor(name: str, value: DTensor) -> list[Goal]:
     if coordinate is None:
         return []
     order = getattr(spec, "shard_order", None)  # torch 2.10 and later
-    local = value.detach().to_local()
+    local = value.to_local().detach()
     shape = tuple(value.shape)
+    placements = tuple(map(_placement, value.placements))
+    cuts = [(told.tensor_dim, tuple(told.mesh_dims)) for told in order or ()]
     layout = Sharding(
         shape,
         tuple(mesh.shape),
         tuple(coordinate),
-        tuple(map(_placement, value.placements)),
-        None if order is None else tuple((told.tensor_dim, tuple(told.mesh_dims)) for told in order),
+        placements,
+        None if order is None else tuple(cuts),
     )
     position = place(tuple(local.shape), layout, tensor=shown(name), file="the model")
     return [Goal(name, local, Box(position.offsets, tuple(local.shape)), shape)]
 
 
-def _placement(told: TorchPlacement) -> placement.Placement:
+def _placement(told: Any) -> placement.Placement:
+    """Torch's placement as ours."""
     if isinstance(told, TorchReplicate):
         return placement.Replicate()
     factor = getattr(told, "split_factor", None)
     if isinstance(factor, int):
-        return placement.StridedShard(told.dim, factor)  # type: ignore[attr-defined]  # a _StridedShard
+        return placement.StridedShard(told.dim, factor)
     if isinstance(told, TorchShard):
         return placement.Shard(told.dim)
     return placement.Other(str(told))
@@ -142,17 +144,18 @@ def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[C
         copies, left = _plan(goals, files, [own])
         if not left:
             return copies
-    every = range(len(files)) if own is None else [own, *(n for n in range(len(files)) if n != own)]
-    copies, left = _plan(goals, files, every)
+    mine = [] if own is None else [own]
+    copies, left = _plan(goals, files, dict.fromkeys([*mine, *range(len(files))]))
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
-                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on, and here it "
-                "is: they are of another model or optimizer"
+                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: they are "
+                "of another model or optimizer"
             )
+        box = boxes[0]
         raise CheckpointError(
-            f"of '{shown(goal.name)}' the part of shape {boxes[0].shape} at {boxes[0].offsets} is in "
-            f"none of the files from {files.paths[0]} on: a rank has not saved its part; {ADVICE}"
+            f"of '{shown(goal.name)}' the part of shape {box.shape} at {box.offsets} is in none of "
+            f"the files from {files.paths[0]} on: a rank has not saved its part; {ADVICE}"
         )
     return copies
 
@@ -274,7 +277,7 @@ def fill(copies: Sequence[Copy], files: SavedFiles, *, checked: Sequence[int]) -
 
 def _span(copy: Copy) -> int:
     box, local = copy.held
-    return extent(box, copy.part).count * ITEMSIZE[local.dtype]
+    return extent(box, copy.part).length * ITEMSIZE[local.dtype]
 
 
 def _copy(

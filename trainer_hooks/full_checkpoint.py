@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from syncd.checkpoint.pieces import is_plain
@@ -32,8 +32,20 @@ USER_STATE: Final = "user_state"
 
 #: What weights_only loads, beside containers of it. A DTensor would need its process group.
 _VALUES: Final = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size,
-     Tensor, nn.Parameter}
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        Tensor,
+        nn.Parameter,
+    }
 )
 _NESTED: Final = 50
 
@@ -56,7 +68,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     Returns:
         For a ``torch.optim.Optimizer``, by names of parameters as in the plain model (P):
         ``state.P.exp_avg`` and the like, each a Tensor, DTensor or ShardedTensor, and the options
-        of its group, ``param_groups.P.lr`` and the like, None, numbers, text, or tuples of such.
+        of its group, ``param_groups.P.lr`` and the like, each a value as is_plain() takes it.
         For anything else ``{"state_dict": optimizer.state_dict()}``, which can be resumed from by
         the same number of ranks only.
 
@@ -122,7 +134,8 @@ def extra_state(
     """
     extra: dict[str, Any] = {RNG: rng_state()}
     if scheduler is not None:
-        extra[SCHEDULER] = checked(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
+        where = f"{type(scheduler).__name__}.state_dict()"
+        extra[SCHEDULER] = checked(scheduler.state_dict(), where)
     if user_state is not None:
         extra[USER_STATE] = checked(user_state, USER_STATE)
     return extra
@@ -154,19 +167,19 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
             )
     raise InvalidSettingsError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
-        "without running code: keep to tensors (of a numpy array, torch.from_numpy), numbers, text, "
-        "lists and dicts"
+        "without running code: keep to tensors (torch.from_numpy makes one of an array), numbers, "
+        "text, lists and dicts"
     )
 
 
 def rng_state() -> dict[str, Any]:
     """The states of the random number generators of this process."""
     version, numbers, gauss = random.getstate()
-    _, keys, *rest = np.random.get_state(legacy=True)
+    _, keys, *rest = np.random.get_state()
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
         "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
-        "numpy": (torch.from_numpy(keys.astype(np.int64)), *rest),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
     }
     name, module = _accelerator()
     if module is not None:

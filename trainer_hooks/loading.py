@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
@@ -16,109 +17,113 @@ from torch.distributed.checkpoint.state_dict import (
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from trainer_hooks.filling import Copy, Goal, fill, goals_of, plan
+from trainer_hooks.filling import Copy, fill, goals_of, plan
 from trainer_hooks.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
 from trainer_hooks.saved_files import Held, SavedFiles, names_in, told_names
 
 
-class Loading(Protocol):
+class Loading(ABC):
     """What is resumed by itself; the calls come in this order.
 
     ``prepare`` and ``load`` may be collective, and are called on all ranks or on none; the others
     involve no other rank.
 
-    Attributes:
+    Args:
         files: of all ranks that saved.
+        whose: what takes them, for messages.
     """
 
-    files: SavedFiles
+    def __init__(self, files: SavedFiles, whose: str) -> None:
+        self.files = files
+        self.whose = whose
+        self._copies: list[Copy] = []
 
+    @abstractmethod
     def prepare(self) -> None:
         """Find out what there is to be filled."""
 
+    @abstractmethod
     def plan(self, own: int | None) -> None:
         """Find out what fills it; raises where something does not fit."""
 
+    @abstractmethod
+    def taken(self) -> set[str]:
+        """The names in the files that this rank takes."""
+
     def unused(self) -> set[str]:
         """Names that were found in the files, and that this rank does not take."""
-
-    def taken(self) -> set[str]:
-        """Names that this rank takes."""
+        return set(names_in(self.files.opened)) - self.taken()
 
     def too_many(self, names: Sequence[str]) -> CheckpointError:
         """The error for names that no rank takes."""
+        return CheckpointError(
+            f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
+            f"{self.whose} has not: they are of another model or optimizer"
+        )
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill it, and check the bytes of these files."""
+        """Fill it, and check all bytes of these files, as far as there are so many."""
+        there = [number for number in checked if number < len(self.files)]
+        fill(self._copies, self.files, checked=there)
 
+    @abstractmethod
     def load(self) -> None:
         """Let the model or the optimizer have what was filled."""
 
+    @abstractmethod
     def forget(self) -> None:
         """Undo ``prepare``, where loading has failed before ``load``."""
 
 
-class ModelLoading:
+class ModelLoading(Loading):
     """The weights and buffers of a model."""
 
     def __init__(self, model: nn.Module, files: SavedFiles) -> None:
-        self.files = files
+        super().__init__(files, "the model")
         self._model = model
         self._state: dict[str, Any] = {}
-        self._goals: list[Goal] = []
-        self._copies: list[Copy] = []
 
     def prepare(self) -> None:
         """Collective for FSDP1, which makes copies; all else is filled where it is."""
         self._state = get_model_state_dict(self._model)
 
     def plan(self, own: int | None) -> None:
-        self._goals = goals_of(self._state)
-        self._copies = plan(self._goals, self.files, own=own)
-
-    def unused(self) -> set[str]:
-        return set(names_in(self.files.opened)) - self.taken()
+        """Every tensor of the model is to be filled."""
+        self._copies = plan(goals_of(self._state), self.files, own=own)
 
     def taken(self) -> set[str]:
+        """All of the model's."""
         return set(self._state)
 
-    def too_many(self, names: Sequence[str]) -> CheckpointError:
-        return CheckpointError(
-            f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which the "
-            "model has not: they are of another model"
-        )
-
-    def fill(self, checked: Sequence[int]) -> None:
-        fill(self._copies, self.files, checked=checked)
-
     def load(self) -> None:
+        """Collective for FSDP1; others have it by now."""
         set_model_state_dict(self._model, self._state)
         self._state = {}
 
     def forget(self) -> None:
+        """There is nothing to undo."""
         self._state = {}
 
 
-class OptimizerLoading:
+class OptimizerLoading(Loading):
     """The state and the options of a ``torch.optim.Optimizer``."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, files: SavedFiles
     ) -> None:
-        self.files = files
+        super().__init__(files, type(optimizer).__name__)
         self._model = model
         self._optimizer = optimizer
         self._was_empty = not optimizer.state
         self._is_empty = False
         self._state: dict[str, Any] = {}
-        self._goals: list[Goal] = []
-        self._copies: list[Copy] = []
 
     def prepare(self) -> None:
         """Collective for FSDP1. A new optimizer is made to have a state, by a step of zeros."""
         self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
+        """The options are taken at once; tensors, among the options too, are to be filled."""
         names, options = self._saved(own)
         self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}
@@ -130,13 +135,10 @@ class OptimizerLoading:
                 found.update(self._take(prefix, state, names))
         for group in self._state[GROUPS]:
             found.update(self._take_options(group, options))
-        self._goals = goals_of(found)
-        self._copies = plan(self._goals, self.files, own=own)
-
-    def unused(self) -> set[str]:
-        return set(names_in(self.files.opened)) - self.taken()
+        self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
+        """The state that there is here, and all options of this rank's parameters."""
         parameters = {name for group in self._state[GROUPS] for name in group["params"]}
         options = {
             name
@@ -148,22 +150,15 @@ class OptimizerLoading:
             *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
         )
 
-    def too_many(self, names: Sequence[str]) -> CheckpointError:
-        return CheckpointError(
-            f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
-            f"{type(self._optimizer).__name__} has not: they are of another optimizer or model"
-        )
-
-    def fill(self, checked: Sequence[int]) -> None:
-        fill(self._copies, self.files, checked=checked)
-
     def load(self) -> None:
+        """Collective for FSDP1. ``load_state_dict`` casts states to the parameters' dtype."""
         set_optimizer_state_dict(self._model, self._optimizer, self._state)
         if self._is_empty:
             self._optimizer.state.clear()  # saved before the first step
         self._state = {}
 
     def forget(self) -> None:
+        """A state that was made up would count as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}
@@ -208,7 +203,7 @@ class OptimizerLoading:
             else:
                 raise CheckpointError(
                     f"{self.files.paths[0]} does not have '{shown(name)}' as a plain value, as "
-                    f"{type(self._optimizer).__name__} has: it is of another optimizer"
+                    f"{self.whose} has: it is of another optimizer"
                 )
         return found
 
@@ -221,7 +216,7 @@ class OptimizerLoading:
             if name not in options:
                 raise CheckpointError(
                     f"{self.files.paths[0]} and the files beside it have nothing of "
-                    f"'{shown(name)}', which {type(self._optimizer).__name__} updates: they are of "
+                    f"'{shown(name)}', which {self.whose} updates: they are of "
                     "another optimizer or model"
                 )
             if first is None:
@@ -234,20 +229,21 @@ class OptimizerLoading:
                 )
         found: dict[str, Tensor] = {}
         for key, value in options.get(first, {}).items() if first is not None else ():
-            if isinstance(value, Held):
-                now = group.get(key)
-                device = now.device if isinstance(now, Tensor) else None
-                value = torch.empty(value.shape, dtype=value.torch_dtype, device=device)
-                found[f"{GROUPS}.{first}.{key}"] = value
-            group[key] = value
+            if not isinstance(value, Held):
+                group[key] = value
+                continue
+            now = group.get(key)
+            device = now.device if isinstance(now, Tensor) else None
+            group[key] = torch.empty(value.shape, dtype=value.torch_dtype, device=device)
+            found[f"{GROUPS}.{first}.{key}"] = group[key]
         return found
 
 
-class RawOptimizerLoading:
+class RawOptimizerLoading(Loading):
     """Something else that has ``load_state_dict``: each rank takes what it saved itself."""
 
     def __init__(self, optimizer: Any, files: SavedFiles, own: int) -> None:
-        self.files = files
+        super().__init__(files, type(optimizer).__name__)
         self._optimizer = optimizer
         self._own = own
         self._state: Any = None
@@ -256,27 +252,24 @@ class RawOptimizerLoading:
         """There is nothing to be known of it."""
 
     def plan(self, own: int | None) -> None:  # noqa: ARG002 - it was told before
+        """All of it is read, and checked, at once."""
         found = self.files.loaded(self._own)
         if not isinstance(found, dict) or found.keys() != {RAW}:
             raise CheckpointError(
-                f"{self.files.paths[self._own]} is not of a {type(self._optimizer).__name__}: load "
-                "with an optimizer of the kind that was saved"
+                f"{self.files.paths[self._own]} is not of a {self.whose}: load with an optimizer "
+                "of the kind that was saved"
             )
         self._state = found[RAW]
 
-    def unused(self) -> set[str]:
-        return set()
-
     def taken(self) -> set[str]:
+        """Its file is not looked into."""
         return set()
-
-    def too_many(self, names: Sequence[str]) -> CheckpointError:
-        raise AssertionError(names)  # it says of no name that it is unused
 
     def fill(self, checked: Sequence[int]) -> None:
         """It was checked when it was read."""
 
     def load(self) -> None:
+        """It takes what it gave."""
         self._optimizer.load_state_dict(self._state)
 
     def forget(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,8 @@ def load_checkpoint(
             has ``load_state_dict`` does with the same number of ranks only. None leaves what was
             saved of it.
         scheduler: of the learning rate; None leaves what was saved.
-        critic, critic_optimizer: likewise, from ``critic/``.
+        critic: another model, takes the weights in ``critic/``.
+        critic_optimizer: of that model.
         step: which; by default what :func:`latest_checkpoint` says.
         storage: the seam for tests.
 
@@ -148,11 +149,9 @@ def load_checkpoint(
         for part in parts:
             undo.callback(part.forget)
             part.prepare()
-        ranks.together(lambda: [part.plan(own) for part in parts])
+        ranks.together(lambda: _each(parts, lambda part: part.plan(own)))
         _all_is_used(ranks, parts)
-        ranks.together(
-            lambda: [part.fill([n for n in checked if n < len(part.files)]) for part in parts]
-        )
+        ranks.together(lambda: _each(parts, lambda part: part.fill(checked)))
         for part in parts:
             part.load()
         undo.pop_all()
@@ -165,9 +164,12 @@ def load_checkpoint(
             stacklevel=2,
         )
     log.info("resumed from %s", layout.step(chosen.step))
-    return Resumed(
-        chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact
-    )
+    return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
+
+
+def _each(parts: Iterable[Loading], work: Callable[[Loading], None]) -> None:
+    for part in parts:
+        work(part)
 
 
 def _chosen(storage: Storage, layout: JobLayout, step: int | None) -> FullCheckpoint | None:
@@ -212,7 +214,7 @@ def _optimizer_part(
         layout.step(chosen.step) / folder,
         chosen.optimizers,
         chosen.vouched.get(folder),
-        takes_plain=True,
+        is_optimizer=True,
     )
     if isinstance(optimizer, torch.optim.Optimizer):
         return OptimizerLoading(module, optimizer, files)

@@ -64,7 +64,8 @@ def retire_old(
         storage: the shared storage.
         layout: the job.
         newest: the step that was just saved.
-        max_to_keep, keep_every: as in :func:`kept_steps`.
+        max_to_keep: as in :func:`kept_steps`.
+        keep_every: as there.
 
     Returns:
         The steps that were retired now, lowest first.

@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import torch
 
@@ -98,7 +98,7 @@ class SavedFiles:
         folder: where they are.
         names: inside the folder, in rank order; or one ``model.safetensors``.
         vouched: what the receipts say; None where there are none.
-        takes_plain: whether values may be there that are no tensors.
+        is_optimizer: whether they are an optimizer's, in which values may be that are no tensors.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class SavedFiles:
         names: Sequence[str],
         vouched: Mapping[str, ReceiptFile] | None,
         *,
-        takes_plain: bool = False,
+        is_optimizer: bool = False,
     ) -> None:
         self._storage = storage
         self._folder = folder
         self._vouched = vouched
-        self._takes_plain = takes_plain
+        self._is_optimizer = is_optimizer
         self.paths = tuple(folder / name for name in names)
         self._open: dict[int, OpenFile] = {}
 
-    def __enter__(self) -> SavedFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -148,10 +148,10 @@ class SavedFiles:
         """Raise a CheckpointError that names the first of these that is missing or cut short."""
         for number in numbers:
             path = self.paths[number]
+            told = self._told(path)
             status = self._storage.status(path)
             if status is None:
                 raise missing(path)
-            told = self._told(path)
             if told is not None and told.size != status.st_size:
                 raise _differs(path, f"has {status.st_size} bytes instead of {told.size}")
 
@@ -197,10 +197,11 @@ class SavedFiles:
             _ = self[number]
         numbers = sorted(self._open)
         files = [self._open[number] for number in numbers]
-        checks = record_checks(files, check_crc=True)
-        for at, number in enumerate(numbers):
-            if number not in checked:
-                checks[at] = None
+        checks = [
+            check
+            for number, file in zip(numbers, files, strict=True)
+            for check in record_checks([file], check_crc=number in checked)
+        ]
         reader = SourceReader(self._storage, files, checks=checks, cancel=lambda: None)
         return reader, {number: at for at, number in enumerate(numbers)}
 
@@ -225,14 +226,17 @@ class SavedFiles:
                 raise missing(path) from error
             raise
         except ShardFormatError as error:
-            raise CheckpointError(f"{error}; to resume, {ADVICE}") from error
+            what = "the state of a torch.optim.Optimizer" if self._is_optimizer else "a state dict"
+            raise CheckpointError(
+                f"{error}; it should be {what} as trainer_hooks saves it: {ADVICE}"
+            ) from error
 
     def _shard(self, path: Path, told: ReceiptFile | None) -> OpenFile:
         shard = ShardFile.open(self._storage, path)
         try:
             _compare(path, told, shard.size, shard.directory_digest)
             opened = OpenFile(path, shard.fd, shard.has_crc, shard.records)
-            plain = opened.plain if self._takes_plain else None
+            plain = opened.plain if self._is_optimizer else None
 
             def parse(data: bytes, where: str, *, intact: bool) -> Mapping[str, Piece | Pieces]:
                 return read_pieces(data, where, intact=intact, plain=plain)
@@ -287,5 +291,3 @@ def told_names(names: Sequence[str]) -> str:
     """The first few names, for a message."""
     few = ", ".join(f"'{shown(name)}'" for name in names[:3])
     return few + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-

@@ -33,7 +33,7 @@ class Extent(NamedTuple):
     """Elements that follow each other: the first one's number, and how many."""
 
     first: int
-    count: int
+    length: int
 
 
 def whole(shape: Shape) -> Box:
@@ -93,7 +93,7 @@ def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[
     pending = [part]
     while pending:
         box = pending.pop()
-        count = extent(within, box).count
+        count = extent(within, box).length
         if count <= limit and (count <= near or count <= 2 * box.size):
             yield box
             continue

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.multiprocess.processes import ENVIRONMENT
-from tests.multiprocess.resume_ranks import checks
+from tests.multiprocess.resume_checks import checks
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_training_goes_on_as_if_it_had_never_stopped(
 
     torch.manual_seed(2)
     random.seed(2)
-    np.random.seed(2)  # noqa: NPY002 - the global one
+    np.random.seed(2)
     again = Net()
     optimizer_again = make(again)
     scheduler_again = halved(optimizer_again)
@@ -131,7 +131,7 @@ def test_saving_changes_nothing_of_the_training() -> None:
     for saves in (False, True):
         torch.manual_seed(3)
         random.seed(3)
-        np.random.seed(3)  # noqa: NPY002 - the global one
+        np.random.seed(3)
         model = Net()
         optimizer = adamw(model)
         scheduler = halved(optimizer)
@@ -223,7 +223,7 @@ def test_an_optimizer_that_is_not_torchs_gets_what_it_gave(root: Path) -> None:
     raw = Raw()
     load_checkpoint(root, model, optimizer=raw)
     assert same(raw.state, state)
-    with pytest.raises(CheckpointError, match=f"{OPTIMIZER}.*not.*torch.optim.Optimizer"):
+    with pytest.raises(CheckpointError, match=rf"{OPTIMIZER}.*not.*torch\.optim\.Optimizer"):
         load_checkpoint(root, model, optimizer=adamw(model))
 
 
@@ -294,7 +294,7 @@ def test_the_pointers_step_counts_and_any_other_only_if_asked_for(root: Path, jo
         assert found is not None
         assert same(again.state_dict(), models[found.step].state_dict())
         assert found.step == (step or 2)
-    with pytest.raises(CheckpointError, match="step 9 cannot be resumed from: .*global_step_9"):
+    with pytest.raises(CheckpointError, match=r"step 9 cannot be resumed from: .*global_step_9"):
         load_checkpoint(root, Net(), step=9)
 
 
@@ -325,9 +325,7 @@ def test_where_none_is_whole_any_more_training_does_not_begin_anew_by_itself(
 
 
 @pytest.mark.parametrize("step", [1, 2], ids=["the same step", "another step"])
-def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(
-    root: Path, job: Job, step: int
-) -> None:
+def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(root: Path, step: int) -> None:
     """Cut off while it replaces the only one, it leaves none, and says so."""
     first, second = trained(1), trained(2)
     calls: list[int] = []
@@ -351,14 +349,13 @@ def test_cut_off_anywhere_a_save_leaves_one_that_is_whole(
             pass
         again = Net()
         optimizer = adamw(again)
-        try:
-            found = load_checkpoint(root, again, optimizer=optimizer)
-        except CheckpointError as error:
+        if latest_checkpoint(root) is None:
             assert step == 1
-            assert latest_checkpoint(root) is None
-            assert "cut off" in str(error)
+            with pytest.raises(CheckpointError, match="cut off"):
+                load_checkpoint(root, again, optimizer=optimizer)
             ends.add("none")
         else:
+            found = load_checkpoint(root, again, optimizer=optimizer)
             assert found is not None
             assert found.step == latest_checkpoint(root)
             expected = {"run-1-0": first, f"run-{step}-1": second}[str(found.save_id)]
@@ -398,7 +395,8 @@ def cut_short(path: Path) -> None:
 
 def flip_a_bit_of_a_record(path: Path) -> None:
     with ShardFile.open(Storage(), path) as shard:
-        largest = max(shard.records.values(), key=lambda record: record.size)
+        tensors = [record for name, record in shard.records.items() if name.startswith("data/")]
+    largest = max(tensors, key=lambda record: record.size)
     content = bytearray(path.read_bytes())
     content[largest.offset + largest.size // 2] ^= 1
     path.write_bytes(content)
@@ -458,10 +456,9 @@ def renamed() -> nn.Module:
     [
         (lambda: Net(12), r"'up\.weight' of shape \(10, 7\), and here it has \(12, 7\)"),
         (renamed, "'other.weight' is in none of the files"),
-        (lambda: nn.Module(), "which the model has not|is in none"),
         (lambda: nn.ModuleDict({"norm": nn.LayerNorm(7)}), "'down.bias', 'down.weight'"),
         (lambda: _with(Net(), "steps", torch.tensor(0.5)), "'steps' as I64.*float32"),
-        (lambda: _with(Net(), "steps", torch.tensor(True)), "'steps' as I64.*bool"),  # noqa: FBT003
+        (lambda: _with(Net(), "steps", torch.tensor(True)), "'steps' as I64.*bool"),
     ],
 )
 def test_what_is_of_another_model_is_refused(
@@ -553,7 +550,7 @@ def test_what_is_let_through_can_be_loaded_without_running_code() -> None:
 def test_a_value_in_a_value_without_end_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    with pytest.raises(InvalidSettingsError, match="is a builtins.list"):
+    with pytest.raises(InvalidSettingsError, match=r"is a builtins\.list"):
         checked(endless, "user_state")
 
 
