@@ -25,7 +25,6 @@ from tests.multiprocess.processes import (
     ENVIRONMENT,
     LEASE_TIME,
     Daemon,
-    report,
     wait_for_step,
     wait_until,
 )
@@ -166,38 +165,42 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
         ranks.fine("over")
         assert pointed(job) == 6
         assert list(layout.actor(4).glob("*.pt")) == []  # also what rank 0 had written
-        wait_for_step(job, 6)
+        assert wait_for_step(job, 6).sequence == 2  # step 2 was published once
 
-        # A sync that rank 0 leaves out is left out by all.
+        # A sync that rank 0 leaves out is left out by all, and made up for by all.
+        second.ask("hold", "create", "rank_1.pt")
+        ranks.fine("step", 8)
+        assert [one["sync/skipped"] for one in ranks.fine("step", 10)] == [1, 1]
+        second.ask("release")
+        ranks.fine("over")
+        assert all("time/sync_weight" in one for one in ranks.fine("step", 11))
         ranks.fine("close")
-        found = report(job)
-        assert found is not None
-        assert found.counters.published == 2
+        wait_for_step(job, 11)
 
         # Explorers decide: rank 0 sees them, and all ranks save.
         ranks.fine("open", {"save_timeout": 60, "style": "explorer_driven"})
         with ExplorerSynchronizer(job, "explorer") as explorer:
             explorer.set_explorer_status(RunningStatus.RUNNING)
-            assert not any("time/sync_weight" in one for one in ranks.fine("step", 7))
+            assert not any("time/sync_weight" in one for one in ranks.fine("step", 12))
             explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
             assert all("time/sync_weight" in one for one in ranks.fine("wait_for_data"))
             ranks.fine("over")
-        wait_for_step(job, 7)
+        wait_for_step(job, 12)
         ranks.fine("close")
 
         # Gathered on rank 0, into a memory folder; full checkpoints stay sharded in the job.
-        settings = {"save_timeout": 60, "method": "memory", "save_interval": 8}
+        settings = {"save_timeout": 60, "method": "memory", "save_interval": 13}
         ranks.fine("open", settings, {"save_as_hf": "always"}, None, str(memory))
         with Daemon(memory):
-            for metrics in ranks.fine("step", 8):
+            for metrics in ranks.fine("step", 13):
                 assert {"time/sync_weight", "time/save_checkpoint"} <= metrics.keys()
             ranks.fine("over")
-            wait_for_step(memory, 8)
+            wait_for_step(memory, 13)
             ranks.fine("close")
-        assert numbers(JobLayout(memory).version(1)) == {8.0}
-        assert numbers(layout.actor(8) / "huggingface") == {8.0}
-        assert len(list(layout.actor(8).glob("model_world_size_2_*.pt"))) == 2
-        assert latest_checkpoint(job) == 8
+        assert numbers(JobLayout(memory).version(1)) == {13.0}
+        assert numbers(layout.actor(13) / "huggingface") == {13.0}
+        assert len(list(layout.actor(13).glob("model_world_size_2_*.pt"))) == 2
+        assert latest_checkpoint(job) == 13
         assert daemon.terminate() == 0
 
 

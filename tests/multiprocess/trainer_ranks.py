@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from syncd.protocol.errors import SyncdError
-from tests.hooks import over
+from tests.hooks import DEADLINE, over
 from tests.storages import RuledStorage, once, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 
@@ -33,6 +34,7 @@ class Rank:
     def __init__(self, job: Path) -> None:
         self._job = job
         self._storage = RuledStorage()
+        self._released = threading.Event()
         self._hook: TrainerHook | None = None
         self._model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 3))
         for layer in self._model:
@@ -88,6 +90,17 @@ class Rank:
             os.kill(os.getpid(), signal.SIGKILL)
 
         self._storage.rules.append(once(method, die, where=where))
+
+    def hold(self, method: str, where: str) -> None:
+        released = self._released = threading.Event()
+
+        def wait(*_: object) -> None:
+            assert released.wait(DEADLINE)
+
+        self._storage.rules.append(once(method, wait, where=where))
+
+    def release(self) -> None:
+        self._released.set()
 
     def heal(self) -> None:
         self._storage.rules.clear()
