@@ -2,5 +2,14 @@
 
 from syncd.protocol.policy import SyncSettings
 from trainer_hooks.hook import TrainerHook
+from trainer_hooks.resume import Resumed, latest_checkpoint, load_checkpoint
+from trainer_hooks.settings import SaveSettings
 
-__all__ = ["SyncSettings", "TrainerHook"]
+__all__ = [
+    "Resumed",
+    "SaveSettings",
+    "SyncSettings",
+    "TrainerHook",
+    "latest_checkpoint",
+    "load_checkpoint",
+]

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.protocol.policy import SyncSettings
 from trainer_hooks.hook import TrainerHook
+from trainer_hooks.settings import SaveSettings, WhenBusy
 
 
 def main() -> None:
@@ -46,7 +47,11 @@ def main() -> None:
     stalls: list[float] = []
     losses: list[float] = []
     settings = SyncSettings(save_interval=max(1, given.steps // 2))
-    with TrainerHook(given.job, model, optimizer=optimizer, settings=settings) as hook:
+    # Every step is to be seen, however fast they come.
+    saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
+    with TrainerHook(
+        given.job, model, optimizer=optimizer, settings=settings, saving=saving
+    ) as hook:
         for step in range(1, given.steps + 1):
             begun = time.monotonic()
             tokens = batch(step, given.rank)
@@ -58,7 +63,7 @@ def main() -> None:
             optimizer.zero_grad()
             model.tokens_seen += tokens.numel() * given.world_size
             metrics = hook.after_step(step)
-            stalls.append(metrics.get("time/sync_weight", metrics.get("time/save_checkpoint", 0.0)))
+            stalls.append(metrics["time/stall"])
             # The rest of a step of reinforcement learning: rewards, advantages, more batches.
             time.sleep(max(0.0, given.step_seconds - (time.monotonic() - begun)))
     truth = {

@@ -3,71 +3,71 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError, SyncdError
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.policy import (
-    RunningStatus,
-    SyncMethod,
-    SyncSettings,
-    SyncStyle,
-    trainer_decision,
-)
-from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.policy import SyncSettings
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
-from trainer_hooks.state_dict import fsdp_version, host_copy, local_snapshot
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.decisions import Decisions, Plan
+from trainer_hooks.full_checkpoint import Stateful
+from trainer_hooks.model_files import Pretrained, model_files
+from trainer_hooks.planner import Planner
+from trainer_hooks.progress import Progress
+from trainer_hooks.saves import Saves, Trained
+from trainer_hooks.settings import SaveAsHf, SaveSettings
+from trainer_hooks.trainer_job import TrainerJob, served
+
+if TYPE_CHECKING:
+    from torch import nn
 
 log = logging.getLogger(__name__)
 
-
-class Stateful(Protocol):
-    """An optimizer or a scheduler, for our purposes."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is needed to resume."""
-
-
-class Pretrained(Protocol):
-    """A tokenizer, a processor or a config of transformers, for our purposes."""
-
-    def save_pretrained(self, save_directory: str) -> object:
-        """Write its files into a folder."""
+#: save_timeouts that anything waits for one save: one to write it, one for the other ranks.
+_PATIENCE: Final = 2
+#: Seconds: longer than any training; what locks take has a bound.
+_FOREVER: Final = 1e9
+#: Seconds for a save that is given up to be put away.
+_LAST: Final = 30.0
+#: Seconds that torch lets a rank wait for another by default; rank 0 may take that much besides.
+_TORCH_TIMEOUT: Final = 1800.0
 
 
 class TrainerHook:
     """Saves a model after the steps that are due, on every rank, beside the training.
 
     ``after_step`` copies this rank's tensors to host memory; a thread writes them. Promised: what
-    explorers get is the model as it was when ``after_step(step)`` was called, on all ranks; and an
-    error in the thread is raised by the next call, with its step. Not promised: that a save is
-    announced when ``after_step`` returns; ``close`` waits for that. As a context manager it does
-    not wait for other ranks when training raised.
+    explorers get is the model as it was when ``after_step(step)`` was called, on all ranks; a
+    pointer names what is whole, always; and a save that failed is raised by the next call, once,
+    with its step, after that call has done its own work: whoever catches it may go on. Not
+    promised: that a save is announced when ``after_step`` returns (:meth:`close` waits for that,
+    and ``block_until_saved``); nor that one is announced of which a rank has died.
 
-    Construct it and call ``after_step`` on every rank alike: the run id is agreed by a collective.
+    Construct it and call its methods on every rank alike, in the same order: rank 0 decides for
+    all, and where ranks gather, all take part.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        model: a plain module, or one wrapped with ``fully_shard``.
+        model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism.
         optimizer, scheduler: saved in full checkpoints.
         tokenizer: its files become part of each version, as do those of ``model.config``.
-        settings: when to sync and when to save.
+        settings: when to sync and when to save; the same on all ranks.
+        saving: how saves are written and kept; likewise.
+        memory_dir: with method ``memory``: a second job directory, on a memory filesystem of rank
+            0's host, that syncs go to. Full checkpoints stay in ``job_dir``.
+        critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
+        user_state: called at each full checkpoint on each rank: what else it needs to resume,
+            tensors, numbers, text and nestings of such.
+        name: of the trainer, of which a job has one.
         storage: the seam for tests.
 
     Raises:
-        JobUnavailableError: the job directory is missing or cannot be written.
-        InvalidSettingsError: a method or style that this hook does not serve.
+        JobUnavailableError: the job directory is missing or cannot be written, on some rank.
+        NameTakenError: another trainer works in this job; to know may take a lease time.
+        InvalidSettingsError: a method that this hook does not serve, or settings that do not go
+            together.
     """
 
     def __init__(
@@ -79,85 +79,169 @@ class TrainerHook:
         scheduler: Stateful | None = None,
         tokenizer: Pretrained | None = None,
         settings: SyncSettings | None = None,
+        saving: SaveSettings | None = None,
+        memory_dir: str | Path | None = None,
+        critic: nn.Module | None = None,
+        critic_optimizer: Stateful | None = None,
+        user_state: Callable[[], Mapping[str, Any]] | None = None,
+        name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        self._layout = JobLayout(Path(job_dir).absolute())
-        self._model = model
-        self._optimizer = optimizer
-        self._scheduler = scheduler
-        self._settings = settings or SyncSettings()
-        _check_served(self._settings)
-        self._storage = storage or Storage(self._layout.root)
-        open_job(self._storage, self._layout)
-        grouped = dist.is_available() and dist.is_initialized()
-        self._rank = dist.get_rank() if grouped else 0
-        self._world_size = dist.get_world_size() if grouped else 1
-        self._run_id = _agree_on_run_id(grouped=grouped)
-        self._model_files = _model_files(model, tokenizer) if self._rank == 0 else ()
-        self._writer = RankWriter(
-            self._storage,
-            self._layout,
-            self._rank,
-            self._world_size,
-            save_timeout=self._settings.save_timeout,
+        self._settings = served(settings or SyncSettings(), model, memory_dir)
+        decisions = Decisions(timeout=_longest_wait(self._settings))
+        self._saving = saving or SaveSettings()
+        self._patience = min(_PATIENCE * self._settings.save_timeout, _FOREVER)
+        self._progress = Progress()
+        self._job = TrainerJob(
+            job_dir,
+            memory_dir,
+            name,
+            decisions.ranks,
+            self._settings,
+            self._saving,
+            self._progress,
+            storage=storage,
         )
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="syncd-writer")
-        self._pending: tuple[int, Future[int]] | None = None
-        self._counter = 0
-        self._last_sync_step: int | None = None
+        trained = Trained(
+            model=model,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            critic=critic,
+            critic_optimizer=critic_optimizer,
+            user_state=user_state,
+            model_files=model_files(model, tokenizer) if decisions.ranks.rank == 0 else (),
+        )
+        self._saves = Saves(
+            trained,
+            rank=decisions.ranks.rank,
+            patience=self._patience,
+            progress=self._progress,
+            begin_save=self._job.begin_save,
+        )
+        self._planner = Planner(
+            decisions,
+            self._settings,
+            self._saving,
+            run_id=self._job.run_id,
+            one_save=self._job.memory is None,
+            explorers=self._job.explorers,
+            thread=self._saves.thread,
+            progress=self._progress,
+            are_weights_there=self._job.are_weights_there,
+            patience=self._patience,
+        )
+        self._step: int | None = None
         self._last_sync_time: float | None = None
         self._closed = False
-        self._report(RunningStatus.RUNNING, None)
+
+    # -- what a training loop calls --------------------------------------------------------------
 
     def after_step(self, step: int) -> dict[str, float]:
-        """Save if this step is due.
+        """Sync, save, both or none, as the settings say of this step.
 
         Args:
             step: the step that the model has just finished; the same on all ranks.
 
         Returns:
-            Metrics in seconds and bytes, empty when nothing was due: ``time/sync_weight`` or
-            ``time/save_checkpoint`` (how long training stood still here),
-            ``time/trainer_sync_interval``, and ``sync/bytes`` of the save before this one.
+            Metrics, in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
         Raises:
             SaveFailedError: an earlier save did not become whole.
         """
-        due = trainer_decision(self._settings, step=step, last_sync_step=self._last_sync_step)
-        if not (due.sync or due.full_save):
-            self._raise_if_failed()
-            return {}
         begun = time.monotonic()
-        metrics: dict[str, float] = {}
-        written = self._wait()
-        if written is not None:
-            metrics["sync/bytes"] = float(written)
-        self._begin_save(step, is_full=due.full_save)
-        name = "time/save_checkpoint" if due.full_save else "time/sync_weight"
-        metrics[name] = time.monotonic() - begun
-        if self._last_sync_time is not None:
-            metrics["time/trainer_sync_interval"] = begun - self._last_sync_time
-        self._last_sync_step, self._last_sync_time = step, begun
-        return metrics
+        self._step = step
+        metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
+        if self._job.explorers is not None and self._settings.max_explorer_lag is not None:
+            waited = time.monotonic()
+            self._job.explorers.wait_for_slowest()
+            metrics["time/wait_for_explorers"] = time.monotonic() - waited
+        return self._told(metrics, begun)
 
-    def close(self) -> None:
-        """Wait for the last save, and say that this trainer has stopped. Safe to call twice.
+    def sync_while_waiting(self) -> dict[str, float]:
+        """Sync if that is due by now; for a trainer that waits for data.
+
+        On all ranks alike: as often, and between the same steps. A full checkpoint is never made.
+
+        Returns:
+            As :meth:`after_step`.
 
         Raises:
-            SaveFailedError: the last save did not become whole.
+            SaveFailedError: an earlier save did not become whole.
+        """
+        begun = time.monotonic()
+        plan = self._planner.by_policy(self._step, waiting=True)
+        return self._told(self._carry_out(plan, self._step), begun)
+
+    def save_state_dict(self, step: int) -> dict[str, float]:
+        """Sync now, whatever the settings say; nothing where that is done for this step already.
+
+        Returns:
+            As :meth:`after_step`.
+
+        Raises:
+            SaveFailedError: an earlier save did not become whole.
+        """
+        begun = time.monotonic()
+        self._step = step
+        return self._told(self._carry_out(self._planner.sync(step), step), begun)
+
+    def save_checkpoint(
+        self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
+    ) -> dict[str, float]:
+        """Make a full checkpoint now; nothing where that is done for this step already.
+
+        Of a step that was synced, that save is completed: its weights are not written again.
+
+        Args:
+            step: the step that the model has just finished.
+            block_until_saved: wait until it is announced, on rank 0; on others, written.
+            save_as_hf: whether with the full weights as a Hugging Face model; as ``save_as_hf``
+                of the settings says by default.
+
+        Returns:
+            As :meth:`after_step`.
+
+        Raises:
+            SaveFailedError: an earlier save did not become whole, or this one, if it was waited
+                for.
+        """
+        begun = time.monotonic()
+        self._step = step
+        with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf
+        metrics = self._carry_out(self._planner.checkpoint(step, with_hf=with_hf), step)
+        if block_until_saved:
+            self._wait_until_saved(step)
+            metrics["time/save_checkpoint"] = time.monotonic() - begun
+        return self._told(metrics, begun)
+
+    def close(self) -> None:
+        """Wait for what is under way, and say that this trainer has stopped. Safe to call twice.
+
+        Where full checkpoints are made (``save_interval``, or ``save_as_hf = last``) and the last
+        step is none, one is made first: call it on all ranks. Waits at most twice the
+        ``save_timeout`` for each save.
+
+        Raises:
+            SaveFailedError: the last save did not become whole, or is not yet, and was given up.
         """
         if self._closed:
             return
         self._closed = True
+        failed: SyncdError | None = None
         try:
-            self._wait()
+            hf = self._saving.save_as_hf
+            if self._step is not None and (self._settings.save_interval or hf is SaveAsHf.LAST):
+                self.save_checkpoint(self._step, save_as_hf=hf is not SaveAsHf.NEVER)
+        except SaveFailedError as error:
+            failed = error
         finally:
-            self._thread.shutdown()
-            try:
-                self._report(RunningStatus.STOPPED, self._last_sync_step)
-            except OSError as error:
-                # Why a save failed, or training did, says more.
-                log.warning("storage does not take that this trainer has stopped: %s", error)
+            errors = self._end()
+        if failed is not None:
+            errors.insert(0, failed)
+        for other in errors[1:]:
+            log.error("%s", other)
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> Self:
         return self
@@ -166,101 +250,87 @@ class TrainerHook:
         if kind is None:
             self.close()
             return
-        # Training failed: the other ranks may never write their part of what is under way.
-        self._writer.stop_waiting()
-        try:
-            self.close()
-        except SaveFailedError as error:
+        if self._closed:
+            return
+        self._closed = True
+        # Training failed: the other ranks may never write their part of what is under way, and
+        # nothing that they take part in may be begun.
+        self._job.stop_waiting()
+        for error in self._end():
             log.warning("%s", error)
 
-    def _begin_save(self, step: int, *, is_full: bool) -> None:
-        save_id = SaveId(self._run_id, step, self._counter)
-        self._counter += 1
-        extra: dict[str, Any] = {"rng": torch.get_rng_state()}
-        if self._scheduler is not None:
-            extra["lr_scheduler"] = host_copy(self._scheduler.state_dict())
-        contents = Contents(
-            model=local_snapshot(self._model),
-            optimizer=host_copy(self._optimizer.state_dict())
-            if is_full and self._optimizer is not None
-            else None,
-            extra=extra if is_full else None,
-            model_files=self._model_files,
-            fsdp_version=fsdp_version(self._model),
-            is_full=is_full,
-        )
-        self._pending = (step, self._thread.submit(self._save, save_id, contents))
+    # -- what is done ------------------------------------------------------------------------------
 
-    def _save(self, save_id: SaveId, contents: Contents) -> int:
-        """In the thread: what storage does must not stop the training for longer than a copy."""
-        # Announced first: what lies below a step that a resumed trainer is about to write again
-        # is not for the pruner.
-        self._writer.again(save_id, lambda: self._report(RunningStatus.RUNNING, save_id.step))
-        return self._writer.save(save_id, contents)
+    def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
+        """Copy what a plan says; returns how long training stood still for each part."""
+        metrics: dict[str, float] = {}
+        if step is None or not plan:
+            return metrics
+        begun = time.monotonic()
+        synced = self._planner.synced
+        saves = self._planner.begin(plan, step)
+        if saves.sync is not None:
+            self._saves.begin(self._job.memory or self._job.place, saves.sync, Plan.SYNC)
+            metrics["time/sync_weight"] = time.monotonic() - begun
+        half = time.monotonic()
+        if saves.full is not None:
+            self._saves.begin(self._job.place, saves.full, plan)
+        elif saves.hugging_face is not None:
+            self._saves.add_hugging_face(self._job.place, saves.hugging_face)
+        if saves.full is not None or saves.hugging_face is not None:
+            metrics["time/save_checkpoint"] = time.monotonic() - half
+        if self._planner.synced != synced:
+            if self._last_sync_time is not None:
+                metrics["time/trainer_sync_interval"] = begun - self._last_sync_time
+            self._last_sync_time = begun
+        return metrics
 
-    def _wait(self) -> int | None:
-        """Wait for the save that is being written; how many bytes this rank wrote, if there was."""
-        if self._pending is None:
-            return None
-        (step, future), self._pending = self._pending, None
-        try:
-            return future.result()
-        except SyncdError:
-            raise
-        except Exception as error:
-            raise SaveFailedError(f"the save of step {step} failed: {error}") from error
+    def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
+        """The metrics of a call that is over, unless a save has failed meanwhile."""
+        error = self._saves.thread.take_error()
+        if error is not None:
+            raise error
+        written = self._saves.thread.take_written()
+        if written is not None:
+            metrics["sync/bytes"] = float(written)
+        announced = self._progress.announced_step
+        if announced is not None:
+            metrics["sync/announced_step"] = float(announced)
+        metrics["sync/skipped"] = float(self._planner.skipped)
+        metrics["time/stall"] = time.monotonic() - begun
+        return metrics
 
-    def _raise_if_failed(self) -> None:
-        if self._pending is None:
-            return
-        future = self._pending[1]
-        if future.done() and future.exception() is not None:
-            self._wait()
+    def _wait_until_saved(self, step: int) -> None:
+        if not self._saves.thread.wait(most=0, timeout=2 * self._patience):
+            raise SaveFailedError(
+                f"the full checkpoint of step {step} is still being written after "
+                f"{2 * self._patience:g} s; it goes on"
+            )
 
-    def _report(self, status: RunningStatus, step: int | None) -> None:
-        if self._rank != 0:
-            return
-        report = TrainerReport.model_validate(
-            {
-                "run_id": self._run_id,
-                "world_size": self._world_size,
-                "status": status.value,
-                "step": step,
-                "time": time.time(),
-            }
-        )
-        self._storage.replace(self._layout.trainer_report, encode(report), room=self._layout.drafts)
+    # -- the beginning and the end -----------------------------------------------------------------
 
-
-def _check_served(settings: SyncSettings) -> None:
-    """Refuse what is not served yet, rather than take it and do something else."""
-    if settings.method is not SyncMethod.CHECKPOINT:
-        raise InvalidSettingsError(f"TrainerHook does not serve method {settings.method} yet")
-    if settings.style is SyncStyle.EXPLORER_DRIVEN:
-        raise InvalidSettingsError(f"TrainerHook does not serve style {settings.style} yet")
-
-
-def _agree_on_run_id(*, grouped: bool) -> str:
-    """Rank 0's choice, on all ranks."""
-    chosen: list[str] = [secrets.token_hex(6)]
-    if grouped:
-        dist.broadcast_object_list(chosen, src=0)
-    return chosen[0]
+    def _end(self) -> list[SyncdError]:
+        """Wait for what is under way, say that this trainer has stopped; returns what failed."""
+        thread = self._saves.thread
+        left = thread.close(timeout=self._patience)
+        if left:
+            self._job.stop_waiting()
+            thread.close(timeout=_LAST)
+        errors: list[SyncdError] = []
+        while (failed := thread.take_error()) is not None:
+            errors.append(failed)
+        if left:
+            steps = " and ".join(map(str, left))
+            errors.append(
+                SaveFailedError(
+                    f"step {steps} was still being written after {self._patience:g} s: that is not "
+                    "waited for any longer; what was announced before stays"
+                )
+            )
+        self._job.close()
+        return errors
 
 
-def _model_files(
-    model: nn.Module, tokenizer: Pretrained | None
-) -> tuple[Callable[[Path], object], ...]:
-    """Who writes the configs and the tokenizer, where the model has them.
-
-    A PEFT model has a config of its own: without it no adapter can be made of its shards.
-    """
-    parts = [getattr(model, name, None) for name in ("config", "generation_config")]
-    adapters = getattr(model, "peft_config", None)
-    if isinstance(adapters, dict) and adapters:
-        parts.append(adapters.get("default", next(iter(adapters.values()))))
-    return tuple(
-        (lambda folder, part=part: part.save_pretrained(str(folder)))
-        for part in (*parts, tokenizer)
-        if hasattr(part, "save_pretrained")
-    )
+def _longest_wait(settings: SyncSettings) -> float:
+    """Seconds that the other ranks wait for rank 0: as long as it may wait for anything itself."""
+    return settings.sync_timeout + _PATIENCE * settings.save_timeout + _TORCH_TIMEOUT

@@ -1,63 +1,136 @@
-"""A rank's own part of a model, copied to host memory so that training may go on."""
+"""A rank's own part of a model's state, by the names of the plain model."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from trainer_hooks.host_buffers import HostBuffers, host_copy
+
+__all__ = ["HostBuffers", "fsdp_version", "host_copy", "local_snapshot", "sharded_state_dict"]
 
 
-def local_snapshot(model: nn.Module) -> dict[str, Any]:
-    """The model's state dict, each tensor a contiguous copy in host memory.
+@torch.no_grad()
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The rank's own part of a model's state dict, by the names of the plain model.
 
-    DTensors stay DTensors with their mesh and placements, their local tensors copied. Tensors that
-    share storage (tied weights) share the copy.
+    What ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` returns, and by the same
+    names; that one looks every name up by attributes, twice, which takes longer than copying small
+    tensors, and fails on names that a module's hook has made up.
+
+    Collective for FSDP1, which gathers each unit and cuts it again; all ranks must call it. The
+    model is as it was afterwards.
 
     Args:
-        model: a plain module, or one wrapped with ``fully_shard``.
+        model: a plain module, or one of FSDP1, FSDP2, tensor parallelism or DDP, in any wrappers of
+            activation checkpointing and ``torch.compile``.
 
     Returns:
-        name → tensor of the same dtype and shape, in the order of ``model.state_dict()``.
+        name → Tensor, DTensor or ShardedTensor, on the device where the model has it and not copied
+        (FSDP1 has copied); for ``_extra_state`` whatever the module says.
     """
-    return dict(_copies(model.state_dict()))
-
-
-def host_copy(value: Any) -> Any:
-    """Any nesting of dicts, lists and tuples with its tensors copied to host memory."""
-    match value:
-        case Tensor():
-            return _host(value)
-        case dict():
-            return {key: host_copy(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)(host_copy(item) for item in value)
-        case _:
-            return value
+    with _sharded_by_fsdp1(model):
+        state = model.state_dict()
+    name_of = _plain_names(model)
+    return {name_of(name): value for name, value in state.items()}
 
 
 def fsdp_version(model: nn.Module) -> int | None:
-    """2 for a model wrapped with ``fully_shard``, None for a plain one."""
-    return 2 if any(isinstance(module, FSDPModule) for module in model.modules()) else None
+    """1 for ``FullyShardedDataParallel``, 2 for ``fully_shard``, None for a model of neither."""
+    found = None
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return 1
+        if isinstance(module, FSDPModule):
+            found = 2
+    return found
 
 
-def _copies(state: dict[str, Any]) -> list[tuple[str, Any]]:
-    seen: dict[tuple[object, ...], Tensor] = {}
-    copies: list[tuple[str, Any]] = []
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            copies.append((name, value))
+@contextmanager
+def _sharded_by_fsdp1(model: nn.Module) -> Iterator[None]:
+    """Inside, FSDP1's units give each rank its part, whatever the trainer has set."""
+    if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        yield
+        return
+    with warnings.catch_warnings():
+        # That it is deprecated, and that of NO_SHARD all is given: said at each save.
+        warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
+        with FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
+        ):
+            yield
+
+
+def _plain_names(model: nn.Module) -> Callable[[str], str]:
+    """What a name of the state dict is in the plain model."""
+    if not any(_renames(module) for module in model.modules()):
+        return str
+    # A module's path → the same as the state dict has it, and as the plain model has it.
+    paths: dict[str, tuple[str, str]] = {"": ("", "")}
+    modules: dict[str, nn.Module] = {}
+    renamed: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        modules[path] = module
+        if not path:
             continue
-        local = value.to_local() if isinstance(value, DTensor) else value
-        key = (local.data_ptr(), local.storage_offset(), local.dtype, local.shape, local.stride())
-        copy = seen.get(key) if local.numel() else None
-        if copy is None:
-            copy = seen[key] = _host(value)
-        copies.append((name, copy))
-    return copies
+        above, _, own = path.rpartition(".")
+        outer = modules[above]
+        given, plain = paths[above]
+        if not _hides(outer, own):
+            given = _joined(given, own)
+        if not (_hides(outer, own) or _renames(outer)):
+            plain = _joined(plain, own)
+        paths[path] = (given, plain)
+        if given != plain:
+            renamed[given] = plain
+
+    def name_of(name: str) -> str:
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if path in renamed:
+                return _joined(renamed[path], name[len(path) + 1 :])
+        return name
+
+    return name_of
 
 
-def _host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _renames(module: nn.Module) -> bool:
+    """Whether a wrapper has one module, whose state it gives by a longer name."""
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return True
+    if "_orig_mod" not in module._modules:  # noqa: SLF001 - the only cheap question
+        return False
+    from torch._dynamo import OptimizedModule  # noqa: PLC0415 - slow, and imported by now or unused
+
+    return isinstance(module, OptimizedModule)
+
+
+def _hides(outer: nn.Module, own: str) -> bool:
+    """Whether a wrapper leaves the name of the module inside it out of its state dict."""
+    return (isinstance(outer, FullyShardedDataParallel) and own == "_fsdp_wrapped_module") or (
+        isinstance(outer, ActivationWrapper) and own == "_checkpoint_wrapped_module"
+    )
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def local_snapshot(model: nn.Module) -> dict[str, Any]:
+    """What :func:`sharded_state_dict` gives, copied to host memory of its own."""
+    return HostBuffers().copy(sharded_state_dict(model))

@@ -1,79 +1,52 @@
-"""One rank's files of a save, and rank 0's announcement once all ranks are done.
+"""One rank's files of a save, and rank 0's announcements.
 
 The order is the protocol's (``docs/protocol.md``, "When a save is complete"): ``.saving``, the old
-receipt away, the shard under a temporary name, fsync, rename, receipt; then, on rank 0, the
-receipts of all ranks, the pointers, and ``.saving`` away.
+receipt away, the weights under a temporary name, fsync, rename, receipt; on rank 0 the receipts of
+all ranks, and the state pointer. Then, of a full checkpoint: optimizer, extra state, critic and
+Hugging Face weights, the full receipt; on rank 0 the full receipts of all ranks,
+``.full_checkpoint`` and the checkpoint pointer. Last, ``.saving`` away.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
-import xxhash
-
-from syncd.checkpoint.torch_zip import central_directory_digest
-from syncd.protocol.errors import RecordError, SaveFailedError
-from syncd.protocol.layout import (
-    FSDP_CONFIG,
-    FULL,
-    HUGGINGFACE,
-    RECEIPTS,
-    SAVING,
-    TEMPORARY,
-    JobLayout,
-    extra_state_name,
-    failure_name,
-    full_receipt_name,
-    optimizer_name,
-    receipt_name,
-    shard_name,
-)
-from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode, parse
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import SAVING, JobLayout, receipt_name
+from syncd.protocol.records import SaveId
 from syncd.storage.errnos import PASSING, is_gone
-from syncd.storage.fsio import Draft, Storage
-from syncd.storage.steps import make_step_folder, point
-from trainer_hooks.torch_file import save_state_dict
+from syncd.storage.fsio import Storage
+from trainer_hooks.announce import Announcer
+from trainer_hooks.contents import Contents
+from trainer_hooks.notes import Notes
+from trainer_hooks.pace import Pace
+from trainer_hooks.rank_files import RankFiles
+from trainer_hooks.remains import Attempt, Remains
+from trainer_hooks.settings import WriteConcurrency
+from trainer_hooks.spool import Spool
+
+__all__ = ["Contents", "RankWriter"]
 
 log = logging.getLogger(__name__)
-
-_POLL: Final = 0.05
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What one rank writes in one save; every tensor is in host memory and nobody changes it.
-
-    Attributes:
-        model: the rank's part of the state dict.
-        optimizer, extra: for a full checkpoint; None otherwise.
-        model_files: rank 0 only: writes config and tokenizer into the folder it is given.
-        fsdp_version: for ``fsdp_config.json``.
-    """
-
-    model: Mapping[str, Any]
-    optimizer: Mapping[str, Any] | None = None
-    extra: Mapping[str, Any] | None = None
-    model_files: tuple[Callable[[Path], object], ...] = ()
-    fsdp_version: int | None = None
-    is_full: bool = False
+def _nothing(_: SaveId) -> None:
+    """Nobody is told."""
 
 
 class RankWriter:
-    """Writes the saves of one rank.
+    """Writes the saves of one rank, one after the other.
 
-    Promised: the pointer names a step only when every rank's files of one save are whole and
-    durable; a save that is cut off at any point is never announced. Not promised: that a save which
-    was overtaken by a newer one of the same step is announced.
+    Promised: a pointer names a step only when every rank's files of one save are whole and durable;
+    a save that is cut off at any point is never announced; of one that fails nothing of this rank's
+    stays that was not announced, except where the process is killed. Not promised: that a save
+    which was overtaken by a newer one of the same step is announced; nor, on other ranks than 0,
+    that what they wrote is removed before they begin the next save: until then they do not know.
 
     Args:
         storage: the shared storage.
@@ -81,7 +54,11 @@ class RankWriter:
         rank: this rank.
         world_size: how many there are.
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
+        concurrency: how many ranks write at a time.
+        weights_announced: on rank 0, called once the state pointer has moved.
+        checkpoint_announced: on rank 0, once the checkpoint pointer has.
         pauses: seconds before each further attempt at what storage refused for the moment.
+        stopped: set by :meth:`stop_waiting`; for tests.
     """
 
     def __init__(
@@ -92,15 +69,35 @@ class RankWriter:
         world_size: int,
         *,
         save_timeout: float,
+        concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED,
+        weights_announced: Callable[[SaveId], None] = _nothing,
+        checkpoint_announced: Callable[[SaveId], None] = _nothing,
         pauses: tuple[float, ...] = (0.2, 2.0),
+        stopped: threading.Event | None = None,
     ) -> None:
         self._storage = storage
         self._layout = layout
         self._rank = rank
-        self._world_size = world_size
-        self._timeout = save_timeout
         self._pauses = pauses
-        self._stopped = threading.Event()
+        self._stopped = stopped or threading.Event()
+        self._weights_announced = weights_announced
+        self._checkpoint_announced = checkpoint_announced
+        self._pace = Pace(
+            concurrency, storage, layout, rank, timeout=save_timeout, stopped=self._stopped
+        )
+        self._announcer = Announcer(
+            storage,
+            layout,
+            world_size,
+            timeout=save_timeout,
+            in_turns=self._pace.in_turns,
+            stopped=self._stopped,
+        )
+        self._remains = Remains(storage, layout, rank, world_size)
+        self._files = RankFiles(
+            storage, layout, rank, world_size, pace=self._pace, remains=self._remains
+        )
+        self._last: Attempt | None = None
 
     def save(self, save_id: SaveId, contents: Contents) -> int:
         """Write this rank's files; on rank 0 also wait for the others and move the pointers.
@@ -109,38 +106,52 @@ class RankWriter:
             The bytes that this rank has written.
 
         Raises:
-            SaveFailedError: the save did not become whole; the pointer was not moved.
+            SaveFailedError: the save did not become whole. A pointer that was moved names what is.
         """
+        attempt = Attempt(save_id, weights_stay=contents.completes, rest_stays=not contents.is_full)
         try:
-            files = self.again(save_id, lambda: self._write(save_id, contents))
-            if contents.is_full:
-                # By itself: what is whole may be announced by now, and must not be taken back.
-                files = self.again(save_id, lambda: self._write_full(save_id, contents, files))
-            written = sum(file.size for file in files)
-            if self._rank == 0:
-                self.again(save_id, lambda: self._announce(save_id, contents.is_full))
+            self._remove_given_up(attempt)
+            return self._save(attempt, contents)
         except OSError as error:
-            self._say_failed(save_id)
+            self._after_failure(attempt)
             raise SaveFailedError(
                 f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
                 "what of it was not announced is never served, and the version before it stays"
             ) from error
         except BaseException:
-            self._say_failed(save_id)  # a tokenizer that cannot be saved, say
+            self._after_failure(attempt)  # a tokenizer that cannot be saved, say
             raise
-        return written
+
+    def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
+        """Put the full weights beside the config of a full checkpoint that is whole; on rank 0.
+
+        Raises:
+            SaveFailedError: they could not be written; the checkpoint is as whole as before.
+        """
+        try:
+            self.again(save_id, lambda: self._files.add_hugging_face(save_id, weights))
+        except OSError as error:
+            self._remains.unprotect(save_id.step)
+            raise SaveFailedError(
+                f"the weights of step {save_id.step} could not be written as a Hugging Face model: "
+                f"{error}; its full checkpoint is whole all the same"
+            ) from error
+
+    def say_failed(self, save_id: SaveId) -> None:
+        """Let nobody wait for this rank's part of a save that it could not even begin."""
+        self._give_up(Attempt(save_id, weights_stay=True, rest_stays=True))
+
+    def are_weights_there(self, save_id: SaveId) -> bool:
+        """Whether all ranks' weights of a save that was announced are there, by their names.
+
+        Raises:
+            OSError: storage failed.
+        """
+        return self._files.are_weights_there(save_id)
 
     def stop_waiting(self) -> None:
-        """Let rank 0 give up the saves that other ranks have not finished."""
+        """Give up the saves that other ranks have not finished."""
         self._stopped.set()
-
-    def _say_failed(self, save_id: SaveId) -> None:
-        """Tell rank 0 not to wait for this rank; where that cannot be said, it waits in vain."""
-        try:
-            receipts = self._layout.actor(save_id.step) / RECEIPTS
-            self._storage.replace(receipts / failure_name(self._rank), f"{save_id}\n".encode())
-        except OSError as error:
-            log.warning("rank %d cannot tell the others that it failed: %s", self._rank, error)
 
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
         """Do something that storage may refuse for a moment, from its start, a few times.
@@ -157,161 +168,80 @@ class RankWriter:
                 log.warning("step %d: trying again: %s", save_id.step, error)
         return work()
 
-    def _write(self, save_id: SaveId, contents: Contents) -> list[ReceiptFile]:
-        step, rank, world_size = save_id.step, self._rank, self._world_size
-        actor = self._layout.actor(step)
-        receipts = actor / RECEIPTS
-        # One by one: a client that remembers a folder by its handle could go on inside one that
-        # the pruner has set aside.
-        make_step_folder(self._storage, self._layout, step)
-        for folder in (actor, receipts):
-            self._storage.make_folder(folder, below=self._layout.step(step))
-        self._mark(self._layout.step(step) / SAVING)
-        # What is about to be replaced is not whole any more: nobody may resume from it.
-        self._storage.unlink_if_there(self._layout.step(step) / FULL)
-        # Also where it was gone: whoever removed it may not have come to this.
-        self._storage.sync_folder(self._layout.step(step))
-        for name in (receipt_name(rank), full_receipt_name(rank), failure_name(rank)):
-            self._storage.unlink_if_there(receipts / name)
-        self._storage.sync_folder(receipts)
-        self._remove_leftovers(actor)
-        files = [self._write_tensors(actor / shard_name(world_size, rank), contents.model)]
-        if rank == 0:
-            config: dict[str, int] = {"world_size": world_size}
-            if contents.fsdp_version is not None:
-                config["FSDP_version"] = contents.fsdp_version
-            self._storage.replace(actor / FSDP_CONFIG, json.dumps(config).encode())
-            files.extend(self._write_model_files(actor / HUGGINGFACE, contents.model_files))
-        self._write_receipt(receipts / receipt_name(rank), save_id, files)
-        return files
+    # -- the order of a save ---------------------------------------------------------------------
 
-    def _write_full(
-        self, save_id: SaveId, contents: Contents, files: list[ReceiptFile]
-    ) -> list[ReceiptFile]:
-        """What is needed to resume, beside the model's part."""
-        actor = self._layout.actor(save_id.step)
-        files = [*files]
-        for name, part in (
-            (optimizer_name(self._world_size, self._rank), contents.optimizer),
-            (extra_state_name(self._world_size, self._rank), contents.extra),
-        ):
-            if part is not None:
-                files.append(self._write_tensors(actor / name, part))
-        self._write_receipt(actor / RECEIPTS / full_receipt_name(self._rank), save_id, files)
-        return files
+    def _save(self, attempt: Attempt, contents: Contents) -> int:
+        save_id = attempt.save_id
+        if contents.completes:
+            files = self.again(save_id, lambda: self._files.begin_rest(save_id))
+            written = 0
+        else:
+            files = self.again(save_id, lambda: self._files.write_weights(save_id, contents))
+            written = sum(file.size for file in files)
+            if self._rank > 0:
+                attempt.weights_stay = True
+            elif not self._announce_weights(attempt):
+                return written
+        if contents.is_full:
+            rest = self.again(save_id, lambda: self._files.write_rest(save_id, contents, files))
+            written += sum(file.size for file in rest)
+        if self._rank == 0:
+            if contents.is_full and not self._announce_checkpoint(attempt):
+                return written
+            folder = self._layout.step(save_id.step)
+            self.again(save_id, lambda: self._storage.unlink_if_there(folder / SAVING))
+        return written
 
-    def _mark(self, path: Path) -> None:
-        try:
-            self._storage.close(self._storage.create(path))
-        except FileExistsError:
-            pass
-
-    def _remove_leftovers(self, actor: Path) -> None:
-        """What this rank left half written when it was killed in an earlier save of this step."""
-        ours = tuple(
-            f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
-            for name_of in (shard_name, optimizer_name, extra_state_name)
-        )
-        for found in self._storage.names(actor):
-            if found.startswith(ours):
-                self._storage.unlink_if_there(actor / found)
-
-    def _write_tensors(self, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
-        with Draft(self._storage, path) as draft:
-            save_state_dict(state, draft)
-            draft.finish()
-            size, digest = central_directory_digest(self._storage, draft.temporary)
-            draft.commit()
-        return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
-
-    def _write_model_files(
-        self, folder: Path, writers: Iterable[Callable[[Path], object]]
-    ) -> list[ReceiptFile]:
-        """Config and tokenizer: libraries write them in place, so elsewhere first."""
-        files: list[ReceiptFile] = []
-        with tempfile.TemporaryDirectory(prefix="syncd-") as scratch:
-            for write in writers:
-                write(Path(scratch))
-            for source in sorted(path for path in Path(scratch).rglob("*") if path.is_file()):
-                content = source.read_bytes()
-                name = source.relative_to(scratch).as_posix()
-                self._storage.make_folder((folder / name).parent, below=folder.parent)
-                self._storage.replace(folder / name, content)
-                files.append(
-                    ReceiptFile(
-                        name=f"{HUGGINGFACE}/{name}",
-                        size=len(content),
-                        digest=xxhash.xxh3_128_hexdigest(content),
-                        over="content",
-                    )
-                )
-        return files
-
-    def _write_receipt(self, path: Path, save_id: SaveId, files: list[ReceiptFile]) -> None:
-        receipt = Receipt(
-            save_id=str(save_id),
-            step=save_id.step,
-            rank=self._rank,
-            world_size=self._world_size,
-            files=tuple(files),
-        )
-        self._storage.replace(path, encode(receipt))
-
-    def _announce(self, save_id: SaveId, is_full: bool) -> None:
-        """Move the pointers, each as soon as what it names is whole on every rank."""
-        folder = self._layout.step(save_id.step)
-        deadline = time.monotonic() + self._timeout
-        if not self._all_wrote(save_id, receipt_name, deadline):
-            return
-        point(self._storage, self._layout, self._layout.state_pointer, save_id.step)
-        if is_full:
-            if not self._all_wrote(save_id, full_receipt_name, deadline):
-                return
-            self._mark(folder / FULL)
-            self._storage.sync_folder(folder)
-            point(self._storage, self._layout, self._layout.checkpoint_pointer, save_id.step)
-        self._storage.unlink_if_there(folder / SAVING)
-
-    def _all_wrote(self, save_id: SaveId, name_of: Callable[[int], str], deadline: float) -> bool:
-        """Wait until all ranks have written their receipts of this save.
-
-        Returns:
-            False where some rank is at a newer save of this step already.
-        """
-        receipts = self._layout.actor(save_id.step) / RECEIPTS
-        for rank in range(self._world_size):
-            while (found := self._receipt(receipts / name_of(rank))) != save_id:
-                if found is not None and found.is_newer_than(save_id):
-                    log.info("save %s was overtaken by %s", save_id, found)
-                    return False
-                missing = f"rank {rank} of {self._world_size} has not written its part of the save"
-                if self._failed(receipts / failure_name(rank)) == save_id:
-                    raise SaveFailedError(f"{missing} of step {save_id.step}: it failed there")
-                if time.monotonic() >= deadline:
-                    raise SaveFailedError(
-                        f"{missing} of step {save_id.step} within {self._timeout:g} s; it was not "
-                        "announced"
-                    )
-                # Another host writes it, over storage that sends no events.
-                if self._stopped.wait(_POLL):
-                    raise SaveFailedError(f"{missing} of step {save_id.step}, and training ended")
+    def _announce_weights(self, attempt: Attempt) -> bool:
+        save_id = attempt.save_id
+        if not self.again(save_id, lambda: self._announcer.wait_for_weights(save_id)):
+            return False
+        attempt.weights_stay = True
+        self.again(save_id, lambda: self._announcer.announce_weights(save_id))
+        self._weights_announced(save_id)
         return True
 
-    def _receipt(self, path: Path) -> SaveId | None:
-        try:
-            return SaveId.parse(parse(Receipt, self._storage.read(path), path).save_id)
-        except RecordError as error:
-            log.warning("%s", error)
-            return None
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+    def _announce_checkpoint(self, attempt: Attempt) -> bool:
+        save_id = attempt.save_id
+        if not self.again(save_id, lambda: self._announcer.wait_for_rest(save_id)):
+            return False
+        attempt.rest_stays = True
+        self.again(save_id, lambda: self._announcer.announce_checkpoint(save_id))
+        self._checkpoint_announced(save_id)
+        return True
 
-    def _failed(self, path: Path) -> SaveId | None:
+    # -- what fails ------------------------------------------------------------------------------
+
+    def _after_failure(self, attempt: Attempt) -> None:
+        if self._rank == 0 and attempt.weights_stay and attempt.rest_stays:
+            # All that can be whole is, and may be pointed to; only what comes after was refused.
+            self._remains.unprotect(attempt.save_id.step)
+        else:
+            self._give_up(attempt)
+
+    def _give_up(self, attempt: Attempt) -> None:
+        """Remove what this rank wrote and is not announced, and let nobody wait for it."""
+        step = attempt.save_id.step
+        self._remains.discard(attempt)
+        notes = Notes(self._storage, self._layout.actor(step))
+        notes.say_failed(self._rank, attempt.save_id)
+        if self._rank == 0:
+            self._remains.unprotect(step)
+
+    def _remove_given_up(self, attempt: Attempt) -> None:
+        """Remove this rank's part of its last save, where rank 0 has given that up."""
+        last, self._last = self._last, attempt
+        if last is None or last.save_id == attempt.save_id or self._rank == 0:
+            return
+        notes = Notes(self._storage, self._layout.actor(last.save_id.step))
         try:
-            return SaveId.parse(self._storage.read(path).decode(errors="replace").strip())
+            if notes.failed(0) != last.save_id:
+                return
+            # Rank 0's receipt goes before it says so, where the weights were not announced.
+            last.weights_stay = notes.written(receipt_name(0)) == last.save_id
         except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+            log.warning("what became of the save of step %d: %s", last.save_id.step, error)
+            return
+        self._remains.discard(last)
+        if last.save_id.step != attempt.save_id.step:
+            self._remains.unprotect(last.save_id.step)

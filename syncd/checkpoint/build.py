@@ -14,7 +14,8 @@ from syncd.checkpoint.contents import Contents, look_inside
 from syncd.checkpoint.merge import Merged, Progress, digest_safetensors, run_plan, unheard
 from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
 from syncd.checkpoint.open_save import open_save
-from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
+from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.save import Save, confirm_unchanged
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
@@ -220,7 +221,7 @@ def _one_file(
         status = storage.status(target)
         if status is None or signature(status)[:2] != file.signature[:2]:
             raise SaveNotReadyError(f"{actor / name} was replaced while it was linked")
-    return digest_safetensors(
+    merged = digest_safetensors(
         storage,
         file,
         copy_to=None if linked else target,
@@ -228,6 +229,11 @@ def _one_file(
         cancel=cancel,
         progress=progress,
     )
+    if save.receipts and digests and (told := file.told_content) is not None:
+        found = content_digest(bytes.fromhex(tensor.digest or "") for tensor in merged.tensors)
+        if found.hex() != told:
+            raise broken(str(actor / name), "its tensors are not those that its trainer wrote")
+    return merged
 
 
 def _copy_small_files(

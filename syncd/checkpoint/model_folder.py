@@ -91,9 +91,13 @@ def ties_embeddings(storage: Storage, folder: Path, copied: Iterable[VersionFile
     if size is None or size > _CONFIG_LIMIT:
         return False
     try:
-        config = json.loads(storage.read(folder / MODEL_CONFIG, _CONFIG_LIMIT))
+        return says_tied(json.loads(storage.read(folder / MODEL_CONFIG, _CONFIG_LIMIT)))
     except (ValueError, RecursionError):
         return False  # no engine can read it either; it is published as the trainer left it
+
+
+def says_tied(config: object) -> bool:
+    """Whether what a ``config.json`` holds says ``tie_word_embeddings``, as above."""
     told = []
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))

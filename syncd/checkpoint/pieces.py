@@ -41,6 +41,7 @@ _KEY_LIMIT: Final = 200
 _FLAT_PARAMETER: Final = "_flat_param"
 #: A ``shard_order`` that contradicts any placements.
 _UNREADABLE: Final[Order] = ((-1, ()),)
+_PLAIN: Final = frozenset({type(None), bool, int, float, str})
 #: The most chunks of one ShardedTensor on one rank; FSDP makes one.
 _CHUNK_LIMIT: Final = 64
 
@@ -77,7 +78,9 @@ class Pieces(NamedTuple):
     pieces: tuple[Piece, ...]
 
 
-def read_pieces(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
+def read_pieces(
+    data: bytes, where: str, *, intact: bool, plain: dict[str, object] | None = None
+) -> dict[str, Piece | Pieces]:
     """The pieces by the names of their tensors, in the order of the state dict.
 
     Keys that end with ``_extra_state`` are left out.
@@ -86,6 +89,8 @@ def read_pieces(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | P
         data: the pickle.
         where: the file, for the message, which begins with it.
         intact: whether a CRC-32 says that these are the bytes that were pickled.
+        plain: takes the values that are no tensors but plain (:func:`is_plain`), by name, as in the
+            state of an optimizer. Without it they are errors, as in that of a model.
 
     Raises:
         ShardFormatError: the pickle is broken, asks for code, or has a value that is no tensor, not
@@ -101,11 +106,24 @@ def read_pieces(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | P
             "own state dict"
         )
     reader = _Reader(where)
+    if plain is not None:
+        plain.update(
+            (name, state.pop(name))
+            for name, value in tuple(state.items())
+            if isinstance(name, str) and is_plain(value)
+        )
     return {
         name: reader.piece(name, value)
         for name, value in state.items()
         if not (isinstance(name, str) and name.endswith("_extra_state"))
     }
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is None, a bool, a number or text, or a list or tuple of such."""
+    if type(value) in {list, tuple}:
+        return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]  # seen above
+    return type(value) in _PLAIN
 
 
 class _Given(NamedTuple):

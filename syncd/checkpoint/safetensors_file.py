@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import xxhash
 
@@ -22,16 +23,21 @@ from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, METADATA
 from syncd.storage.fsio import Signature, Storage, signature
 
 __all__ = [
+    "CONTENT",
     "DTYPES",
     "ITEMSIZE",
     "METADATA",
     "PAGE",
     "Entry",
     "SafetensorsFile",
+    "content_digest",
     "file_digest",
     "header_bytes",
 ]
 
+#: The key of the metadata under which our hook says the :func:`content_digest` of its files, so
+#: that the digest of the header, which its receipt has, binds every byte.
+CONTENT: Final = "xxh3-128"
 #: How a header becomes values: in this process, or in a child.
 ReadFields = Callable[[bytes, str], Sequence[Entry]]
 
@@ -42,6 +48,11 @@ def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
     for digest in tensor_digests:
         hasher.update(digest)
     return hasher.hexdigest()
+
+
+def content_digest(tensor_digests: Iterable[bytes]) -> bytes:
+    """The digest of a file's tensors: xxh3-128 of their 16-byte digests, in file order."""
+    return xxhash.xxh3_128_digest(b"".join(tensor_digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +107,12 @@ class SafetensorsFile:
     def header_digest(self) -> str:
         """xxh3-128 of the header's bytes, as 32 hexadecimal digits: what receipts bind."""
         return xxhash.xxh3_128_hexdigest(self.header)
+
+    @property
+    def told_content(self) -> str | None:
+        """What the header says that the :func:`content_digest` is, in hexadecimal digits."""
+        told = json.loads(self.header[8:]).get(METADATA, {}).get(CONTENT)
+        return told if isinstance(told, str) else None
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.tensor_rules import (
@@ -43,16 +43,20 @@ class Entry(NamedTuple):
     end: int
 
 
-def header_bytes(entries: Iterable[Entry]) -> bytes:
+def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
     Padded with spaces so that the data section behind it starts at a page: its blocks can be shared
     with the shards' then, and be read past the page cache.
 
+    Args:
+        entries: the tensors.
+        metadata: what is said about the file besides its format.
+
     Raises:
         ShardFormatError: it would be longer than what the safetensors library reads.
     """
-    header: dict[str, object] = {METADATA: {"format": "pt"}}
+    header: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
     for name, dtype, shape, begin, end in entries:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()

@@ -315,7 +315,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
         step.found != step.recorded,
         step.step in {seen.pointer.step, seen.checkpoint.step},
         step.step >= announced,
-        step.saving or step.full or step.critic or step.pinned,
+        step.saving or step.full or step.pinned,
         not step.has_receipts and config.pointer != STATE_POINTER and not config.prune_foreign,
     )
     if any(doubts):
@@ -324,4 +324,4 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
         # Its trainer keeps a newer one to resume from: that must be the one pointed to.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
         return f"{step.outcome}, and retired by its trainer" if newer else ""
-    return "" if step.resumable else f"{step.outcome}, and not a full checkpoint"
+    return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"

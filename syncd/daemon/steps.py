@@ -12,6 +12,7 @@ from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
 from syncd.daemon.decide import Pointer, StepSeen
 from syncd.protocol.layout import (
+    CRITIC,
     FULL,
     PINNED,
     RECEIPTS,
@@ -162,8 +163,9 @@ def look_at_step(
         # What else such a trainer leaves may say where to resume from.
         REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
     )
-    kept = full or SAVING in names or "critic" in names or PINNED in names
-    protected = kept or (resumable and not retired)
+    critic = CRITIC in names
+    kept = full or SAVING in names or PINNED in names
+    protected = kept or ((resumable or critic) and not retired)
     # A protected folder stays whatever is in it: its files need no look.
     found = None if protected else look_at_weights(storage, folder, step).identity
     return StepSeen(
@@ -176,6 +178,6 @@ def look_at_step(
         retired=retired,
         saving=SAVING in names,
         resumable=resumable,
-        critic="critic" in names,
+        critic=critic,
         pinned=PINNED in names,
     )

@@ -15,6 +15,10 @@ from syncd.protocol.errors import InvalidSettingsError
 STATE_POINTER: Final = "latest_state_dict_iteration.txt"
 CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
 
+#: The folders of a step: that of the model that is published, and that of the trainer's other one.
+ACTOR: Final = "actor"
+CRITIC: Final = "critic"
+
 SAVING: Final = ".saving"
 FULL: Final = ".full_checkpoint"
 RETIRED: Final = ".retired"
@@ -166,7 +170,7 @@ class JobLayout:
 
     def actor(self, step: int) -> Path:
         """``global_step_N/actor``, where the model's shards are."""
-        return self.step(step) / "actor"
+        return self.step(step) / ACTOR
 
     @property
     def state_pointer(self) -> Path:

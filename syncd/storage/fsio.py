@@ -308,6 +308,10 @@ class Draft:
         self.size += length
         return length
 
+    def overwrite(self, data: bytes, offset: int) -> None:
+        """Replace bytes that were written already, e.g. a header that is known at the end."""
+        self._storage.pwrite_all(self._fd, data, offset)
+
     def finish(self) -> None:
         """Make the bytes durable and close the file, still under its temporary name."""
         if self._fd < 0:

@@ -334,9 +334,13 @@ class Run:
                 self._report(actor, None)
                 self.began = True
             writer = RankWriter(
-                actor.storage, self._layout, rank, self.WORLD_SIZE, save_timeout=1e9
+                actor.storage,
+                self._layout,
+                rank,
+                self.WORLD_SIZE,
+                save_timeout=1e9,
+                stopped=_Patience(actor),
             )
-            writer._stopped = _Patience(actor)
             while True:
                 while not (self.began and self.done[rank] < len(self.orders)) or self.failed:
                     actor.rest()
@@ -349,7 +353,7 @@ class Run:
         return work
 
     def _save(self, actor: Actor, rank: int, writer: RankWriter, order: Order) -> None:
-        """As ``TrainerHook._save`` does."""
+        """As the thread of ``TrainerHook`` does."""
         if rank == 0:
             self._report(actor, order.save_id.step)
         part = {"state": torch.full((2,), order.value)} if order.full else None

@@ -75,7 +75,9 @@ def published(job: Job, *steps: int) -> None:
     job.storage = fast
 
 
-def ranks_save(job: Job, run: str, step: int, *, full: bool = False) -> None:
+def ranks_save(
+    job: Job, run: str, step: int, *, full: bool = False, completes: bool = False
+) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
     job.storage.replace(job.layout.trainer_report, encode(report), room=job.layout.drafts)
@@ -87,6 +89,7 @@ def ranks_save(job: Job, run: str, step: int, *, full: bool = False) -> None:
             model_files=(_write_config,),
             fsdp_version=2,
             is_full=full,
+            completes=completes,
         )
         writer = RankWriter(job.storage, job.layout, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
         writer.save(SaveId(run, step, 0), contents)
@@ -151,6 +154,19 @@ def _trainer_again(*, full: bool) -> Callable[[Job, Clock], None]:
         ranks_save(job, "again", 2, full=full)
 
     return again
+
+
+def _synced(job: Job) -> None:
+    published(job, 1)
+    fast, job.storage = job.storage, FastStorage()
+    ranks_save(job, "run", 2)
+    job.storage = fast
+    with Job(job.layout.root).daemon(CONFIG) as loop:
+        loop.run_once()
+
+
+def _complete(job: Job, _: Clock) -> None:
+    ranks_save(job, "run", 2, full=True, completes=True)
 
 
 def _to_publish(job: Job) -> None:
@@ -242,6 +258,8 @@ SCENARIOS = (
     Scenario("save that is never begun again", _first_save, _save, rewritten=frozenset({2})),
     Scenario("full save", _first_save, _save_full, _trainer_again(full=True), frozenset({2})),
     Scenario("full save again", _full_before, _save_full, _trainer_again(full=True),
+             frozenset({2})),
+    Scenario("full save of a synced step", _synced, _complete, _trainer_again(full=True),
              frozenset({2})),
     Scenario("publish", _to_publish, rounds(1)),
     Scenario("merge and publish", _to_merge, rounds(2)),

@@ -21,7 +21,8 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import ExplorerReport, parse
 from syncd.storage.fsio import Storage
-from trainer_hooks import TrainerHook
+from trainer_hooks import SaveSettings, TrainerHook
+from trainer_hooks.settings import WhenBusy
 
 
 def main() -> None:
@@ -45,7 +46,8 @@ def main() -> None:
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    with TrainerHook(given.job, model, settings=SyncSettings(save_timeout=60)) as hook:
+    settings, saving = SyncSettings(save_timeout=60), SaveSettings(when_busy_sync=WhenBusy.WAIT)
+    with TrainerHook(given.job, model, settings=settings, saving=saving) as hook:
         for step in range(1, given.steps + 1):
             with torch.no_grad():
                 for parameter in model.parameters():

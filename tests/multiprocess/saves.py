@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from syncd.protocol.policy import SyncSettings
-from trainer_hooks import TrainerHook
+from trainer_hooks import SaveSettings, TrainerHook
+from trainer_hooks.settings import WhenBusy
 
 
 class Constant(nn.Module):
@@ -32,7 +33,12 @@ class Constant(nn.Module):
 
 
 def trainer(job: Path, model: nn.Module, **settings: float) -> TrainerHook:
-    return TrainerHook(job, model, settings=SyncSettings(**settings))  # type: ignore[arg-type] # int or float by key
+    return TrainerHook(
+        job,
+        model,
+        settings=SyncSettings(**settings),  # type: ignore[arg-type] # int or float by key
+        saving=SaveSettings(when_busy_sync=WhenBusy.WAIT),
+    )
 
 
 def save(job: Path, model: Constant, step: int, number: float) -> None:

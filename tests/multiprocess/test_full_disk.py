@@ -22,6 +22,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
+from tests.hooks import written
 from tests.jobs import Job
 from tests.multiprocess.mounts import Filler, Kind, tmpfs
 from tests.multiprocess.processes import (
@@ -301,12 +302,12 @@ def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
     little = 2_000_000 if kind == "bytes" else 5
     with trainer(job, model) as hook:
         hook.after_step(1)
-        hook.after_step(2)  # waits for the first one
+        hook.after_step(2)
         wait_until(lambda: layout.state_pointer.read_text() == "2\n", "step 2 is announced")
         filler.fill(kind, leave=little if room == "a little" else 0)
         hook.after_step(3)
         with pytest.raises(SaveFailedError, match=r"step 3.*No space left"):
-            hook.after_step(4)
+            written(hook)
         assert layout.state_pointer.read_text() == "2\n"
         assert temporaries(job) == []
         filler.clear()

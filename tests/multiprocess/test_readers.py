@@ -137,7 +137,7 @@ def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(job:
             while not stop.is_set():
                 number = len(written) + 1
                 model.become(number)
-                hook._last_sync_step = None  # the same step once more
+                hook._planner.synced = None  # the same step once more
                 hook.after_step(1)
                 written.append(number)
 

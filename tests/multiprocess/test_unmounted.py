@@ -29,6 +29,7 @@ from syncd.storage.job import open_job
 from syncd.storage.leases import Session
 from tests.crash.invariants import files, look
 from tests.crash.scenarios import SCENARIOS, Scenario
+from tests.hooks import written
 from tests.jobs import Job
 from tests.multiprocess.mounts import Detachable
 from tests.multiprocess.processes import (
@@ -227,7 +228,7 @@ def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
             for step in (2, 3):
                 hook.after_step(step)
                 with pytest.raises(SaveFailedError, match=rf"step {step} .*No such file"):
-                    hook._wait()
+                    written(hook)
         hook.after_step(4)
         converges(job, 4, 2)
         assert daemon.terminate() == 0

@@ -188,7 +188,7 @@ def test_only_what_lies_below_the_running_trainers_step_goes(
 def test_a_retired_step_goes_once_a_newer_one_is_pointed_to(
     checkpoint: int | None, goes: bool
 ) -> None:
-    retired = replace(PLAIN, retired=True, resumable=True)
+    retired = replace(PLAIN, retired=True, resumable=True, critic=True)
     state = PointerState.MISSING if checkpoint is None else PointerState.STEP
     assert pruned(retired, checkpoint=Pointer(state, checkpoint)) is goes
 

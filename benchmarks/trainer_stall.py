@@ -1,0 +1,364 @@
+"""How long a sync save stops the training: ``TrainerHook`` beside torch's ways, in one run.
+
+Repeat with ``python -m benchmarks.trainer_stall`` from the project's root (some minutes; six times
+the model's size in free memory, three times on the disk of ``--dir``).
+
+The ranks are real processes, FSDP2 (``fully_shard``) over gloo on the CPU, over NCCL where there
+are GPUs: as many as those, then. Each has one thread, as torchrun starts them. The model has the
+shapes of Qwen2.5-1.5B at another width, in bf16. A round: for each contender the ranks meet, change
+their parameters in place, and save; what counts is how long the call keeps the slowest of them.
+What a contender leaves to the background ends before the next one begins. Contenders take turns, in
+an order that rotates; a ratio is the median of the ratios inside each round. One round before them,
+apart: buffers are made then.
+
+``bare clone`` is of the local shards alone, into new memory, as ``clone`` makes it; ``bare copy``
+is into memory that is there already, pinned on a GPU: the least that a save can take. torch.save
+writes each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint,
+as it comes, and with its staging memory kept.
+
+Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
+less that of the same run without saving, in local shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.machine import (
+    ROOT,
+    describe_machine,
+    median,
+    prepare_process,
+    print_machine,
+    print_table,
+)
+from syncd.protocol.layout import JobLayout
+
+HOOK: Final = "TrainerHook.after_step"
+TORCH_SAVE: Final = "torch.save in the loop"
+ASYNC: Final = "async_save"
+ASYNC_KEPT: Final = "async_save, staging memory kept"
+CLONE: Final = "bare clone of the local shards"
+COPY: Final = "bare copy into memory that is there"
+_CONTENDERS: Final = (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC, ASYNC_KEPT)
+_TIMEOUT: Final = 600.0
+_HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
+
+#: Saves the step with this number; returns what ends it, in the background or after it.
+Save = Callable[[int], Callable[[], object]]
+
+
+# -- one rank ----------------------------------------------------------------------------------
+
+
+class _Rank:
+    """A trainer's rank. Torch is imported here: the process that starts the ranks stays small."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        import torch  # noqa: PLC0415
+        import torch.distributed as dist  # noqa: PLC0415
+        from torch import nn  # noqa: PLC0415
+        from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
+
+        from benchmarks.shards import shapes  # noqa: PLC0415
+
+        self._torch, self._dist = torch, dist
+        self._work, self._rank = given.work, given.rank
+        self._layout = JobLayout(given.work / "job")
+        self.device = torch.device("cpu")
+        backend = "gloo"
+        if given.device == "cuda":
+            self.device = torch.device("cuda", given.rank)
+            torch.cuda.set_device(self.device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{given.work}/rendezvous",
+            rank=given.rank,
+            world_size=given.world_size,
+        )
+        whole = shapes(given.gigabytes, "fsdp").values()
+        self.model = nn.Module()
+        for number, shape in enumerate(whole):
+            layer = nn.Module()
+            parameter = torch.full(shape, 0.01, dtype=torch.bfloat16, device=self.device)
+            layer.weight = nn.Parameter(parameter)
+            fully_shard(layer)
+            self.model.add_module(str(number), layer)
+        fully_shard(self.model)
+        self._locals = [value.to_local() for value in self.model.state_dict().values()]
+        self.shard = sum(local.nbytes for local in self._locals)
+
+    def wait_for_all(self) -> None:
+        self._dist.barrier()
+
+    def train(self) -> None:
+        """Change the parameters, as an optimizer does."""
+        with self._torch.no_grad():
+            for local in self._locals:
+                local.mul_(1.001)
+        if self.device.type == "cuda":
+            self._torch.cuda.synchronize()
+
+    def clone(self, _: int) -> Callable[[], object]:
+        held = [local.clone() for local in self._locals]
+        if self.device.type == "cuda":
+            self._torch.cuda.synchronize()
+        return held.clear
+
+    def copy_into(self) -> Save:
+        pinned = self.device.type == "cuda"
+        kept = [
+            self._torch.empty(local.shape, dtype=local.dtype, pin_memory=pinned)
+            for local in self._locals
+        ]
+
+        def save(_: int) -> Callable[[], object]:
+            for mine, local in zip(kept, self._locals, strict=True):
+                mine.copy_(local, non_blocking=True)
+            if pinned:
+                self._torch.cuda.synchronize()
+            return lambda: None
+
+        return save
+
+    def torch_save(self, step: int) -> Callable[[], object]:
+        path = self._work / f"torch-{step}-{self._rank}.pt"
+        self._torch.save(self.model.state_dict(), path)
+        return path.unlink
+
+    def async_save(self, *, kept: bool) -> Save:
+        import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+
+        writer = dcp.FileSystemWriter(self._work, cache_staged_state_dict=True) if kept else None
+
+        def save(step: int) -> Callable[[], object]:
+            folder = self._work / f"async-{step}"
+            future: Any = dcp.async_save(
+                {"model": self.model.state_dict()}, checkpoint_id=folder, storage_writer=writer
+            )
+            return lambda: self._remove_when(future.result, folder)
+
+        return save
+
+    def _remove_when(self, ended: Callable[[], object], folder: Path) -> None:
+        """Wait for the background, of all ranks, and make room for the next one."""
+        ended()
+        self.wait_for_all()
+        if self._rank == 0:
+            shutil.rmtree(folder)
+        self.wait_for_all()
+
+    @contextmanager
+    def hook(self) -> Iterator[Save]:
+        from trainer_hooks import TrainerHook  # noqa: PLC0415
+
+        def save(step: int) -> Callable[[], object]:
+            hook.after_step(step)
+            folder = self._layout.step(step)
+            return lambda: self._remove_when(lambda: self._wait_for_pointer(step), folder)
+
+        with TrainerHook(self._layout.root, self.model) as hook:
+            yield save
+
+    def _wait_for_pointer(self, step: int) -> None:
+        """Wait until the save is announced, and nothing of it is left to do."""
+        end = time.monotonic() + _TIMEOUT
+        folder = self._layout.step(step)
+        while time.monotonic() < end:
+            if _pointer(self._layout) == step and not (folder / ".saving").exists():
+                return
+            time.sleep(0.01)
+        raise RuntimeError(f"the save of step {step} was not announced")
+
+    def measure(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds by contender, of one round more than these: the first is apart."""
+        found: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
+        with ExitStack() as stack:
+            saves: dict[str, Save] = {
+                CLONE: self.clone,
+                COPY: self.copy_into(),
+                HOOK: stack.enter_context(self.hook()),
+                TORCH_SAVE: self.torch_save,
+                ASYNC: self.async_save(kept=False),
+                ASYNC_KEPT: self.async_save(kept=True),
+            }
+            step = 0
+            for number in range(rounds + 1):
+                first = number % len(_CONTENDERS)
+                for name in (*_CONTENDERS[first:], *_CONTENDERS[:first]):
+                    step += 1
+                    self.train()
+                    if self._rank == 0:
+                        os.sync()  # what the one before has written
+                    self.wait_for_all()
+                    begun = time.perf_counter()
+                    end = saves[name](step)
+                    found[name].append(time.perf_counter() - begun)
+                    end()
+                    self.wait_for_all()
+        return found
+
+    def peak(self, saves: int, *, saving: bool) -> int:
+        """The peak RSS of this process, in bytes, after so many steps."""
+        with ExitStack() as stack:
+            save = stack.enter_context(self.hook()) if saving else None
+            for step in range(1, saves + 1):
+                self.train()
+                self.wait_for_all()
+                if save is not None:
+                    save(step)  # the background goes on
+        told = _HIGH_WATER.search(Path("/proc/self/status").read_text())
+        return int(told[1]) * 1024 if told else 0
+
+
+def _pointer(layout: JobLayout) -> int | None:
+    try:
+        return int(layout.state_pointer.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _be_rank(given: argparse.Namespace) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    rank = _Rank(given)
+    told: dict[str, object] = {"shard": rank.shard}
+    if given.what == "time":
+        told["seconds"] = rank.measure(given.rounds)
+    else:
+        told["peak"] = rank.peak(given.saves, saving=given.what == "saving")
+    (given.work / f"rank_{given.rank}.json").write_text(json.dumps(told))
+    rank.wait_for_all()
+    rank._dist.destroy_process_group()  # noqa: SLF001 - its own
+
+
+# -- all of them -------------------------------------------------------------------------------
+
+
+def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
+    """What each rank of a job of its own tells."""
+    folder = work / f"{what}-{world_size}"
+    (folder / "job").mkdir(parents=True)
+    processes = [
+        subprocess.Popen(
+            (sys.executable, "-m", "benchmarks.trainer_stall", "--what", what, "--work", folder,
+             "--rank", str(rank), "--world-size", str(world_size), "--device", given.device,
+             "--gigabytes", str(given.gigabytes), "--rounds", str(given.rounds),
+             "--saves", str(given.saves)),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    try:
+        ended = [process.wait(3 * _TIMEOUT) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if any(ended):
+        raise RuntimeError(f"ranks ended with {ended}")
+    told = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
+    shutil.rmtree(folder)
+    return told
+
+
+def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
+    rounds = {
+        name: [max(both) for both in zip(*(one["seconds"][name] for one in told), strict=True)]
+        for name in _CONTENDERS
+    }
+    first = {name: found.pop(0) for name, found in rounds.items()}
+    shard = max(one["shard"] for one in told)
+    print(f"\n{world_size} rank(s), local shards of {shard / 1e9:.3f} GB\n")
+    others = {"x clone": CLONE, "x copy": COPY}
+
+    def row(name: str) -> tuple[str, ...]:
+        mine = rounds[name]
+        ratios = [_ratio(mine, rounds[other]) for other in others.values()]
+        ratios.append(_ratio(rounds[TORCH_SAVE], mine))
+        times = (median(mine), min(mine), max(mine), first[name])
+        return (
+            name,
+            *(f"{1000 * seconds:.1f}" for seconds in times),
+            *(f"{ratio:.2f}" for ratio in ratios),
+        )
+
+    heads = ("stall", "median ms", "min", "max", "first save", *others, "torch.save / it")
+    print_table(heads, [row(name) for name in _CONTENDERS])
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    return median(this / that for this, that in zip(these, those, strict=True))
+
+
+def _memory(world_size: int, given: argparse.Namespace, work: Path) -> tuple[str, ...]:
+    saving = _run("saving", world_size, given, work)
+    without = _run("without", world_size, given, work)
+    extra = [
+        (mine["peak"] - other["peak"], (mine["peak"] - other["peak"]) / mine["shard"])
+        for mine, other in zip(saving, without, strict=True)
+    ]
+    most = max(extra)
+    return (f"{world_size} rank(s)", f"{most[0] / 1e6:.0f}", f"{most[1]:.2f}")
+
+
+def _devices() -> int:
+    """How many GPUs there are; asked of a child, so that this process stays small."""
+    program = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run(
+        (sys.executable, "-c", program), capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="how long a sync save stops the training")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bf16")
+    parser.add_argument("--world-sizes", type=int, nargs="+", help="2 and 4; as many as GPUs")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--saves", type=int, default=4, help="of the runs that measure memory")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    for name, kind in (("what", str), ("work", Path), ("rank", int), ("world-size", int)):
+        parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
+    return parser
+
+
+def main() -> None:
+    given = _parser().parse_args()
+    if given.what is not None:
+        _be_rank(given)
+        return
+    machine = describe_machine(given.dir)
+    gpus = _devices()
+    given.device = given.device or ("cuda" if gpus else "cpu")
+    sizes = given.world_sizes or ([2, 4] if given.device == "cpu" else sorted({1, gpus}))
+    print_machine(machine)
+    print(f"\n{given.device}, {given.gigabytes:g} GB in bf16, {given.rounds} rounds")
+    with tempfile.TemporaryDirectory(prefix="syncd-stall-", dir=given.dir) as made:
+        work = Path(made)
+        prepare_process(work)
+        for world_size in sizes:
+            _print_times(world_size, _run("time", world_size, given, work))
+        rows = [_memory(world_size, given, work) for world_size in sizes]
+    print(f"\nExtra peak memory of a rank, {given.saves} saves right after each other\n")
+    print_table(("ranks", "MB", "local shards"), rows)
+
+
+if __name__ == "__main__":
+    main()

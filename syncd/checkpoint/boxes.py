@@ -1,0 +1,104 @@
+"""Parts of a tensor as boxes of indices: what two have in common, and which bytes that is. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from syncd.checkpoint.placement import Shape
+
+#: So many elements are read at once although most of them are not wanted: a read costs more.
+_NEAR: Final = 64 * 1024
+
+
+class Box(NamedTuple):
+    """A part of a tensor.
+
+    Attributes:
+        offsets: its first index of each dimension.
+        shape: its size along each dimension.
+    """
+
+    offsets: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        """How many elements it has; 1 of a tensor without dimensions."""
+        return math.prod(self.shape)
+
+
+class Extent(NamedTuple):
+    """Elements that follow each other: the first one's number, and how many."""
+
+    first: int
+    length: int
+
+
+def whole(shape: Shape) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), shape)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """What two parts of the same tensor have in common; None where that is nothing."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = tuple(
+        min(begin + size, start + count)
+        for begin, size, start, count in zip(*one, *other, strict=True)
+    )
+    shape = tuple(end - begin for begin, end in zip(offsets, ends, strict=True))
+    return Box(offsets, shape) if all(size > 0 for size in shape) else None
+
+
+def without(box: Box, part: Box) -> list[Box]:
+    """What a box has besides a part that lies in it: at most two boxes a dimension, disjoint."""
+    left = []
+    offsets, shape = list(box.offsets), list(box.shape)
+    for dim, (begin, size) in enumerate(zip(*part, strict=True)):
+        end = offsets[dim] + shape[dim]
+        before, after = begin - offsets[dim], end - begin - size
+        for start, count in ((offsets[dim], before), (begin + size, after)):
+            if count:
+                offsets[dim], shape[dim] = start, count
+                left.append(Box(tuple(offsets), tuple(shape)))
+        offsets[dim], shape[dim] = begin, size
+    return left
+
+
+def strides(shape: Shape) -> Shape:
+    """Of a C-contiguous tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def extent(within: Box, part: Box) -> Extent:
+    """From the first to the last element of a part, in the C order of the box that it lies in."""
+    steps = strides(within.shape)
+    ahead = [begin - start for begin, start in zip(part.offsets, within.offsets, strict=True)]
+    first = sum(count * step for count, step in zip(ahead, steps, strict=True))
+    last = sum((size - 1) * step for size, step in zip(part.shape, steps, strict=True))
+    return Extent(first, last + 1)
+
+
+def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:
+    """A part, cut so that each piece is worth reading by one read, in the order of their bytes.
+
+    Args:
+        within: the box whose elements are stored, in C order.
+        part: what is wanted of it; it has elements.
+        limit: the most elements of one read, at least 1.
+        near: up to so many elements are read at once even if most of them are not wanted.
+    """
+    pending = [part]
+    while pending:
+        box = pending.pop()
+        count = extent(within, box).length
+        if count <= limit and (count <= near or count <= 2 * box.size):
+            yield box
+            continue
+        # What is more than one element long is so along some dimension.
+        dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
+        half = box.shape[dim] // 2
+        first = Box(box.offsets, (*box.shape[:dim], half, *box.shape[dim + 1 :]))
+        pending.extend((without(box, first)[0], first))

@@ -1,0 +1,21 @@
+"""Waiting for what a trainer's hook does behind the training."""
+
+from __future__ import annotations
+
+from trainer_hooks import TrainerHook
+
+#: A guard against hanging, for what takes a second or two.
+DEADLINE = 60.0
+
+
+def over(hook: TrainerHook) -> None:
+    """Wait until what is under way has ended, well or not."""
+    assert hook._saves.thread.wait(most=0, timeout=DEADLINE)
+
+
+def written(hook: TrainerHook) -> None:
+    """Wait until what is under way has ended; raises what failed."""
+    over(hook)
+    error = hook._saves.thread.take_error()
+    if error is not None:
+        raise error

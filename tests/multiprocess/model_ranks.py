@@ -1,0 +1,356 @@
+"""Ranks that save real models through ``trainer_hooks``, sharded and gathered; a program.
+
+``python -m tests.multiprocess.model_ranks ROOT`` is one process, forked into ranks. A function a
+kind of model; for each kind and each of its world sizes W it writes::
+
+    ROOT/KIND-W/truth.pt           the state dict from before wrapping
+    ROOT/KIND-W/sharded/actor/     each rank's shard, of copies in host buffers
+    ROOT/KIND-W/full/actor/        model.safetensors, gathered, with a receipt
+    ROOT/KIND-W/tied/actor/        the same of a model whose config ties its embeddings
+
+and, of what leaves no files, ``ROOT/rank_R_of_W.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from syncd.cli.demo_model import TinyTransformer, batch
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
+from syncd.protocol.records import Receipt, encode
+from syncd.storage.fsio import Draft, Storage
+from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors
+from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
+from trainer_hooks.full_file import FullStateStream
+from trainer_hooks.host_buffers import _parts
+from trainer_hooks.state_dict import HostBuffers, sharded_state_dict
+from trainer_hooks.torch_file import save_state_dict
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: World sizes by kind.
+KINDS: Final = {
+    "plain": (2,),
+    "ddp": (2,),
+    "wrapped": (2,),
+    "fsdp1": (2, 4),
+    "fsdp1_orig_params": (2,),
+    "fsdp1_mesh": (2,),
+    "fsdp1_hybrid_groups": (4,),
+    "fsdp1_hybrid_mesh": (4,),
+    "fsdp1_not_sharded": (2,),
+    "fsdp2": (2, 4),
+    "fsdp2_wrapped": (2,),
+    "fsdp2_columns": (4,),
+    "hsdp": (4,),
+    "fsdp2_tp": (4,),
+}
+#: Of these a third save is made, whose config ties the embeddings.
+TIED: Final = ("plain", "fsdp1", "fsdp2")
+#: A guard against hanging; a rank that fails leaves the others waiting for it.
+DEADLINE: Final = 120.0
+
+Made = tuple[nn.Module, dict[str, torch.Tensor]]
+STORAGE: Final = Storage(durable=False)
+
+
+# -- models ------------------------------------------------------------------------------------
+
+
+def plain(_: int) -> Made:
+    """Every dtype, a tied embedding, frozen parameters, buffers."""
+    return _as_it_is(Laden())
+
+
+def ddp(_: int) -> Made:
+    model = Language()
+    return _ddp(model), tensors(model)
+
+
+def wrapped(_: int) -> Made:
+    """Wrappers inside each other, around a model that has modules of the wrappers' own names."""
+    model = Language()
+    model.module = nn.Linear(2, 3)
+    model.module.module = nn.Linear(3, 2)
+    truth = tensors(model)
+    layers = model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[1] = torch.compile(layers[1])
+    layers[2] = torch.compile(checkpoint_wrapper(layers[2]))
+    return _ddp(torch.compile(model)), truth
+
+
+def _ddp(model: Any) -> nn.Module:
+    # gloo does not broadcast a mask.
+    return DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
+
+
+def fsdp1(_: int) -> Made:
+    return _fsdp1()
+
+
+def fsdp1_orig_params(_: int) -> Made:
+    return _fsdp1(use_orig_params=True)
+
+
+def fsdp1_mesh(world_size: int) -> Made:
+    return _fsdp1(device_mesh=mesh(fsdp=world_size), use_orig_params=True)
+
+
+def fsdp1_hybrid_groups(world_size: int) -> Made:
+    return _fsdp1(
+        process_group=_groups(world_size), sharding_strategy=ShardingStrategy.HYBRID_SHARD
+    )
+
+
+def fsdp1_hybrid_mesh(world_size: int) -> Made:
+    strategy = ShardingStrategy.HYBRID_SHARD
+    return _fsdp1(device_mesh=mesh(ddp=2, fsdp=world_size // 2), sharding_strategy=strategy)
+
+
+def fsdp1_not_sharded(_: int) -> Made:
+    return _fsdp1(sharding_strategy=ShardingStrategy.NO_SHARD)
+
+
+def _fsdp1(**options: Any) -> Made:
+    model = Language()
+    truth = tensors(model)
+
+    def cut(module: nn.Module) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, device_id=CPU, **options)
+
+    layers = model.model.layers
+    layers[0] = cut(checkpoint_wrapper(layers[0]))
+    layers[1] = checkpoint_wrapper(cut(layers[1]))
+    layers[2] = cut(layers[2])
+    return cut(model), truth
+
+
+def fsdp2(world_size: int) -> Made:
+    return _fully_sharded(mesh(fsdp=world_size))
+
+
+def hsdp(world_size: int) -> Made:
+    return _fully_sharded(mesh(ddp=2, fsdp=world_size // 2))
+
+
+def _fully_sharded(on: DeviceMesh) -> Made:
+    model = Laden()
+    truth = tensors(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=on)
+    return fully_shard(model, mesh=on), truth
+
+
+def fsdp2_wrapped(world_size: int) -> Made:
+    model = Language()
+    truth = tensors(model)
+    layers = model.model.layers
+    layers[0] = fully_shard(checkpoint_wrapper(layers[0]), mesh=mesh(fsdp=world_size))
+    layers[1] = torch.compile(fully_shard(layers[1], mesh=mesh(fsdp=world_size)))
+    return torch.compile(fully_shard(model, mesh=mesh(fsdp=world_size))), truth
+
+
+def fsdp2_columns(world_size: int) -> Made:
+    model = Columns()
+    truth = tensors(model)
+    cut = fully_shard(
+        model,
+        mesh=mesh(fsdp=world_size),
+        shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1),
+    )
+    return cut, truth
+
+
+def fsdp2_tp(world_size: int) -> Made:
+    on = mesh(fsdp=world_size // 2, tp=2)
+    model = Parallel()
+    truth = tensors(model)
+    _parallelize(model, on["tp"])
+    model.experts = nn.Parameter(_cut(model.experts, on["tp"], Shard(0)))
+    return fully_shard(model, mesh=on["fsdp"]), truth
+
+
+def _as_it_is(model: nn.Module) -> Made:
+    return model, tensors(model)
+
+
+# -- saves -------------------------------------------------------------------------------------
+
+
+def gathered(state: dict[str, Any], actor: Path, *, limit: int, tied: bool = False) -> None:
+    """A full state dict, as rank 0's two threads write it."""
+    stream = FullStateStream(state, rank=dist.get_rank(), limit=limit, tied=tied)
+    if dist.get_rank() != 0:
+        stream.gather()
+        return
+    (actor / RECEIPTS).mkdir(parents=True)
+    told = []
+
+    def write() -> None:
+        with Draft(STORAGE, actor / FULL_STATE_DICT) as draft:
+            told.append(stream.write(draft))
+            draft.commit()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    stream.gather()
+    thread.join(DEADLINE)
+    receipt = Receipt(save_id="run-1-0", step=1, rank=0, world_size=1, files=tuple(told))
+    (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
+
+
+def sharded(model: nn.Module, actor: Path) -> None:
+    """A rank's shard, of copies that what comes later must not change."""
+    actor.mkdir(parents=True, exist_ok=True)
+    buffers = HostBuffers()
+    first = _memory(buffers.copy(sharded_state_dict(model)))
+    for part in first.values():
+        part.zero_()
+    copied = buffers.copy(sharded_state_dict(model))
+    second = _memory(copied)
+    assert second.keys() == first.keys()
+    assert all(second[key].data_ptr() == part.data_ptr() for key, part in first.items())
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            for part in _parts(tensor):
+                part.zero_()
+    path = actor / shard_name(dist.get_world_size(), dist.get_rank())
+    with Draft(STORAGE, path) as draft:
+        save_state_dict(copied, draft)
+        draft.commit()
+
+
+def _memory(state: dict[str, Any]) -> dict[tuple[str, int], torch.Tensor]:
+    return {
+        (name, number): part
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+        for number, part in enumerate(_parts(value))
+    }
+
+
+def save(kind: str, root: Path) -> None:
+    """All saves of one kind of model; it is zero in the end."""
+    torch.manual_seed(1)
+    world_size = dist.get_world_size()
+    function: Callable[[int], Made] = globals()[kind]
+    model, truth = function(world_size)
+    folder = root / f"{kind}-{world_size}"
+    if dist.get_rank() == 0:
+        folder.mkdir()
+        torch.save({name: tensor.detach() for name, tensor in truth.items()}, folder / "truth.pt")
+    gathered(sharded_state_dict(model), folder / "full" / "actor", limit=64)
+    if kind in TIED:
+        gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
+    dist.barrier()
+    sharded(model, folder / "sharded" / "actor")
+
+
+# -- what leaves no files ----------------------------------------------------------------------
+
+
+def undisturbed(save: bool) -> dict[str, dict[str, list[float]]]:
+    """What models become that are trained, and saved between, or not."""
+    found = {}
+    for name, cut in (("fsdp1", _cut_by_fsdp1), ("fsdp2", _cut_by_fsdp2)):
+        torch.manual_seed(2)
+        model = cut(TinyTransformer(), mesh(fsdp=dist.get_world_size()))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(2):
+            tokens = batch(step, dist.get_rank())
+            logits = model(tokens[:, :-1])
+            if save and step:
+                # In the middle of a step: gradients are yet to come.
+                FullStateStream(sharded_state_dict(model), rank=1).gather()
+            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            if save:
+                HostBuffers().copy(sharded_state_dict(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        state = sharded_state_dict(model)
+        found[name] = {
+            key: part.double().sum(-1).flatten().tolist()
+            for (key, _), part in _memory(state).items()
+        }
+    return found
+
+
+def _cut_by_fsdp1(model: nn.Module, on: DeviceMesh) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=CPU, device_mesh=on)
+
+
+def _cut_by_fsdp2(model: nn.Module, on: DeviceMesh) -> nn.Module:
+    return fully_shard(model, mesh=on)
+
+
+def refused() -> dict[str, str]:
+    """What is said of states that cannot be gathered; nobody hangs."""
+    rank = dist.get_rank()
+    block = Block(torch.float32)
+    states: dict[str, dict[str, Any]] = {
+        "other names": {f"{rank}.{name}": value for name, value in block.state_dict().items()},
+        "other order": dict(sorted(block.state_dict().items(), reverse=bool(rank))),
+        "other shape": {"weight": torch.zeros(3 + rank)},
+        "complex": {"weight": torch.zeros(3, dtype=torch.complex64 if rank else torch.float32)},
+        "no tensors": {"weight": "text"},
+    }
+    return {name: _refusal(state) for name, state in states.items()}
+
+
+def _refusal(state: dict[str, Any]) -> str:
+    stream = FullStateStream(state, rank=dist.get_rank())
+    try:
+        stream.gather()
+    except SaveFailedError as error:
+        return str(error)
+    return "nothing"
+
+
+# -- the processes -----------------------------------------------------------------------------
+
+
+def rank(rank: int, world_size: int, root: Path) -> None:
+    """Be one of the ranks."""
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    store = dist.FileStore(str(root / f"store-{world_size}"), world_size)
+    timeout = timedelta(seconds=DEADLINE / 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    for kind, sizes in KINDS.items():
+        if world_size in sizes:
+            save(kind, root)
+    told: dict[str, object] = {}
+    if world_size == 2:
+        told = {"refused": refused(), "same": undisturbed(save=True) == undisturbed(save=False)}
+    (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(root: Path) -> None:
+    """Fork the ranks of one world size after the other."""
+    for world_size in (2, 4):
+        mp.start_processes(rank, (world_size, root), nprocs=world_size, start_method="fork")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

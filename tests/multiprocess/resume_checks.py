@@ -1,0 +1,39 @@
+"""What ``tests/multiprocess/resume_ranks.py`` checks, without its imports."""
+
+from __future__ import annotations
+
+from typing import Final
+
+#: What is saved, and on how many ranks.
+SAVED: Final = (
+    ("fsdp2", 2), ("fsdp1", 2), ("fsdp1_mesh", 2), ("ddp", 2), ("plain", 1),
+    ("fsdp2_tp", 4), ("hsdp", 4), ("fsdp1_hybrid", 4),
+)  # fmt: skip
+#: What each of these is resumed as, besides as itself.
+RESUMED: Final = {1: ("plain",), 2: ("fsdp2", "fsdp1"), 4: ("fsdp2_tp", "hsdp", "fsdp1_mesh")}
+#: The checks of what fails; on two ranks.
+FAILING: Final = (
+    "a file of one rank is missing",
+    "a file that one rank reads is damaged",
+    "a file of one rank is torn",
+    "one rank has another model",
+    "one rank did not write its part",
+)
+
+
+def exact(kind: str, world_size: int) -> str:
+    return f"{kind}-{world_size} goes on"
+
+
+def resharded(kind: str, world_size: int, other: str, others: int) -> str:
+    return f"{kind}-{world_size} as {other}-{others}"
+
+
+def checks() -> list[str]:
+    """The names of all checks."""
+    return [
+        *(exact(*saved) for saved in SAVED),
+        *(resharded(*saved, other, size) for saved in SAVED for size in RESUMED
+          for other in RESUMED[size]),
+        *FAILING,
+    ]  # fmt: skip

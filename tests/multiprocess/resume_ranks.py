@@ -1,0 +1,346 @@
+"""Real ranks that save full checkpoints and resume from them; a program.
+
+Torch is imported once and forked into the ranks of one world size after the other. Each check is
+written to ``ROOT/passed/NAME`` by rank 0 when all ranks have passed it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.protocol.errors import CheckpointError, SaveFailedError
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from tests.checkpoints import Net, same, write_full
+from tests.multiprocess.resume_checks import RESUMED, SAVED, exact, resharded
+from trainer_hooks.resume import latest_checkpoint, load_checkpoint
+
+CPU: Final = torch.device("cpu")
+
+
+@cache
+def mesh(**dims: int) -> DeviceMesh:
+    """All ranks, in dimensions of these names and sizes."""
+    return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+# -- kinds of wrapping ---------------------------------------------------------------------------
+
+
+def plain(model: nn.Module, _: int) -> nn.Module:
+    return model
+
+
+def ddp(model: nn.Module, _: int) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module, world_size: int) -> nn.Module:
+    fully_shard(model.up, mesh=mesh(fsdp=world_size))  # type: ignore[arg-type]
+    return fully_shard(model, mesh=mesh(fsdp=world_size))
+
+
+def hsdp(model: nn.Module, world_size: int) -> nn.Module:
+    return fully_shard(model, mesh=mesh(ddp=2, fsdp=world_size // 2))
+
+
+def fsdp2_tp(model: nn.Module, world_size: int) -> nn.Module:
+    on = mesh(fsdp=world_size // 2, tp=2)
+    parallelize_module(model, on["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fully_shard(model, mesh=on["fsdp"])
+
+
+def fsdp1(model: nn.Module, _: int) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=CPU)
+
+
+def fsdp1_mesh(model: nn.Module, world_size: int) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, device_id=CPU, use_orig_params=True, device_mesh=mesh(fsdp=world_size)
+    )
+
+
+def fsdp1_hybrid(model: nn.Module, world_size: int) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, device_id=CPU, use_orig_params=True,
+        device_mesh=mesh(ddp=2, fsdp=world_size // 2),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+    )  # fmt: skip
+
+
+KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
+    kind.__name__: kind
+    for kind in (plain, ddp, fsdp2, hsdp, fsdp2_tp, fsdp1, fsdp1_mesh, fsdp1_hybrid)
+}
+
+
+class Rank:
+    """One rank of one world size.
+
+    Attributes:
+        root: for all jobs, and for what passed.
+    """
+
+    def __init__(self, rank: int, world_size: int, root: Path) -> None:
+        self.rank, self.world_size, self.root = rank, world_size, root
+
+    def job(self, kind: str, world_size: int) -> Path:
+        return self.root / f"{kind}-{world_size}"
+
+    def made(self, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        """A wrapped model, the same on all ranks, its optimizer and its scheduler."""
+        torch.manual_seed(seed)
+        model = KINDS[kind](Net(), self.world_size)
+        torch.manual_seed(100 * seed + self.rank)  # for the dropout
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def train(self, made: tuple[nn.Module, Any, Any], first: int, steps: int) -> list[float]:
+        """Train on the same numbers on all ranks, as tensor parallelism needs."""
+        model, optimizer, scheduler = made
+        losses = []
+        for step in range(first, first + steps):
+            values = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+            loss = (model(values) - 1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        return losses
+
+    def passed(self, name: str) -> None:
+        dist.barrier()
+        if self.rank == 0:
+            (self.root / "passed" / name).touch()
+
+    # -- what is saved ---------------------------------------------------------------------------
+
+    def save(self, kind: str) -> None:
+        """Train two steps, save, note what was saved, train two more, and note the losses."""
+        job = self.job(kind, self.world_size)
+        if self.rank == 0:
+            job.mkdir()
+            open_job(Storage(), JobLayout(job))
+        dist.barrier()
+        made = self.made(kind, seed=1)
+        self.train(made, 1, 2)
+        write_full(
+            job, 2, made[0], made[1], scheduler=made[2], user_state={"rank": self.rank},
+            rank=self.rank, world_size=self.world_size,
+        )  # fmt: skip
+        truth = full_state(*made[:2])
+        losses = self.train(made, 3, 2)
+        after = full_state(*made[:2])
+        if self.rank == 0:
+            torch.save({"saved": truth, "after": after}, job / "truth.pt")
+        (job / f"losses-{self.rank}.json").write_text(json.dumps(losses))
+
+    # -- what is resumed -------------------------------------------------------------------------
+
+    def go_on(self, kind: str) -> None:
+        """Resume as the ranks that saved, and train as if nothing had been."""
+        job = self.job(kind, self.world_size)
+        truth = torch.load(job / "truth.pt", weights_only=True)
+        made = self.made(kind, seed=2)
+        found = load_checkpoint(job, made[0], optimizer=made[1], scheduler=made[2])
+        assert found is not None
+        assert (found.step, found.is_exact) == (2, True)
+        assert found.user_state == {"rank": self.rank}
+        check_same(full_state(*made[:2]), truth["saved"])
+        losses = self.train(made, 3, 2)
+        assert losses == json.loads((job / f"losses-{self.rank}.json").read_text())
+        check_same(full_state(*made[:2]), truth["after"])
+
+    def reshard(self, kind: str, world_size: int, other: str) -> None:
+        """Resume as other ranks, or wrapped in another way: the same model and optimizer."""
+        job = self.job(kind, world_size)
+        truth = torch.load(job / "truth.pt", weights_only=True)
+        made = self.made(other, seed=3)
+        before = torch.get_rng_state()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = load_checkpoint(job, made[0], optimizer=made[1], scheduler=made[2])
+        assert found is not None
+        is_exact = world_size == self.world_size
+        assert found.is_exact == is_exact
+        assert found.user_state == {"rank": self.rank if is_exact else 0}
+        assert any("was saved by" in str(warning.message) for warning in said) != is_exact
+        assert torch.equal(torch.get_rng_state(), before) != is_exact
+        assert made[2].state_dict()["last_epoch"] == 2
+        check_same(full_state(*made[:2]), truth["saved"])
+        self.train(made, 3, 1)
+
+    # -- what fails ------------------------------------------------------------------------------
+
+    def failing(self) -> None:
+        """What one rank alone finds wrong is an error on both."""
+        job = self.root / "failing"
+        if self.rank == 0:
+            job.mkdir()
+            open_job(Storage(), JobLayout(job))
+        dist.barrier()
+        made = self.made("fsdp2", seed=1)
+        for step in (2, 3):
+            self.train(made, step, 1)
+            write_full(job, step, *made[:2], rank=self.rank, world_size=2)
+        truth = full_state(*made[:2])
+        actor = JobLayout(job).actor(3)
+
+        optimizer = actor / "optim_world_size_2_rank_1.pt"
+        with self.only_first_changes(optimizer, Path.unlink):
+            self.fails(job, f"{optimizer} is missing", "step=N")
+        self.passed("a file of one rank is missing")
+
+        shard = actor / "model_world_size_2_rank_1.pt"
+        with self.only_first_changes(shard, flip_a_bit):
+            self.fails(job, f"{shard}: record data/", "does not match its CRC-32", "rank 1: ")
+        self.passed("a file that one rank reads is damaged")
+
+        with self.only_first_changes(shard, lambda path: path.write_bytes(b"torn")):
+            self.fails(job, str(shard))
+        self.passed("a file of one rank is torn")
+
+        other = fsdp2(Net(12 if self.rank else 10), 2)
+        with pytest.raises(CheckpointError, match=r"shape \(10, 7\), and here it has \(12, 7\)"):
+            load_checkpoint(job, other)
+        self.passed("one rank has another model")
+
+        if self.rank == 0:
+            with pytest.raises(SaveFailedError, match="rank 1 of 2"):
+                write_full(job, 4, *made[:2], world_size=2, timeout=0.5)
+        dist.barrier()
+        again = self.made("fsdp2", seed=4)
+        found = load_checkpoint(job, again[0], optimizer=again[1])
+        assert found is not None
+        assert found.step == latest_checkpoint(job) == 3
+        check_same(full_state(*again[:2]), truth)
+        self.passed("one rank did not write its part")
+
+    @contextmanager
+    def only_first_changes(self, path: Path, change: Callable[[Path], object]) -> Iterator[None]:
+        """Change a file, and put it back."""
+        content = path.read_bytes()
+        dist.barrier()
+        if self.rank == 0:
+            change(path)
+        dist.barrier()
+        yield
+        dist.barrier()
+        if self.rank == 0:
+            path.write_bytes(content)
+        dist.barrier()
+
+    def fails(self, job: Path, *words: str) -> None:
+        """Loading raises on all ranks; rank 1 has no other rank's number in its message."""
+        made = self.made("fsdp2", seed=4)
+        with pytest.raises(CheckpointError) as raised:
+            load_checkpoint(job, made[0], optimizer=made[1])
+        said = f"rank 1: {raised.value}" if self.rank else str(raised.value)
+        assert all(word in said for word in words), said
+        assert not made[1].state
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change a byte in the middle of the largest tensor."""
+    with ShardFile.open(Storage(), path) as shard:
+        tensors = [record for name, record in shard.records.items() if name.startswith("data/")]
+    largest = max(tensors, key=lambda record: record.size)
+    content = bytearray(path.read_bytes())
+    content[largest.offset + largest.size // 2] ^= 1
+    path.write_bytes(content)
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All tensors whole, on all ranks, as torch gathers them."""
+    options = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    return {"model": {k: v.clone() for k, v in weights.items()}, "optimizer": cloned(state)}
+
+
+def cloned(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: cloned(value) for key, value in state.items()}
+    if isinstance(state, list):
+        # FSDP1 sorts the parameters of a group.
+        return sorted(state) if state and isinstance(state[0], str) else list(map(cloned, state))
+    return state
+
+
+def check_same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare the bits of all tensors, and all options."""
+    assert found["model"].keys() == wanted["model"].keys()
+    for name, value in wanted["model"].items():
+        assert same(found["model"][name], value), name
+    states = [whole["optimizer"]["state"] for whole in (found, wanted)]
+    assert states[0].keys() == states[1].keys()
+    for name, state in states[1].items():
+        assert same(states[0][name], state), (name, states[0][name], state)
+    assert same(found["optimizer"]["param_groups"], wanted["optimizer"]["param_groups"])
+
+
+def rank(rank: int, world_size: int, root: Path, work: str) -> None:
+    """Be one of the ranks."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # FSDP1 is one to be
+    store = dist.FileStore(str(root / f"store-{world_size}-{work}"), world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+    )
+    me = Rank(rank, world_size, root)
+    if work == "save":
+        for kind in (kind for kind, size in SAVED if size == world_size):
+            me.save(kind)
+    else:
+        for kind, size in SAVED:
+            if size == world_size:
+                me.go_on(kind)
+                me.passed(exact(kind, size))
+            for other in RESUMED[world_size]:
+                me.reshard(kind, size, other)
+                me.passed(resharded(kind, size, other, world_size))
+        if world_size == 2:
+            me.failing()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(root: Path) -> None:
+    """Fork the ranks of one world size after the other."""
+    (root / "passed").mkdir()
+    for work in ("save", "resume"):
+        for world_size in RESUMED:
+            mp.start_processes(
+                rank, (world_size, root, work), nprocs=world_size, start_method="fork"
+            )
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

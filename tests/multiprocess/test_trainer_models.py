@@ -1,0 +1,84 @@
+"""What ``trainer_hooks`` saves of each kind of model, merged: the model from before wrapping."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from syncd.checkpoint.safetensors_file import CONTENT
+from syncd.protocol.layout import FULL_STATE_DICT
+from tests.merging import assert_equal, build, loaded, truth
+from tests.multiprocess.model_ranks import DEADLINE, KINDS, TIED
+from tests.multiprocess.processes import ENVIRONMENT
+
+SAVES = [f"{kind}-{size}" for kind, sizes in KINDS.items() for size in sizes]
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("saves")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.multiprocess.model_ranks", str(root)],
+        cwd=Path(__file__).parents[2],
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        assert launcher.wait(2 * DEADLINE) == 0
+    finally:
+        if launcher.poll() is None:  # ranks that wait for each other outlive it
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+    return root
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_shards_of_copies_merge_to_the_model_from_before_wrapping(
+    saves: Path, tmp_path: Path, save: str
+) -> None:
+    manifest = build(saves / save / "sharded" / "actor", tmp_path / "out")
+    assert manifest.checked == "crc32"
+    assert_equal(loaded(tmp_path / "out"), truth(saves / save))
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_gathered_state_dict_is_published_as_it_is(
+    saves: Path, tmp_path: Path, save: str
+) -> None:
+    actor = saves / save / "full" / "actor"
+    manifest = build(actor, tmp_path / "out")
+    assert manifest.checked == "receipt"
+    assert_equal(loaded(tmp_path / "out"), truth(saves / save))
+    linked = tmp_path / "out" / FULL_STATE_DICT
+    assert linked.stat().st_ino == (actor / FULL_STATE_DICT).stat().st_ino
+    with safe_open(linked, "pt") as opened:
+        assert opened.metadata().keys() == {"format", CONTENT}
+
+
+@pytest.mark.parametrize("save", [save for save in SAVES if save.rpartition("-")[0] in TIED])
+def test_what_the_config_ties_is_gathered_once(saves: Path, save: str) -> None:
+    expected = truth(saves / save)
+    del expected[LM_HEAD]
+    assert_equal(loaded(saves / save / "tied" / "actor"), expected)
+
+
+def test_training_is_the_same_with_saves_between_and_without(saves: Path) -> None:
+    for rank in range(2):
+        assert json.loads((saves / f"rank_{rank}_of_2.json").read_text())["same"] is True
+
+
+def test_states_that_do_not_belong_together_are_refused_on_every_rank(saves: Path) -> None:
+    told = [json.loads((saves / f"rank_{r}_of_2.json").read_text())["refused"] for r in range(2)]
+    assert told[0] == told[1]
+    for case in ("other names", "other order", "other shape"):
+        assert told[0][case].startswith("rank 1 has ")
+    assert told[0]["complex"].startswith("rank 1 cannot save its full state dict: weight has dtype")
+    assert "no tensors" in told[0]["no tensors"]

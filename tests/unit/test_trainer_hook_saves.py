@@ -1,0 +1,500 @@
+"""What a hook of one rank saves, where, and when it does not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from syncd.checkpoint.save import look_at_save
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.protocol.errors import InvalidSettingsError, NameTakenError, SaveFailedError
+from syncd.protocol.layout import FULL, RETIRED, SAVING
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import TrainerReport, parse
+from tests.hooks import DEADLINE, over, written
+from tests.jobs import Job
+from tests.storages import RuledStorage, once, refuse
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
+from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
+
+SHARD = "model_world_size_1_rank_0.pt"
+OPTIMIZER = "optim_world_size_1_rank_0.pt"
+
+
+class Files:
+    """A config, for our purposes."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        (Path(save_directory) / "config.json").write_text("{}")
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(3, 2)
+
+
+@pytest.fixture
+def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    made = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    made.step()
+    made.zero_grad()
+    return made
+
+
+@pytest.fixture
+def storage() -> RuledStorage:
+    return RuledStorage()
+
+
+class Gate:
+    """Holds a storage call until it is opened."""
+
+    def __init__(self, storage: RuledStorage, method: str, where: str) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        storage.rules.append(once(method, self._hold, where=where))
+
+    def _hold(self, *_: object) -> None:
+        self.reached.set()
+        assert self.opened.wait(DEADLINE)
+
+
+class FullDisk:
+    """Has room until a file is begun, and after that has been removed."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._is_full = False
+
+    def __call__(self, method: str, given: tuple[Any, ...]) -> None:
+        if method in {"create", "unlink"} and self._where in str(given[0]):
+            self._is_full = method == "create"
+        elif method == "write" and self._is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def report(job: Job) -> TrainerReport:
+    return parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
+
+
+def identity(job: Job, step: int) -> str | None:
+    return look_at_save(job.storage, job.layout.actor(step), step).identity
+
+
+# -- a writer that is busy ---------------------------------------------------------------------
+
+
+def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_due(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    settings = SyncSettings(sync_interval=2)
+    gate = Gate(storage, "create", SHARD)
+    with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
+        hook.after_step(2)
+        assert gate.reached.wait(DEADLINE)
+        told = [hook.after_step(step) for step in (3, 4, 5)]
+        assert [one["sync/skipped"] for one in told] == [0, 1, 2]  # since 4 it is due
+        assert not any("time/sync_weight" in one for one in told)
+        gate.opened.set()
+        written(hook)
+        assert "time/sync_weight" in hook.after_step(7)  # due by itself at 8 only
+        written(hook)
+        assert "time/sync_weight" not in hook.after_step(9)
+    assert job.layout.state_pointer.read_text() == "7\n"
+    assert not job.layout.step(4).exists()
+
+
+def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+) -> None:
+    gate = Gate(storage, "create", SHARD)
+    hook = TrainerHook(
+        job.layout.root, model, optimizer=optimizer, settings=SyncSettings(save_interval=2),
+        storage=storage,
+    )  # fmt: skip
+    values = []
+    for step in (1, 2):
+        with torch.no_grad():
+            model.weight.fill_(step)  # type: ignore[operator, union-attr]
+        values.append(hook.after_step(step))
+    assert "time/save_checkpoint" in values[1]
+    with torch.no_grad():
+        model.weight.fill_(3)  # type: ignore[operator, union-attr]
+    gate.opened.set()
+    written(hook)
+    for step in (1, 2):
+        saved = torch.load(job.layout.actor(step) / SHARD, weights_only=True)
+        assert set(saved["weight"].flatten().tolist()) == {step}
+    hook.close()
+    assert latest_checkpoint(job.layout.root) == 2
+
+
+def test_a_third_save_waits_for_one_of_two_buffers(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    gate = Gate(storage, "create", SHARD)
+    saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
+    with TrainerHook(job.layout.root, model, saving=saving, storage=storage) as hook:
+        for step in (1, 2):
+            hook.after_step(step)
+        third = threading.Thread(target=hook.after_step, args=[3])
+        third.start()
+        assert gate.reached.wait(DEADLINE)
+        third.join(0.2)
+        assert third.is_alive()
+        gate.opened.set()
+        third.join(DEADLINE)
+    assert job.layout.state_pointer.read_text() == "3\n"
+
+
+def test_a_save_that_never_ends_is_given_up_and_said(
+    job: Job, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_hooks.hook._LAST", 0.1)
+    gate = Gate(storage, "create", SHARD)
+    hook = TrainerHook(
+        job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage
+    )
+    hook.after_step(1)
+    try:
+        with pytest.raises(SaveFailedError, match=r"step 1 was still being written after 0\.2 s"):
+            hook.close()
+        assert report(job).status == "stopped"
+        assert not job.layout.state_pointer.exists()
+    finally:
+        gate.opened.set()
+    over(hook)
+
+
+# -- full checkpoints --------------------------------------------------------------------------
+
+
+def test_a_full_checkpoint_of_a_synced_step_completes_that_save(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook, job.daemon() as loop:
+        hook.after_step(4)
+        written(hook)
+        loop.run_once()
+        before = identity(job, 4), (job.layout.actor(4) / SHARD).stat().st_ino
+        hook.save_checkpoint(4, block_until_saved=True)
+        loop.run_once()
+        assert (identity(job, 4), (job.layout.actor(4) / SHARD).stat().st_ino) == before
+        assert job.versions == ["v000001"]
+        assert (job.layout.actor(4) / OPTIMIZER).exists()
+    assert latest_checkpoint(job.layout.root) == 4
+    assert not (job.layout.step(4) / SAVING).exists()
+
+
+def test_weights_that_are_gone_are_written_again_under_the_same_save_id(
+    job: Job, model: nn.Module
+) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        hook.after_step(4)
+        written(hook)
+        before = identity(job, 4)
+        (job.layout.actor(4) / SHARD).unlink()
+        hook.save_checkpoint(4, block_until_saved=True)
+    assert identity(job, 4) == before
+    assert (job.layout.actor(4) / SHARD).exists()
+    assert latest_checkpoint(job.layout.root) == 4
+
+
+def test_what_is_saved_already_is_not_saved_again(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        hook.save_checkpoint(4)
+        written(hook)
+        storage.calls.clear()
+        hook.save_checkpoint(4, block_until_saved=True)
+        hook.save_state_dict(4)
+        hook.after_step(4)
+        written(hook)
+        assert storage.count("create", job.layout.step(4)) == 0
+
+
+def test_a_failed_save_may_be_made_again_of_the_same_step(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        with pytest.raises(SaveFailedError):
+            hook.save_checkpoint(4, block_until_saved=True)
+        storage.rules.clear()
+        hook.save_checkpoint(4, block_until_saved=True)
+    assert latest_checkpoint(job.layout.root) == 4
+
+
+def test_the_last_step_becomes_a_full_checkpoint_where_such_are_made(
+    job: Job, model: nn.Module
+) -> None:
+    with TrainerHook(job.layout.root, model, settings=SyncSettings(save_interval=100)) as hook:
+        hook.after_step(3)
+    assert latest_checkpoint(job.layout.root) == 3
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+@pytest.mark.parametrize("layout", list(SaveLayout))
+def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
+    job: Job, model: nn.Module, layout: SaveLayout, saved_before: bool
+) -> None:
+    saving = SaveSettings(save_as_hf=SaveAsHf.LAST, layout=layout)
+    model.config = Files()  # type: ignore[assignment]
+    with TrainerHook(job.layout.root, model, saving=saving) as hook:
+        hook.after_step(3)
+        if saved_before:
+            hook.save_checkpoint(3)
+    folder = job.layout.actor(3) / "huggingface"
+    found = load_file(folder / "model.safetensors")
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert (folder / "config.json").exists()
+    assert latest_checkpoint(job.layout.root) == 3
+    assert not (job.layout.step(3) / SAVING).exists()
+    with job.daemon() as loop:
+        loop.run_once()
+    assert sorted(os.listdir(job.layout.version(1))) == [
+        "config.json", "manifest.json", "model.safetensors",
+    ]  # fmt: skip
+    assert job.leftovers() == []
+
+
+def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
+    job: Job, model: nn.Module
+) -> None:
+    critic = nn.Linear(2, 1)
+    its = torch.optim.SGD(critic.parameters())
+    with TrainerHook(
+        job.layout.root, model, critic=critic, critic_optimizer=its,
+        user_state=lambda: {"samples": 17},
+    ) as hook:  # fmt: skip
+        hook.save_checkpoint(4)
+    step = job.layout.step(4)
+    saved = torch.load(step / "critic" / SHARD, weights_only=True)
+    assert torch.equal(saved["weight"], critic.weight)
+    assert (step / "critic" / OPTIMIZER).exists()
+    extra = torch.load(step / "actor" / "extra_state_world_size_1_rank_0.pt", weights_only=True)
+    assert extra["user_state"] == {"samples": 17}
+    assert latest_checkpoint(job.layout.root) == 4
+
+
+def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    saving = SaveSettings(max_to_keep=1, keep_every=4)
+    pointed: list[str] = []
+
+    def look(*_: Path) -> None:
+        pointed.append(job.layout.checkpoint_pointer.read_text())
+
+    with TrainerHook(job.layout.root, model, saving=saving, storage=storage) as hook:
+        for step in (3, 4, 5):
+            storage.rules.append(once("rename", look, where=f"global_step_{step - 1}/{RETIRED}"))
+            hook.save_checkpoint(step, block_until_saved=True)
+    assert pointed == ["4\n"]
+    full = [step for step in (3, 4, 5) if (job.layout.step(step) / FULL).exists()]
+    assert full == [4, 5]
+    assert (job.layout.step(3) / RETIRED).exists()
+
+
+# -- where weights go --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "layout"), [("memory", SaveLayout.SHARDED), ("checkpoint", SaveLayout.FULL)]
+)
+def test_a_full_state_dict_is_published_by_a_link(
+    job: Job, model: nn.Module, method: Any, layout: SaveLayout
+) -> None:
+    with TrainerHook(
+        job.layout.root, model, settings=SyncSettings(method=method),
+        saving=SaveSettings(layout=layout),
+    ) as hook:  # fmt: skip
+        hook.after_step(4)
+        hook.save_checkpoint(4)
+    with job.daemon() as loop:
+        loop.run_once()
+    published = job.layout.version(1) / "model.safetensors"
+    assert published.stat().st_ino == (job.layout.actor(4) / "model.safetensors").stat().st_ino
+    found = load_file(published)
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert latest_checkpoint(job.layout.root) == 4
+    assert job.leftovers() == []
+
+
+def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
+    job: Job, model: nn.Module, tmp_path: Path
+) -> None:
+    memory = Job(tmp_path / "shm")
+    settings = SyncSettings(method="memory", save_interval=2)  # type: ignore[arg-type] # a name will do
+    with TrainerHook(
+        job.layout.root, model, settings=settings, memory_dir=memory.layout.root
+    ) as hook:
+        for step in (1, 2):
+            told = hook.after_step(step)
+            written(hook)
+        assert {"time/sync_weight", "time/save_checkpoint"} <= told.keys()
+    assert memory.layout.state_pointer.read_text() == "2\n"
+    assert sorted(path.name for path in memory.layout.actor(2).iterdir() if path.is_file()) == [
+        "fsdp_config.json", "model.safetensors",
+    ]  # fmt: skip
+    assert not job.layout.step(1).exists()
+    assert (job.layout.actor(2) / SHARD).exists()
+    assert latest_checkpoint(job.layout.root) == 2
+    with memory.daemon() as loop:
+        loop.run_once()
+    assert memory.latest.step == 2
+
+
+def test_settings_that_do_not_go_together_are_refused(
+    job: Job, model: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidSettingsError, match="does not serve method nccl"):
+        TrainerHook(job.layout.root, model, settings=SyncSettings(method="nccl"))  # type: ignore[arg-type] # a name will do
+    with pytest.raises(InvalidSettingsError, match="memory_dir is for method memory"):
+        TrainerHook(job.layout.root, model, memory_dir=tmp_path)
+    for wrong in ({"layout": "odd"}, {"max_to_keep": -1}, {"when_busy_sync": "never"}):
+        with pytest.raises(InvalidSettingsError, match=next(iter(wrong))):
+            SaveSettings(**wrong)  # type: ignore[arg-type] # that is the point
+    assert SaveSettings(layout="Full").layout is SaveLayout.FULL  # type: ignore[arg-type] # a name will do
+
+
+# -- what fails --------------------------------------------------------------------------------
+
+
+def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    hook = TrainerHook(job.layout.root, model, storage=storage)
+    storage.rules.append(FullDisk(SHARD))
+    hook.after_step(4)
+    over(hook)
+    storage.rules.clear()
+    with pytest.raises(
+        SaveFailedError, match=rf"step 4.*32 bytes are needed, \d+ are free: '.*{SHARD}'"
+    ):
+        hook.after_step(5)
+    hook.close()
+    step = job.layout.step(4)
+    assert not (step / SAVING).exists()
+    assert [path.name for path in step.rglob("*") if path.is_file()] == ["failed_rank_0.txt"]
+    assert job.leftovers() == []
+    assert job.layout.state_pointer.read_text() == "5\n"
+
+
+def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_written(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+) -> None:
+    hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
+    storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
+    with pytest.raises(SaveFailedError, match="step 4"):
+        hook.save_checkpoint(4, block_until_saved=True)
+    storage.rules.clear()
+    assert job.layout.state_pointer.read_text() == "4\n"
+    assert identity(job, 4) is not None
+    assert not (job.layout.actor(4) / OPTIMIZER).exists()
+    assert not (job.layout.step(4) / SAVING).exists()
+    assert latest_checkpoint(job.layout.root) is None
+    hook.close()
+
+
+def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+) -> None:
+    hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
+    storage.rules.append(refuse("rename", errno.ENOSPC, where="latest_checkpointed"))
+    with pytest.raises(SaveFailedError, match="step 4"):
+        hook.save_checkpoint(4, block_until_saved=True)
+    assert (job.layout.actor(4) / OPTIMIZER).exists()
+    assert latest_checkpoint(job.layout.root) == 4
+    hook.close()
+
+
+def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
+    job: Job, model: nn.Module
+) -> None:
+    hook = TrainerHook(job.layout.root, model, user_state=lambda: {"path": Path()})
+    with pytest.raises(InvalidSettingsError, match="user_state"):
+        hook.save_checkpoint(4)
+    hook.save_state_dict(5)
+    hook.close()
+    assert job.layout.state_pointer.read_text() == "5\n"
+
+
+# -- explorers ---------------------------------------------------------------------------------
+
+
+def test_a_second_trainer_is_refused_and_the_first_goes_on(job: Job, model: nn.Module) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        with pytest.raises(NameTakenError):
+            TrainerHook(job.layout.root, model)
+        hook.after_step(1)
+    with TrainerHook(job.layout.root, model) as hook:
+        hook.after_step(2)
+    assert job.layout.state_pointer.read_text() == "2\n"
+
+
+def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
+    job: Job, model: nn.Module
+) -> None:
+    def train() -> None:
+        with TrainerHook(job.layout.root, model) as hook:
+            assert report(job).status == "running"
+            hook.after_step(1)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert report(job).status == "stopped"
+    assert list(job.layout.sessions.iterdir()) == []
+
+
+def test_explorers_that_ask_decide(job: Job, model: nn.Module) -> None:
+    settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
+    with (
+        TrainerHook(job.layout.root, model, settings=settings) as hook,
+        ExplorerSynchronizer(job.layout.root, "explorer") as explorer,
+    ):
+        explorer.set_explorer_status(RunningStatus.RUNNING)
+        assert "time/sync_weight" not in hook.after_step(1)
+        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        assert "time/sync_weight" in hook.after_step(2)
+        written(hook)
+        assert "time/sync_weight" not in hook.after_step(3)  # it is answered
+        explorer.set_explorer_status(RunningStatus.RUNNING)
+        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        assert "time/sync_weight" in hook.sync_while_waiting()
+        written(hook)
+        with job.daemon() as loop:
+            loop.run_once()
+        before = report(job).nothing_new
+        explorer.set_explorer_status(RunningStatus.RUNNING)
+        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        assert "time/sync_weight" not in hook.sync_while_waiting()
+        assert report(job).nothing_new == before + 1
+    assert job.layout.state_pointer.read_text() == "3\n"
+
+
+def test_storage_that_shows_no_explorers_stops_no_training(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    settings = SyncSettings(style="explorer_driven", max_explorer_lag=1)  # type: ignore[arg-type] # a name will do
+    with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
+        storage.rules.append(refuse("names", errno.EIO, where="explorers"))
+        assert "time/stall" in hook.after_step(1)
+        storage.rules.clear()
+
+
+def test_waiting_for_data_before_the_first_step_saves_nothing(job: Job, model: nn.Module) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        assert "time/sync_weight" not in hook.sync_while_waiting()
+        hook.after_step(1)
+    assert job.layout.state_pointer.read_text() == "1\n"

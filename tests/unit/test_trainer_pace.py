@@ -1,0 +1,138 @@
+"""How many ranks write at a time, and what is left of a save that one of them could not write."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import SAVING
+from syncd.protocol.records import SaveId
+from tests.hooks import DEADLINE
+from tests.jobs import Job
+from tests.storages import RuledStorage, refuse
+from trainer_hooks.settings import WriteConcurrency
+from trainer_hooks.writer import Contents, RankWriter
+
+RANKS = 3
+CONTENTS = Contents(model={"weight": torch.zeros(3)})
+
+
+class Writing:
+    """Counts who is between the beginning of a shard and its name, all ranks together."""
+
+    def __init__(self) -> None:
+        self.now: set[str] = set()
+        self.most = 0
+        self.order: list[str] = []
+        self._lock = threading.Lock()
+
+    def rule(self, method: str, given: tuple[object, ...]) -> None:
+        shard = next((name for name in map(str, given) if "/.tmp-model_world" in name), None)
+        if shard is None or method not in {"create", "rename"}:
+            return
+        with self._lock:
+            if method == "create":
+                self.now.add(shard)
+                self.order.append(shard.rpartition("_rank_")[2][0])
+                self.most = max(self.most, len(self.now))
+            else:
+                self.now.discard(shard)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(RANKS) as pool:
+        yield pool
+
+
+def writers(
+    job: Job, concurrency: WriteConcurrency, *storages: RuledStorage, timeout: float = DEADLINE
+) -> list[RankWriter]:
+    return [
+        RankWriter(storage, job.layout, rank, RANKS, save_timeout=timeout, concurrency=concurrency)
+        for rank, storage in enumerate(storages)
+    ]
+
+
+def save_all(
+    threads: ThreadPoolExecutor, all_ranks: list[RankWriter], save_id: SaveId
+) -> list[Future[int]]:
+    return [threads.submit(one.save, save_id, CONTENTS) for one in all_ranks]
+
+
+@pytest.mark.parametrize("concurrency", list(WriteConcurrency)[1:])
+def test_one_rank_writes_at_a_time(
+    job: Job, threads: ThreadPoolExecutor, concurrency: WriteConcurrency
+) -> None:
+    writing = Writing()
+    ranks = writers(job, concurrency, *(RuledStorage(writing.rule) for _ in range(RANKS)))
+    for counter in range(3):
+        for done in save_all(threads, ranks[::-1], SaveId("run", counter, counter)):
+            done.result(DEADLINE)
+    assert writing.most == 1
+    assert len(writing.order) == 3 * RANKS
+    if concurrency is WriteConcurrency.ONE_AT_A_TIME:
+        assert writing.order == ["0", "1", "2"] * 3
+
+
+def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
+    ranks = writers(
+        job, WriteConcurrency.ONE_AT_A_TIME, RuledStorage(), full, RuledStorage(), timeout=3600
+    )
+    zero, one, two = save_all(threads, ranks, SaveId("run", 1, 0))
+    with pytest.raises(SaveFailedError, match="No space left"):
+        one.result(DEADLINE)
+    with pytest.raises(SaveFailedError, match=r"rank 2 did not write.*failed on rank"):
+        two.result(DEADLINE)
+    with pytest.raises(SaveFailedError, match=r"rank 1 of 3 .*it failed there"):
+        zero.result(DEADLINE)
+    full.rules.clear()
+    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
+        done.result(DEADLINE)
+    assert job.layout.state_pointer.read_text() == "2\n"
+
+
+def test_a_rank_whose_turn_never_comes_gives_up_in_time(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    ranks = writers(
+        job, WriteConcurrency.ONE_AT_A_TIME, *(RuledStorage() for _ in range(RANKS)), timeout=0.2
+    )
+    two = threads.submit(ranks[2].save, SaveId("run", 1, 0), CONTENTS)
+    with pytest.raises(SaveFailedError, match="rank 1, whose turn is first, took too long"):
+        two.result(DEADLINE)
+
+
+def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next_one(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
+    ranks = writers(
+        job, WriteConcurrency.UNRESTRICTED, RuledStorage(), full, RuledStorage(), timeout=3600
+    )
+    ranks[2].save(SaveId("run", 1, 0), CONTENTS)
+    for done in save_all(threads, ranks[:2], SaveId("run", 1, 0)):
+        with pytest.raises(SaveFailedError):
+            done.result(DEADLINE)
+    assert weights(job, 1) == {"model_world_size_3_rank_2.pt"}
+    assert not (job.layout.step(1) / SAVING).exists()
+    full.rules.clear()
+    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
+        done.result(DEADLINE)
+    assert weights(job, 1) == set()
+    assert weights(job, 2) == {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)}
+    assert job.leftovers() == []
+
+
+def weights(job: Job, step: int) -> set[str]:
+    return {path.name for path in Path(job.layout.actor(step)).glob("*.pt")}

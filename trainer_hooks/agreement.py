@@ -1,0 +1,70 @@
+"""All ranks or none: what one rank finds wrong is an error on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from syncd.protocol.errors import CheckpointError, SyncdError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of the default process group; one where there is no group.
+
+    Args:
+        group: of the same ranks, for what they say to each other; the default one by default.
+
+    Attributes:
+        rank: of this process.
+        world_size: how many there are.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._grouped = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self._grouped else 0
+        self.world_size = dist.get_world_size() if self._grouped else 1
+
+    def gathered(self, value: T) -> list[T]:
+        """Each rank's value, in rank order; values are pickled."""
+        if not self._grouped:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        """Do something that involves no other rank, and succeed on all ranks or on none.
+
+        Returns:
+            What ``work`` returned here.
+
+        Raises:
+            Exception: what ``work`` raised here; or, where it raised on other ranks alone, an error
+                of the same class (:class:`CheckpointError` for what is not syncd's own), with the
+                rank and its message.
+        """
+        result: T | None = None
+        failure: tuple[type[SyncdError], str] | None = None
+        raised: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+            kind = type(error) if isinstance(error, SyncdError) else CheckpointError
+            raised, failure = error, (kind, str(error) or type(error).__name__)
+        failures = self.gathered(failure)
+        if raised is not None:
+            raise raised
+        for rank, told in enumerate(failures):
+            if told is not None:
+                raise told[0](f"rank {rank}: {told[1]}")
+        return result  # type: ignore[return-value]  # nothing was raised, so work returned it
+
+    def of_first(self, work: Callable[[], T]) -> T:
+        """What rank 0's ``work`` returned, on all ranks; its error likewise."""
+        mine = self.together(lambda: work() if self.rank == 0 else None)
+        return self.gathered(mine)[0]  # type: ignore[return-value]  # rank 0 has worked

@@ -1,0 +1,48 @@
+"""What one rank writes in one save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer_hooks.spool import Spool
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one rank writes in one save; every tensor is in host memory and nobody changes it.
+
+    Attributes:
+        model: the rank's part of the state dict; None where it writes no shard.
+        optimizer, extra: for a full checkpoint; None otherwise.
+        model_files: rank 0 only: writes config and tokenizer into the folder it is given.
+        fsdp_version: for ``fsdp_config.json``.
+        is_full: whether this is a full checkpoint.
+        full_model: rank 0 only: the full state dict, instead of shards.
+        critic, critic_optimizer: of a full checkpoint: another model, and its optimizer.
+        hugging_face: rank 0 only: the full state dict, for ``huggingface/``.
+        links_hugging_face: rank 0 only: that it is the file of ``full_model``.
+        completes: the weights of this very save are whole and announced already: only the rest of a
+            full checkpoint is written.
+    """
+
+    model: Mapping[str, Any] | None = None
+    optimizer: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] | None = None
+    model_files: tuple[Callable[[Path], object], ...] = ()
+    fsdp_version: int | None = None
+    is_full: bool = False
+    full_model: Spool | None = None
+    critic: Mapping[str, Any] | None = None
+    critic_optimizer: Mapping[str, Any] | None = None
+    hugging_face: Spool | None = None
+    links_hugging_face: bool = False
+    completes: bool = False
+
+    def close(self) -> None:
+        """Remove what was gathered and is in no save."""
+        for spool in (self.full_model, self.hugging_face):
+            if spool is not None:
+                spool.close()

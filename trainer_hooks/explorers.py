@@ -1,0 +1,97 @@
+"""What rank 0 asks of the explorers, and tells them, beside the training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from syncd.coordination.trainer import TrainerSynchronizer
+from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncSettings,
+    SyncStyle,
+    TrainerDecision,
+    trainer_decision,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Explorers:
+    """Rank 0's Synchronizer, where no refusal of the storage ends a training.
+
+    Only :meth:`begin_save` raises: what was not announced must not be written. All else is logged,
+    and asked or said again at the next occasion: a request that could not be seen counts as none.
+
+    Args:
+        synchronizer: registered, and not yet running.
+
+    Raises:
+        OSError: its status cannot be written.
+    """
+
+    def __init__(self, synchronizer: TrainerSynchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._closed = False
+        synchronizer.set_trainer_status(RunningStatus.RUNNING)
+
+    def decide(
+        self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
+    ) -> TrainerDecision:
+        """What the policy says, by what explorers require; tells them if nothing new will come."""
+        requested = on_its_way = False
+        if settings.style is SyncStyle.EXPLORER_DRIVEN:
+            asked = self._tried(self._synchronizer.explorer_requires_sync)
+            coming = self._tried(self._synchronizer.save_is_on_its_way) if asked else None
+            if asked is not None and coming is not None:
+                requested, on_its_way = asked, coming
+        due = trainer_decision(
+            settings,
+            step=step,
+            last_sync_step=last_sync_step,
+            requested=requested,
+            on_its_way=on_its_way,
+            waiting=waiting,
+        )
+        if due.nothing_new:
+            self._tried(self._synchronizer.notify_no_new_model_state_dict)
+        return due
+
+    def begin_save(self, step: int) -> None:
+        """Announce a save before its first byte.
+
+        Raises:
+            OSError: storage refused.
+            NameTakenError: another trainer works in this job.
+            SaveFailedError: this one has stopped.
+        """
+        if self._closed:
+            raise SaveFailedError(f"step {step} is not saved: this trainer has stopped")
+        self._synchronizer.begin_save(step)
+
+    def weights_announced(self, step: int) -> None:
+        """Whoever asked is answered: the pointer names the step."""
+        self._tried(lambda: self._synchronizer.set_model_state_dict(None, step))
+
+    def wait_for_slowest(self) -> None:
+        """Wait while the slowest explorer lags by more than the settings allow."""
+        self._tried(self._synchronizer.wait_for_explorers)
+
+    def close(self) -> None:
+        """Say that this trainer has stopped, and give its name up. Safe to call twice."""
+        self._closed = True
+        self._synchronizer.close()
+
+    def _tried(self, work: Callable[[], T]) -> T | None:
+        """The result, or None where it is not to be had now."""
+        if self._closed:
+            return None  # a save that came to its end after all: the name may be another's by now
+        try:
+            return work()
+        except (OSError, SyncdError) as error:
+            log.warning("explorers cannot be asked, or told, now: %s", error)
+            return None

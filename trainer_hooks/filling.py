@@ -1,0 +1,319 @@
+"""Filling a state dict's tensors from files that other ranks, on another mesh, may have written.
+
+Each rank reads the bytes of its own part alone, wherever they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from syncd.checkpoint import placement
+from syncd.checkpoint.boxes import Box, bites, common, extent, strides, whole, without
+from syncd.checkpoint.placement import Local, Sharding, place
+from syncd.checkpoint.source_reader import SourceReader
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.protocol.errors import CheckpointError, SyncdError
+from trainer_hooks.saved_files import ADVICE, Held, SavedFiles
+
+#: How many bytes are read at a time.
+_BITE: Final = 64 * 1024 * 1024
+
+
+class Goal(NamedTuple):
+    """A local tensor that is to be filled.
+
+    Attributes:
+        name: in the state dict.
+        tensor: the local one, on any device; it is changed in place.
+        box: which part of the whole tensor it is.
+        shape: of the whole tensor.
+    """
+
+    name: str
+    tensor: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """What is to be read: a part of what a file holds, into a goal.
+
+    Attributes:
+        goal: where to.
+        file: by the rank that wrote it.
+        dtype: in the file.
+        held: the box that the file has, and where in it.
+        part: what of it is to be read.
+        compares: nothing is filled: the goal must have these bytes already.
+    """
+
+    goal: Goal
+    file: int
+    dtype: torch.dtype
+    held: tuple[Box, Local]
+    part: Box
+    compares: bool = False
+
+
+def goals_of(state: Mapping[str, Any]) -> list[Goal]:
+    """The local tensors of a sharded state dict; values that are no tensors are passed over.
+
+    Raises:
+        PlacementError: a DTensor has a placement that is neither Shard nor Replicate.
+    """
+    goals: list[Goal] = []
+    for name, value in state.items():
+        match value:
+            case DTensor():
+                goals.extend(_of_dtensor(name, value))
+            case ShardedTensor():
+                goals.extend(
+                    Goal(
+                        name,
+                        shard.tensor.detach(),
+                        Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)),
+                        tuple(value.size()),
+                    )
+                    for shard in value.local_shards()
+                )
+            case Tensor():
+                shape = tuple(value.shape)
+                goals.append(Goal(name, value.detach(), whole(shape), shape))
+    return goals
+
+
+def _of_dtensor(name: str, value: DTensor) -> list[Goal]:
+    mesh, spec = value.device_mesh, value._spec  # noqa: SLF001 - the order of cuts is only there
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return []
+    order = getattr(spec, "shard_order", None)  # torch 2.10 and later
+    local = value.to_local().detach()
+    shape = tuple(value.shape)
+    placements = tuple(map(_placement, value.placements))
+    cuts = [(told.tensor_dim, tuple(told.mesh_dims)) for told in order or ()]
+    layout = Sharding(
+        shape,
+        tuple(mesh.shape),
+        tuple(coordinate),
+        placements,
+        None if order is None else tuple(cuts),
+    )
+    position = place(tuple(local.shape), layout, tensor=shown(name), file="the model")
+    return [Goal(name, local, Box(position.offsets, tuple(local.shape)), shape)]
+
+
+def _placement(told: Any) -> placement.Placement:
+    """Torch's placement as ours."""
+    if isinstance(told, TorchReplicate):
+        return placement.Replicate()
+    factor = getattr(told, "split_factor", None)
+    if isinstance(factor, int):
+        return placement.StridedShard(told.dim, factor)
+    if isinstance(told, TorchShard):
+        return placement.Shard(told.dim)
+    return placement.Other(str(told))
+
+
+def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[Copy]:
+    """Which bytes of which files fill the goals. Opens the files that it needs.
+
+    Where the same number of ranks goes on, a rank's own file comes first, and mostly is enough: its
+    plain tensors are this rank's, and no other file is opened.
+
+    Args:
+        goals: on this rank.
+        files: of all ranks that saved.
+        own: the number of this rank's own file; None where another number of ranks saved.
+
+    Raises:
+        CheckpointError: a tensor is in no file, or not all of it; it has another shape; or its
+            dtype cannot become that of the goal.
+        OSError: a file cannot be read now.
+    """
+    if own is not None:
+        copies, left = _plan(goals, files, [own])
+        if not left:
+            return copies
+    mine = [] if own is None else [own]
+    copies, left = _plan(goals, files, dict.fromkeys([*mine, *range(len(files))]))
+    for goal, boxes in left:
+        if not any(goal.name in file.tensors for file in files.opened.values()):
+            raise CheckpointError(
+                f"'{shown(goal.name)}' is in none of the files from {files.paths[0]} on: they are "
+                "of another model or optimizer"
+            )
+        box = boxes[0]
+        raise CheckpointError(
+            f"of '{shown(goal.name)}' the part of shape {box.shape} at {box.offsets} is in none of "
+            f"the files from {files.paths[0]} on: a rank has not saved its part; {ADVICE}"
+        )
+    return copies
+
+
+def _plan(
+    goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int]
+) -> tuple[list[Copy], list[tuple[Goal, list[Box]]]]:
+    """The copies, and what is left of which goals."""
+    copies: list[Copy] = []
+    left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
+    seen: set[str] = set()
+    # By the goal and the box that a file has: of which mesh it is. What two ranks of one mesh have
+    # of the same box is the same; of two meshes it need not be, experts of two ranks say.
+    meshes: dict[tuple[int, Box], int | None] = {}
+    for file in numbers:
+        tensors = files[file].tensors
+        for number, goal in enumerate(goals):
+            held = tensors.get(goal.name)
+            if held is None:
+                continue
+            dtype = _checked_dtype(goal, held, files.paths[file])
+            seen.add(goal.name)
+            for box, local in held.parts:
+                part = common(goal.box, box)
+                if part is None:
+                    continue
+                mesh = local.position.mesh if local.position is not None else None
+                known = meshes.setdefault((number, box), mesh)
+                if None not in {known, mesh} and known != mesh:
+                    copies.append(Copy(goal, file, dtype, (box, local), part, compares=True))
+                    continue
+                boxes, left[number] = left[number], []
+                for wanted in boxes:
+                    taken = common(wanted, box)
+                    if taken is None:
+                        left[number].append(wanted)
+                        continue
+                    copies.append(Copy(goal, file, dtype, (box, local), taken))
+                    left[number].extend(without(wanted, taken))
+    # Of tied tensors a full state dict may have one name alone.
+    filled = {_place(goal) for goal in goals if goal.name in seen and goal.box.size}
+    missing = [
+        (goal, left[number] or [goal.box])
+        for number, goal in enumerate(goals)
+        if (left[number] or goal.name not in seen)
+        and not (goal.name not in seen and _place(goal) in filled)
+    ]
+    return copies, missing
+
+
+def _place(goal: Goal) -> tuple[object, ...]:
+    """Where in memory a goal is: the same for tied tensors."""
+    tensor = goal.tensor
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, goal.box
+
+
+def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
+    """The dtype in a file, where what the file has can become the goal."""
+    if held.shape != goal.shape:
+        raise CheckpointError(
+            f"{path} has '{shown(goal.name)}' of shape {held.shape}, and here it has {goal.shape}: "
+            "it is of another model or optimizer"
+        )
+    dtype = held.torch_dtype
+    if dtype is None or not _becomes(dtype, goal.tensor.dtype):
+        raise CheckpointError(
+            f"{path} has '{shown(goal.name)}' as {held.dtype}, which does not become "
+            f"{goal.tensor.dtype}: it is of another model or optimizer"
+        )
+    return dtype
+
+
+def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Floating values become floating ones as torch casts them, integers integers; fp8 stays."""
+    if saved == wanted:
+        return True
+    kinds = {_kind(saved), _kind(wanted)}
+    return len(kinds) == 1 and kinds <= {"floating", "integer"}
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.itemsize == 1 and dtype.is_floating_point:
+        return str(dtype)  # a quantization: it means nothing without the scales beside it
+    if dtype.is_floating_point:
+        return "floating"
+    return str(dtype) if dtype is torch.bool or dtype.is_complex else "integer"
+
+
+@torch.no_grad()
+def fill(copies: Sequence[Copy], files: SavedFiles, *, checked: Sequence[int]) -> int:
+    """Fill the goals.
+
+    Args:
+        copies: from :func:`plan`.
+        files: the same.
+        checked: the files of which this rank checks all bytes by their CRC-32; where each file is
+            one of these on some rank, all that is read on any rank is checked.
+
+    Returns:
+        The bytes that were read for the goals.
+
+    Raises:
+        CheckpointError: a file is damaged, or two ranks have saved different values by one name.
+        OSError: a file cannot be read now.
+    """
+    reader, numbers = files.reader(checked)
+    largest = max((_span(copy) for copy in copies), default=0)
+    buffer = memoryview(bytearray(min(largest, _BITE)))
+    read = 0
+    ordered = sorted(copies, key=lambda copy: (copy.compares, copy.file, copy.held[1].offset))
+    try:
+        for copy in ordered:
+            read += _copy(copy, reader, numbers[copy.file], buffer, files)
+        reader.finish()
+    except SyncdError as error:
+        raise CheckpointError(f"{error}; to resume, {ADVICE}") from error
+    return read
+
+
+def _span(copy: Copy) -> int:
+    box, local = copy.held
+    return extent(box, copy.part).length * ITEMSIZE[local.dtype]
+
+
+def _copy(
+    copy: Copy, reader: SourceReader, number: int, buffer: memoryview, files: SavedFiles
+) -> int:
+    (box, local), dtype = copy.held, copy.dtype
+    steps = strides(box.shape)
+    read = 0
+    for bite in bites(box, copy.part, max(1, len(buffer) // dtype.itemsize)):
+        first, count = extent(box, bite)
+        raw = buffer[: count * dtype.itemsize]
+        reader.read_into(number, local.offset + first * dtype.itemsize, raw)
+        read += len(raw)
+        values = torch.frombuffer(raw, dtype=torch.uint8).view(dtype).as_strided(bite.shape, steps)
+        into = copy.goal.tensor[
+            tuple(
+                slice(begin - start, begin - start + size)
+                for begin, start, size in zip(
+                    bite.offsets, copy.goal.box.offsets, bite.shape, strict=True
+                )
+            )
+        ]
+        if not copy.compares:
+            into.copy_(values)
+        elif not _same(into, values):
+            raise CheckpointError(
+                f"'{shown(copy.goal.name)}' is not the same in {files.paths[copy.file]} and in "
+                "another rank's file, on two device meshes: experts of different ranks by one name "
+                "can be resumed by the same ranks only"
+            )
+    return read
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether the bits are the same once the other is cast as the one was."""
+    cast = torch.empty(one.shape, dtype=one.dtype)
+    cast.copy_(other)
+    here = one.cpu().reshape(-1).contiguous().view(torch.uint8)
+    return torch.equal(here, cast.reshape(-1).view(torch.uint8))

@@ -1,0 +1,235 @@
+"""What a full checkpoint holds beside the weights: the optimizer, and what else resuming needs.
+
+Files are read without running what is in them (``torch.load(weights_only=True)``, and the parser of
+the merge), so what could not be read that way is refused here, when it is saved.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from syncd.checkpoint.pieces import is_plain
+from syncd.protocol.errors import InvalidSettingsError
+
+#: What begins the names of an optimizer's file: tensors of parameters, and options of their groups.
+STATE: Final = "state"
+GROUPS: Final = "param_groups"
+#: The one key in the file of an optimizer that is not torch's.
+RAW: Final = "state_dict"
+#: The keys of the extra state; the first two are verl's.
+SCHEDULER: Final = "lr_scheduler"
+RNG: Final = "rng"
+USER_STATE: Final = "user_state"
+
+#: What weights_only loads, beside containers of it. A DTensor would need its process group.
+_VALUES: Final = frozenset(
+    {
+        type(None),
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        bytes,
+        torch.dtype,
+        torch.device,
+        torch.Size,
+        Tensor,
+        nn.Parameter,
+    }
+)
+_NESTED: Final = 50
+
+
+class Stateful(Protocol):
+    """An optimizer or a scheduler, for our purposes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to resume."""
+
+
+def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
+    """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
+
+    Args:
+        model: whose parameters the optimizer updates.
+        optimizer: before ``zero_grad`` or after; its state and the gradients stay as they are, also
+            before the first step.
+
+    Returns:
+        For a ``torch.optim.Optimizer``, by names of parameters as in the plain model (P):
+        ``state.P.exp_avg`` and the like, each a Tensor, DTensor or ShardedTensor, and the options
+        of its group, ``param_groups.P.lr`` and the like, each a value as is_plain() takes it.
+        For anything else ``{"state_dict": optimizer.state_dict()}``, which can be resumed from by
+        the same number of ranks only.
+
+    Raises:
+        InvalidSettingsError: something in it could not be read again, or the optimizer has
+            parameters that the model has not.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}
+    kind = type(optimizer).__name__
+    with _uninitialized(optimizer):
+        flat = torch_optimizer_state(model, optimizer, flatten=True)
+    for name, value in flat.items():
+        if isinstance(value, np.generic):
+            flat[name] = value.item()
+        elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
+            raise InvalidSettingsError(
+                f"{kind} has a {type(value).__name__} as {name}, which cannot be saved: keep it to "
+                "tensors, numbers, text, and tuples of such"
+            )
+    return flat
+
+
+def torch_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, flatten: bool
+) -> dict[str, Any]:
+    """``get_optimizer_state_dict``, whose errors say what to do.
+
+    Raises:
+        InvalidSettingsError: torch does not flatten something in it, or the optimizer has
+            parameters that the model has not.
+    """
+    kind = type(optimizer).__name__
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    try:
+        found: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    except NotImplementedError as error:
+        raise InvalidSettingsError(f"the state of {kind} cannot be saved: {error}") from error
+    except KeyError as error:
+        raise InvalidSettingsError(
+            f"{kind} updates a parameter (number {error}) that the model has not: give the model "
+            "that the optimizer was made for"
+        ) from error
+    return found
+
+
+def extra_state(
+    *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What resuming needs beside model and optimizer; nothing is copied but what changes in place.
+
+    Args:
+        scheduler: of the learning rate.
+        user_state: the trainer's own; each rank may have another one.
+
+    Returns:
+        ``rng``: the states of the random number generators of torch (``cpu``, and the accelerator's
+        by its name where it is in use: uint8 tensors), ``random`` (Python's) and ``numpy`` (the
+        global one's); ``lr_scheduler`` and ``user_state``, where given.
+
+    Raises:
+        InvalidSettingsError: ``torch.load(weights_only=True)`` would not load something in it.
+    """
+    extra: dict[str, Any] = {RNG: rng_state()}
+    if scheduler is not None:
+        where = f"{type(scheduler).__name__}.state_dict()"
+        extra[SCHEDULER] = checked(scheduler.state_dict(), where)
+    if user_state is not None:
+        extra[USER_STATE] = checked(user_state, USER_STATE)
+    return extra
+
+
+def checked(value: Any, where: str, depth: int = 0) -> Any:
+    """A value, its mappings plain dicts and numpy's scalars plain numbers.
+
+    Raises:
+        InvalidSettingsError: it has something else than tensors, numbers, text, bytes, and lists,
+            tuples, sets and mappings of such; the message says where.
+    """
+    kind = type(value)
+    if kind in _VALUES:
+        return value
+    if isinstance(value, np.generic):
+        return checked(value.item(), where)
+    if depth < _NESTED:
+        if isinstance(value, Mapping):
+            return {
+                checked(key, f"a key of {where}", depth + 1): checked(
+                    item, f"{where}[{key!r}]", depth + 1
+                )
+                for key, item in value.items()
+            }
+        if kind in {list, tuple, set}:
+            return kind(
+                checked(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value)
+            )
+    raise InvalidSettingsError(
+        f"{where} is a {kind.__module__}.{kind.__qualname__}, which could not be loaded again "
+        "without running code: keep to tensors (torch.from_numpy makes one of an array), numbers, "
+        "text, lists and dicts"
+    )
+
+
+def rng_state() -> dict[str, Any]:
+    """The states of the random number generators of this process."""
+    version, numbers, gauss = random.getstate()
+    _, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "random": (version, torch.tensor(numbers, dtype=torch.int64), gauss),
+        "numpy": (torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+    }
+    name, module = _accelerator()
+    if module is not None:
+        states[name] = module.get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any]) -> None:
+    """Let the random number generators go on from what :func:`rng_state` said.
+
+    The accelerator's is left as it is where there is none, or none was in use when it was saved.
+    """
+    torch.set_rng_state(states["cpu"])
+    version, numbers, gauss = states["random"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    keys, *rest = states["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
+    name, module = _accelerator()
+    if module is not None and name in states:
+        module.set_rng_state(states[name])
+
+
+def _accelerator() -> tuple[str, Any]:
+    """The accelerator in use, and torch's module for it; None where there is none, or none yet."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return "", None
+    module = torch.get_device_module(device)
+    in_use = getattr(module, "is_initialized", lambda: True)()  # to ask a GPU would claim it
+    return (device.type, module) if in_use else (device.type, None)
+
+
+@contextmanager
+def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from taking a step of zero gradients to make up a state where there is none.
+
+    Bias corrections would count that step. It is not taken where some parameter has a gradient.
+    """
+    parameters = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    ]
+    if optimizer.state or not parameters or any(p.grad is not None for p in parameters):
+        yield
+        return
+    smallest = min(parameters, key=lambda parameter: parameter.numel())
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None

@@ -1,0 +1,158 @@
+"""A full state dict on its way into one safetensors file: gathered by all ranks, written by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from syncd.checkpoint.model_folder import says_tied
+from syncd.checkpoint.plan import PlannedTensor
+from syncd.checkpoint.safetensors_file import content_digest
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import CoverageError, SaveFailedError
+from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.records import ReceiptFile
+from syncd.storage.fsio import Draft
+from trainer_hooks.byte_pipe import LIMIT, BytePipe, Chunks
+from trainer_hooks.full_plan import FullPlan, agree_on_plan
+from trainer_hooks.gather import full_tensor
+
+
+class FullStateStream:
+    """The full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
+
+    On every rank the training thread calls :meth:`gather`; on rank 0 a writer thread calls
+    :meth:`write` meanwhile, once. Between them are at most ``limit`` bytes; besides these, rank 0
+    has one whole tensor in memory at a time, on the device of the collectives.
+
+    Promised: what is written is the state as it was during :meth:`gather`; neither call waits for
+    the other after that one has failed, or after :meth:`abort`. Not promised: that a stream can be
+    written twice; make another one for another attempt.
+
+    Args:
+        state: as :func:`~trainer_hooks.state_dict.sharded_state_dict` returns it; the same names,
+            in the same order, on every rank. Values that are no tensors are left out, and all of
+            ``_extra_state``. It must not change before :meth:`gather` returns.
+        rank: this rank.
+        limit: bytes of host memory between the two threads.
+        tied: whether the model's config says that the output embedding is the input embedding (see
+            :func:`ties_embeddings`): then it is left out, as the merge of shards does.
+        chunks: host memory that one stream after the other may use; made anew by default.
+    """
+
+    def __init__(
+        self,
+        state: Mapping[str, Any],
+        *,
+        rank: int,
+        limit: int = LIMIT,
+        tied: bool = False,
+        chunks: Chunks | None = None,
+    ) -> None:
+        self._state = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not str(name).endswith("_extra_state")
+        }
+        self._rank = rank
+        self._tied = tied
+        self._pipe = BytePipe(chunks or Chunks(limit))
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Gather every tensor, and hand it to the writer on rank 0. Collective.
+
+        Waits for the writer where it is slower. Where it has failed, goes on without it: that error
+        is the writer's to report.
+
+        Raises:
+            SaveFailedError: on every rank: the ranks do not have the same tensors, or there is one
+                that cannot be written; or a collective failed.
+        """
+        try:
+            plan = agree_on_plan(self._state, self._rank, tied=self._tied)
+            self._pipe.announce(plan)
+            for name in plan.in_order():
+                whole = full_tensor(self._state[name], rank=self._rank)
+                if whole is not None:
+                    self._hand_over(whole)
+            if self._rank == 0:
+                self._pipe.flush()
+        except RuntimeError as error:
+            self.abort(error)
+            raise SaveFailedError(f"the full state dict could not be gathered: {error}") from error
+        except BaseException as error:
+            self.abort(error)
+            raise
+        finally:
+            self._state = {}
+
+    def write(self, draft: Draft) -> ReceiptFile:
+        """Write the file, as its tensors come; neither finished nor committed.
+
+        The digest of the tensors is in the header, and that of the header in the receipt, so that
+        who compares headers has told one content from another.
+
+        Returns:
+            What a receipt says of the file.
+
+        Raises:
+            SaveFailedError: it was not gathered.
+            CoverageError: the output embedding is not the input embedding, and the config says so.
+            OSError: as the storage says.
+        """
+        try:
+            return self._write(draft, self._pipe.plan())
+        except BaseException as error:
+            self.abort(error)
+            raise
+
+    def abort(self, error: BaseException) -> None:
+        """Let neither side wait for the other any more; :meth:`write` raises."""
+        self._pipe.abort(error)
+
+    def _hand_over(self, whole: Tensor) -> None:
+        """What fails here fails the file, and leaves no other rank alone in a collective."""
+        try:
+            self._pipe.put(whole.detach())
+        except (RuntimeError, MemoryError) as error:
+            self.abort(error)
+
+    def _write(self, draft: Draft, plan: FullPlan) -> ReceiptFile:
+        draft.write(plan.header(bytes(16)))
+        digests = [self._digest(tensor, draft.write) for tensor in plan.tensors]
+        for tensor, digest in zip(plan.tensors, digests, strict=True):
+            for copy in tensor.copies:
+                if self._digest(tensor, None) != digest:
+                    raise CoverageError(
+                        f"{shown(copy.tied)} is not the same as {shown(tensor.name)}, and "
+                        "config.json says tie_word_embeddings: tie them, or say that they are not"
+                    )
+        header = plan.header(content_digest(digests))
+        draft.overwrite(header, 0)
+        return ReceiptFile(
+            name=FULL_STATE_DICT,
+            size=draft.size,
+            digest=xxhash.xxh3_128_hexdigest(header),
+            over="header",
+        )
+
+    def _digest(self, tensor: PlannedTensor, write: Callable[[memoryview], object] | None) -> bytes:
+        """Take a tensor's bytes, and write them where asked."""
+        hasher = xxhash.xxh3_128()
+        for part in self._pipe.take(tensor.length):
+            hasher.update(part)
+            if write is not None:
+                write(part)
+        return hasher.digest()
+
+
+def ties_embeddings(model: nn.Module) -> bool:
+    """Whether the config that is saved with a model says ``tie_word_embeddings``."""
+    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
+    return to_json is not None and says_tied(json.loads(to_json()))

@@ -1,0 +1,150 @@
+"""Which tensors of a full state dict are gathered, in which order; all ranks agree on it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from syncd.checkpoint.placement import Local
+from syncd.checkpoint.plan import PlannedFile, PlannedTensor, plan_merge
+from syncd.checkpoint.safetensors_file import CONTENT, DTYPES, ITEMSIZE, Entry, header_bytes
+from syncd.checkpoint.tensor_rules import name_fault, shown
+from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.layout import FULL_STATE_DICT
+from trainer_hooks.host_buffers import memory_of
+
+
+@dataclass(frozen=True, slots=True)
+class FullPlan:
+    """The file of a full state dict, as it is to be.
+
+    Attributes:
+        file: its tensors, each with what it must be the same as.
+    """
+
+    file: PlannedFile
+
+    @property
+    def tensors(self) -> Sequence[PlannedTensor]:
+        """The tensors in the order of the file."""
+        return self.file.tensors
+
+    def in_order(self) -> Iterator[str]:
+        """The names as they are gathered: the file's tensors, then what is only compared."""
+        yield from (tensor.name for tensor in self.tensors)
+        yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
+
+    def header(self, content: bytes) -> bytes:
+        """The header of the file; of the same length for any digest of its tensors."""
+        entries = (
+            Entry(one.name, one.dtype, one.shape, one.begin, one.begin + one.length)
+            for one in self.tensors
+        )
+        return header_bytes(entries, {CONTENT: content.hex()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What a rank has, for the others to compare.
+
+    Attributes:
+        digest: of the names, kinds, dtypes and shapes, in order.
+        count: of the tensors.
+        fault: why it cannot be gathered or written.
+        memory: for each tensor the number of the first one that is the same memory.
+    """
+
+    digest: str
+    count: int
+    fault: str | None
+    memory: tuple[int, ...]
+
+
+def agree_on_plan(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> FullPlan:
+    """The plan of the file; the same on all ranks. Collective.
+
+    Every rank takes part in every gathering, so that none may find out alone that it cannot.
+
+    Args:
+        state: this rank's sharded state dict, tensors alone.
+        rank: this rank.
+        tied: whether the output embedding is left out where it is the input embedding.
+
+    Raises:
+        SaveFailedError: on all ranks: they have not the same tensors, or some that cannot be saved.
+    """
+    outline = _outline(state, rank, tied=tied)
+    outlines = [outline]
+    if dist.is_available() and dist.is_initialized():
+        told: list[_Outline | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, outline)
+        outlines = [one for one in told if one is not None]
+    for number, other in enumerate(outlines):
+        if other.fault is not None:
+            raise SaveFailedError(f"rank {number} cannot save its full state dict: {other.fault}")
+        if other.digest != outlines[0].digest:
+            raise SaveFailedError(
+                f"rank {number} has {other.count} tensors which are not the {outlines[0].count} of "
+                "rank 0 by name, kind, dtype and shape: of pipeline stages only shards can be saved"
+            )
+    try:
+        return FullPlan(_planned(state, outlines[0].memory, tied=tied))
+    except SyncdError as error:
+        raise SaveFailedError(f"the full state dict cannot be saved: {error}") from error
+
+
+def _outline(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> _Outline:
+    fault = None if state else "it has no tensors"
+    hasher = xxhash.xxh3_128(b"tied" if tied else b"")
+    memory = []
+    seen: dict[object, int] = {}
+    for number, (name, value) in enumerate(state.items()):
+        fault = fault or _fault(name, value, rank)
+        kind = "DTensor" if isinstance(value, DTensor) else type(value).__name__
+        hasher.update(repr((name, kind, value.dtype, tuple(_shape(value)))).encode())
+        memory.append(seen.setdefault(memory_of(value) or number, number))
+    return _Outline(hasher.hexdigest(), len(state), fault, tuple(memory))
+
+
+def _fault(name: object, value: Tensor, rank: int) -> str | None:
+    """Why a tensor cannot be gathered or written, or None where it can."""
+    fault = name_fault(name)
+    if fault is None and _dtype(value) not in DTYPES:
+        fault = f"has dtype {value.dtype}, which safetensors files do not have"
+    if fault is None and isinstance(value, DTensor):
+        if any(placement.is_partial() for placement in value.placements):
+            fault = "is Partial: redistribute it to Replicate() or Shard() before saving"
+        elif rank == 0 and value.device_mesh.get_coordinate() is None:
+            fault = "is on a device mesh without rank 0: only shards can be saved"
+    return None if fault is None else f"{shown(name)} {fault}"
+
+
+def _planned(state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool) -> PlannedFile:
+    """The merge's own plan of one file, of a world of one rank that has it all.
+
+    Tensors that are one memory have one offset: there is nothing to compare where they are tied.
+    """
+    tensors = {}
+    for (name, value), offset in zip(state.items(), memory, strict=True):
+        dtype, shape = DTYPES[_dtype(value)][0], _shape(value)
+        length = shape.numel() * ITEMSIZE[dtype]
+        tensors[name] = Local(dtype, tuple(shape), offset, length, "", None)
+    (file,) = plan_merge([(FULL_STATE_DICT, tensors)], max_file_size=sys.maxsize, tied=tied).files
+    return file
+
+
+def _dtype(value: Tensor) -> str:
+    return str(value.dtype).removeprefix("torch.")
+
+
+def _shape(value: Tensor) -> torch.Size:
+    """Of the whole tensor."""
+    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape

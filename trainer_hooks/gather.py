@@ -1,0 +1,97 @@
+"""A whole tensor out of the parts that ranks have of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from trainer_hooks.host_buffers import with_local
+
+#: What gloo does not move, and what of the same size it moves instead, bit for bit.
+_MOVED_AS: Final = {
+    torch.bool: torch.uint8,
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
+
+@torch.no_grad()
+def full_tensor(value: Tensor, *, rank: int) -> Tensor | None:
+    """The whole of one tensor of a state dict, on rank 0. Collective, unless it is a plain tensor.
+
+    The others' ranks of a DTensor's mesh have it for a moment, too: torch gathers to all.
+
+    Args:
+        value: this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor.
+        rank: this rank.
+
+    Returns:
+        On rank 0 the whole tensor, on the device of the collectives, or the value itself where it
+        is plain: not copied. None on the other ranks.
+
+    Raises:
+        RuntimeError: a collective failed, as torch says it.
+    """
+    if isinstance(value, ShardedTensor):
+        return _gathered(value)
+    if not isinstance(value, DTensor):
+        return value if rank == 0 else None
+    local = value.to_local()
+    moved_as = _MOVED_AS.get(value.dtype, value.dtype)
+    device = value.device_mesh.device_type
+    if moved_as != value.dtype or local.device.type != device:
+        # Where parameters are offloaded, the backend of the mesh does not see them.
+        whole = with_local(value, local.to(device).view(moved_as)).full_tensor().view(value.dtype)
+    else:
+        whole = value.full_tensor()
+    return whole if rank == 0 else None
+
+
+def _gathered(value: ShardedTensor) -> Tensor | None:
+    """``ShardedTensor.gather`` for any dtype, also where this rank's group does not have rank 0."""
+    group = value._process_group  # noqa: SLF001 - there is no other way to know it
+    ranks = dist.get_process_group_ranks(group)
+    if 0 not in ranks:
+        return None  # of HYBRID_SHARD's groups, each of which has all of it
+    metadata = value.metadata()
+    dtype = metadata.tensor_properties.dtype
+    moved_as = _MOVED_AS.get(dtype, dtype)
+    held = defaultdict(list)
+    for shard in metadata.shards_metadata:
+        holder = shard.placement.rank() if shard.placement is not None else None
+        held[0 if holder is None else holder].append(shard)
+    longest = max(sum(math.prod(one.shard_sizes) for one in shards) for shards in held.values())
+    device = value._get_preferred_device()  # noqa: SLF001 - that of the group's collectives
+    own = torch.empty(longest, dtype=moved_as, device=device)
+    at = 0
+    for part in value.local_shards():
+        flat = part.tensor.reshape(-1).view(moved_as)
+        own[at : at + flat.numel()].copy_(flat)
+        at += flat.numel()
+    found = [torch.empty_like(own) for _ in ranks] if dist.get_rank() == 0 else None
+    dist.gather(own, found, dst=0, group=group)
+    if found is None:
+        return None
+    whole = torch.empty(metadata.size, dtype=moved_as, device=device)
+    for holder, shards in held.items():
+        at = 0
+        for shard in shards:
+            box = whole
+            for dim, (offset, size) in enumerate(
+                zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+            ):
+                box = box.narrow(dim, offset, size)
+            box.copy_(found[ranks.index(holder)][at : at + box.numel()].view(box.shape))
+            at += box.numel()
+    return whole.view(dtype)

@@ -1,0 +1,250 @@
+"""Copies of a rank's state in host memory: training goes on while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata,
+    TensorProperties,
+)
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+
+from trainer_hooks.host_memory import HostMemory, wait_for_copies
+
+#: Where a value is in a nesting of dicts, lists and tuples.
+Place = tuple[object, ...]
+
+
+def host_copy(value: Any) -> Any:
+    """Any nesting of dicts, lists and tuples with its tensors copied to host memory of their own.
+
+    Sharded tensors stay sharded, their parts copied. What is no tensor is not copied.
+    """
+
+    def copied(_: Place, tensor: Tensor) -> Tensor:
+        return _with_parts(tensor, [_moved(part) for part in _parts(tensor)])
+
+    with torch.no_grad():
+        return _mapped(value, copied, ())
+
+
+class HostBuffers:
+    """A set of host buffers that one state after the other is copied into.
+
+    The first copy makes the buffers; later ones, of the same names, shapes and dtypes, touch no new
+    memory: on the CPU they are no slower than ``clone``, therefore. From an accelerator the buffers
+    are pinned, and the copies are put on the current stream of each device, and waited for once.
+
+    Not promised: that a state that was copied before is still there: the next copy overwrites it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Place, _Kept] = {}
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same state with each tensor copied to contiguous host memory, complete on return.
+
+        DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
+        that are the same memory (tied weights) share one copy. What is no tensor is not copied.
+
+        Args:
+            state: nested dicts, lists and tuples of tensors and whatever can be pickled.
+        """
+        before, self._kept = self._kept, {}
+        shared: dict[object, _Buffer] = {}
+        devices: set[torch.device] = set()
+
+        def copied(place: Place, tensor: Tensor) -> Tensor:
+            old = before.pop(place, None)
+            kept = self._kept[place] = _kept(tensor, old, shared)
+            devices.update(buffer.source for buffer in kept.buffers)
+            return kept.value
+
+        found = {name: _mapped(value, copied, (name,)) for name, value in state.items()}
+        wait_for_copies(devices)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all buffers."""
+        buffers = {id(one): one for kept in self._kept.values() for one in kept.buffers}
+        return sum(buffer.copy.nbytes for buffer in buffers.values())
+
+
+class _Buffer:
+    """Host memory for one tensor of a shape and a dtype."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.source = tensor.device
+        self._like = (tensor.dtype, tensor.shape, tensor.device)
+        self._memory = HostMemory(tensor.numel() * tensor.itemsize, tensor.device)
+        self.copy = self._memory.content.view(tensor.dtype).view(tensor.shape)
+
+    def takes(self, tensor: Tensor) -> bool:
+        return (tensor.dtype, tensor.shape, tensor.device) == self._like
+
+    def fill(self, tensor: Tensor) -> None:
+        self.copy.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a value was copied to.
+
+    Attributes:
+        buffers: those of its parts.
+        layout: how a sharded tensor lies; compared.
+        value: the copy itself, over the buffers.
+    """
+
+    buffers: Sequence[_Buffer]
+    layout: object
+    value: Tensor
+
+
+def _kept(tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer]) -> _Kept:
+    """Copy one value, into what it was copied to the last time where that is possible."""
+    parts = _parts(tensor)
+    if not all(_is_ordinary(part) for part in parts):
+        return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts]))
+    free = list(old.buffers) if old is not None else []
+    buffers = []
+    for number, part in enumerate(parts):
+        key = _memory(part)
+        buffer = shared.get(key) if part.numel() else None
+        if buffer is None:
+            buffer = free[number] if number < len(free) else None
+            # What was tied the last time need not be now.
+            if buffer is None or buffer in shared or not buffer.takes(part):
+                buffer = _Buffer(part)
+            shared[key] = shared[buffer] = buffer
+            buffer.fill(part)
+        buffers.append(buffer)
+    layout = _layout(tensor)
+    if old is not None and buffers == free and layout == old.layout:
+        return old
+    return _Kept(buffers, layout, _with_parts(tensor, [buffer.copy for buffer in buffers]))
+
+
+def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
+    """The same nesting with its tensors copied."""
+    match value:
+        case Tensor():
+            return copied(place, value)
+        case dict():
+            return {key: _mapped(item, copied, (*place, key)) for key, item in value.items()}
+        case list() | tuple():
+            items = [_mapped(item, copied, (*place, at)) for at, item in enumerate(value)]
+            named = isinstance(value, tuple) and hasattr(value, "_fields")
+            return type(value)(*items) if named else type(value)(items)
+        case _:
+            return value
+
+
+# -- sharded tensors ---------------------------------------------------------------------------
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """What a rank has of a tensor, of any kind; without gradients being recorded."""
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    if isinstance(tensor, DTensor):
+        return [tensor.to_local()]
+    return [tensor]
+
+
+def memory_of(tensor: Tensor) -> object | None:
+    """What is equal for tensors that are the same memory on this rank; None where it has none."""
+    with torch.no_grad():
+        held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
+    return held or None
+
+
+def _memory(part: Tensor) -> object:
+    return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+
+
+def _is_ordinary(part: Tensor) -> bool:
+    """Whether its bytes are all that it is: no subclass that knows more, nothing sparse."""
+    return type(part) in {Tensor, nn.Parameter} and part.layout is torch.strided
+
+
+def _moved(part: Tensor) -> Tensor:
+    """A copy of any tensor in host memory of its own."""
+    if _is_ordinary(part):
+        return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return part.detach().to("cpu", copy=True)
+
+
+def _layout(tensor: Tensor) -> object:
+    """What says how a sharded tensor lies; equal where the same parts are the same tensor."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.metadata()
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh, tensor.__tensor_flatten__()[1]  # type: ignore[no-untyped-call] # torch's
+    return None
+
+
+def _with_parts(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """A tensor of the same kind and layout with other parts, which are contiguous."""
+    if isinstance(tensor, ShardedTensor):
+        return _sharded_tensor(tensor, parts)
+    if isinstance(tensor, DTensor):
+        return with_local(tensor, parts[0])
+    return parts[0]
+
+
+def with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    """A DTensor of the same layout over another local tensor, wherever that is.
+
+    ``DTensor.from_local`` would move it to the mesh's device, and not keep an order of the cuts.
+    """
+    detached: Any = tensor.detach()
+    attributes, context = detached.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in attributes} | {"_local_tensor": local}
+    stride = tensor.stride()
+    if not tensor.is_contiguous():
+        stride = torch.empty(tensor.shape, device="meta").stride()
+    made = DTensor.__tensor_unflatten__(inner, context, tensor.shape, stride)  # type: ignore[no-untyped-call] # torch's
+    assert isinstance(made, DTensor)  # noqa: S101 - for the type checker
+    return made
+
+
+def _sharded_tensor(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTensor:
+    """A ShardedTensor of the same layout over other parts, on the CPU; no communication.
+
+    ``ShardedTensor.cpu`` makes parts of its own.
+    """
+    metadata = tensor.metadata()
+    of_parts = ShardedTensorMetadata(
+        shards_metadata=[_on_cpu(one) for one in metadata.shards_metadata],
+        size=metadata.size,
+        tensor_properties=TensorProperties(
+            dtype=tensor.dtype, pin_memory=any(part.is_pinned() for part in parts)
+        ),
+    )
+    shards = [
+        Shard(part, _on_cpu(shard.metadata))
+        for part, shard in zip(parts, tensor.local_shards(), strict=True)
+    ]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(  # noqa: SLF001 - as torch's .cpu()
+        shards,
+        sharded_tensor_metadata=of_parts,
+        process_group=tensor._process_group,  # noqa: SLF001 - there is no other way to know it
+    )
+
+
+def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    """Where a shard lies, and on which rank, in that rank's host memory."""
+    rank = shard.placement.rank() if shard.placement is not None else None
+    placement = "cpu" if rank is None else f"rank:{rank}/cpu"
+    return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)

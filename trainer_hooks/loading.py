@@ -1,0 +1,302 @@
+"""A model, or an optimizer, and the files that it is resumed from."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import CheckpointError
+from trainer_hooks.filling import Copy, fill, goals_of, plan
+from trainer_hooks.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
+from trainer_hooks.saved_files import Held, SavedFiles, names_in, told_names
+
+
+class Loading(ABC):
+    """What is resumed by itself; the calls come in this order.
+
+    ``prepare`` and ``load`` may be collective, and are called on all ranks or on none; the others
+    involve no other rank.
+
+    Args:
+        files: of all ranks that saved.
+        whose: what takes them, for messages.
+    """
+
+    def __init__(self, files: SavedFiles, whose: str) -> None:
+        self.files = files
+        self.whose = whose
+        self._copies: list[Copy] = []
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Find out what there is to be filled."""
+
+    @abstractmethod
+    def plan(self, own: int | None) -> None:
+        """Find out what fills it; raises where something does not fit."""
+
+    @abstractmethod
+    def taken(self) -> set[str]:
+        """The names in the files that this rank takes."""
+
+    def unused(self) -> set[str]:
+        """Names that were found in the files, and that this rank does not take."""
+        return set(names_in(self.files.opened)) - self.taken()
+
+    def too_many(self, names: Sequence[str]) -> CheckpointError:
+        """The error for names that no rank takes."""
+        return CheckpointError(
+            f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
+            f"{self.whose} has not: they are of another model or optimizer"
+        )
+
+    def fill(self, checked: Sequence[int]) -> None:
+        """Fill it, and check all bytes of these files, as far as there are so many."""
+        there = [number for number in checked if number < len(self.files)]
+        fill(self._copies, self.files, checked=there)
+
+    @abstractmethod
+    def load(self) -> None:
+        """Let the model or the optimizer have what was filled."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Undo ``prepare``, where loading has failed before ``load``."""
+
+
+class ModelLoading(Loading):
+    """The weights and buffers of a model."""
+
+    def __init__(self, model: nn.Module, files: SavedFiles) -> None:
+        super().__init__(files, "the model")
+        self._model = model
+        self._state: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        """Collective for FSDP1, which makes copies; all else is filled where it is."""
+        self._state = get_model_state_dict(self._model)
+
+    def plan(self, own: int | None) -> None:
+        """Every tensor of the model is to be filled."""
+        self._copies = plan(goals_of(self._state), self.files, own=own)
+
+    def taken(self) -> set[str]:
+        """All of the model's."""
+        return set(self._state)
+
+    def load(self) -> None:
+        """Collective for FSDP1; others have it by now."""
+        set_model_state_dict(self._model, self._state)
+        self._state = {}
+
+    def forget(self) -> None:
+        """There is nothing to undo."""
+        self._state = {}
+
+
+class OptimizerLoading(Loading):
+    """The state and the options of a ``torch.optim.Optimizer``."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, files: SavedFiles
+    ) -> None:
+        super().__init__(files, type(optimizer).__name__)
+        self._model = model
+        self._optimizer = optimizer
+        self._was_empty = not optimizer.state
+        self._is_empty = False
+        self._state: dict[str, Any] = {}
+
+    def prepare(self) -> None:
+        """Collective for FSDP1. A new optimizer is made to have a state, by a step of zeros."""
+        self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
+
+    def plan(self, own: int | None) -> None:
+        """The options are taken at once; tensors, among the options too, are to be filled."""
+        names, options = self._saved(own)
+        self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
+        found: dict[str, Any] = {}
+        if not self._is_empty:
+            for parameter, state in self._state[STATE].items():
+                prefix = f"{STATE}.{parameter}."
+                if not any(name in names for name in _names(prefix, state)):
+                    state.clear()  # it never had a gradient, and so has no state yet
+                found.update(self._take(prefix, state, names))
+        for group in self._state[GROUPS]:
+            found.update(self._take_options(group, options))
+        self._copies = plan(goals_of(found), self.files, own=own)
+
+    def taken(self) -> set[str]:
+        """The state that there is here, and all options of this rank's parameters."""
+        parameters = {name for group in self._state[GROUPS] for name in group["params"]}
+        options = {
+            name
+            for name in names_in(self.files.opened)
+            if (option := _option(name)) is not None and option[0] in parameters
+        }
+        states = self._state[STATE].items()
+        return options.union(
+            *(_names(f"{STATE}.{parameter}.", state) for parameter, state in states)
+        )
+
+    def load(self) -> None:
+        """Collective for FSDP1. ``load_state_dict`` casts states to the parameters' dtype."""
+        set_optimizer_state_dict(self._model, self._optimizer, self._state)
+        if self._is_empty:
+            self._optimizer.state.clear()  # saved before the first step
+        self._state = {}
+
+    def forget(self) -> None:
+        """A state that was made up would count as a step."""
+        if self._was_empty:
+            self._optimizer.state.clear()
+        self._state = {}
+
+    def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
+        """What the files have: values by name (of tensors: :class:`Held`), and the options.
+
+        Options are by the name of the parameter, then by their own.
+        """
+        wanted = {name for group in self._state[GROUPS] for name in group["params"]}
+        names: dict[str, object] = {}
+        options: dict[str, dict[str, object]] = {}
+        for number in dict.fromkeys([*([] if own is None else [own]), *range(len(self.files))]):
+            if own is not None and wanted <= options.keys():
+                break  # the rank's own file is enough
+            file = self.files[number]
+            for name, value in (*file.tensors.items(), *file.plain.items()):
+                names.setdefault(name, value)
+                option = _option(name)
+                if option is not None:
+                    options.setdefault(option[0], {}).setdefault(option[1], value)
+        if not options:
+            raise CheckpointError(
+                f"{self.files.paths[0]} is not the state of a torch.optim.Optimizer as "
+                "trainer_hooks saves it: load without optimizer, or from another save"
+            )
+        return names, options
+
+    def _take(
+        self, prefix: str, state: dict[str, Any], names: Mapping[str, object]
+    ) -> dict[str, Any]:
+        """The tensors that are to be filled, by name; other values are set at once."""
+        found: dict[str, Any] = {}
+        for key, value in state.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, dict):
+                found.update(self._take(f"{name}.", value, names))
+            elif isinstance(value, Tensor | ShardedTensor):
+                found[name] = value
+            elif name in names and not isinstance(names[name], Held):
+                state[key] = names[name]
+            else:
+                raise CheckpointError(
+                    f"{self.files.paths[0]} does not have '{shown(name)}' as a plain value, as "
+                    f"{self.whose} has: it is of another optimizer"
+                )
+        return found
+
+    def _take_options(
+        self, group: dict[str, Any], options: Mapping[str, Mapping[str, object]]
+    ) -> dict[str, Tensor]:
+        """Set the options of a group of parameters; those that are tensors are to be filled."""
+        first: str | None = None
+        for name in group["params"]:
+            if name not in options:
+                raise CheckpointError(
+                    f"{self.files.paths[0]} and the files beside it have nothing of "
+                    f"'{shown(name)}', which {self.whose} updates: they are of "
+                    "another optimizer or model"
+                )
+            if first is None:
+                first = name
+            elif _comparable(options[name]) != _comparable(options[first]):
+                raise CheckpointError(
+                    f"in {self.files.paths[0]} '{shown(name)}' has other options than "
+                    f"'{shown(first)}', and here they are in one group of parameters: make the "
+                    "groups as they were"
+                )
+        found: dict[str, Tensor] = {}
+        for key, value in options.get(first, {}).items() if first is not None else ():
+            if not isinstance(value, Held):
+                group[key] = value
+                continue
+            now = group.get(key)
+            device = now.device if isinstance(now, Tensor) else None
+            group[key] = torch.empty(value.shape, dtype=value.torch_dtype, device=device)
+            found[f"{GROUPS}.{first}.{key}"] = group[key]
+        return found
+
+
+class RawOptimizerLoading(Loading):
+    """Something else that has ``load_state_dict``: each rank takes what it saved itself."""
+
+    def __init__(self, optimizer: Any, files: SavedFiles, own: int) -> None:
+        super().__init__(files, type(optimizer).__name__)
+        self._optimizer = optimizer
+        self._own = own
+        self._state: Any = None
+
+    def prepare(self) -> None:
+        """There is nothing to be known of it."""
+
+    def plan(self, own: int | None) -> None:  # noqa: ARG002 - it was told before
+        """All of it is read, and checked, at once."""
+        found = self.files.loaded(self._own)
+        if not isinstance(found, dict) or found.keys() != {RAW}:
+            raise CheckpointError(
+                f"{self.files.paths[self._own]} is not of a {self.whose}: load with an optimizer "
+                "of the kind that was saved"
+            )
+        self._state = found[RAW]
+
+    def taken(self) -> set[str]:
+        """Its file is not looked into."""
+        return set()
+
+    def fill(self, checked: Sequence[int]) -> None:
+        """It was checked when it was read."""
+
+    def load(self) -> None:
+        """It takes what it gave."""
+        self._optimizer.load_state_dict(self._state)
+
+    def forget(self) -> None:
+        """Nothing was changed."""
+
+
+def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
+    """The names of all that a parameter's state has, which may be nested."""
+    found: set[str] = set()
+    for key, value in state.items():
+        if isinstance(value, dict):
+            found |= _names(f"{prefix}{key}.", value)
+        else:
+            found.add(f"{prefix}{key}")
+    return found
+
+
+def _option(name: str) -> tuple[str, str] | None:
+    """The parameter and the option that a name says; None of another name."""
+    kind, _, rest = name.partition(".")
+    parameter, dot, option = rest.rpartition(".")
+    return (parameter, option) if kind == GROUPS and dot else None
+
+
+def _comparable(options: Mapping[str, object]) -> dict[str, object]:
+    """Options that two parameters can be asked to have alike: of tensors not where they are."""
+    return {
+        key: (value.dtype, value.shape) if isinstance(value, Held) else value
+        for key, value in options.items()
+    }

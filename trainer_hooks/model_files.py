@@ -1,0 +1,54 @@
+"""The small files beside the weights: configs and tokenizer, of whatever model has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+#: What wrappers (DDP, FSDP1, ``torch.compile``) call the model inside.
+_INSIDE = ("module", "_orig_mod")
+
+
+class Pretrained(Protocol):
+    """A tokenizer, a processor or a config of transformers, for our purposes."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write its files into a folder."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside wrappers that do not pass attributes on; itself where it has a config."""
+    while getattr(model, "config", None) is None:
+        inside = (getattr(model, name, None) for name in _INSIDE)
+        inner = next((one for one in inside if isinstance(one, nn.Module)), None)
+        if inner is None:
+            break
+        model = inner
+    return model
+
+
+def adapters_of(model: nn.Module) -> Mapping[str, Any]:
+    """The configs of a PEFT model's adapters, by name; none of any other model."""
+    adapters = getattr(unwrapped(model), "peft_config", None)
+    return adapters if isinstance(adapters, dict) else {}
+
+
+def model_files(
+    model: nn.Module, tokenizer: Pretrained | None
+) -> tuple[Callable[[Path], object], ...]:
+    """Who writes the configs and the tokenizer, where the model has them.
+
+    A PEFT model has a config of its own: without it no adapter can be made of its shards.
+    """
+    inner, adapters = unwrapped(model), adapters_of(model)
+    parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
+    if adapters:
+        parts.append(adapters.get("default", next(iter(adapters.values()))))
+    return tuple(
+        (lambda folder, part=part: part.save_pretrained(str(folder)))
+        for part in (*parts, tokenizer)
+        if hasattr(part, "save_pretrained")
+    )

@@ -1,0 +1,124 @@
+"""When a rank writes its part of a save: at once, alone on its host, or when its turn has come."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from filelock import FileLock, Timeout
+
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from trainer_hooks.notes import Notes
+from trainer_hooks.settings import WriteConcurrency
+
+#: Seconds between two looks at what another host writes, over storage that sends no events.
+POLL: Final = 0.05
+
+
+class Pace:
+    """Lets a rank write when it may.
+
+    Promised: with ``per_node`` one rank of this job and user writes at a time on a host; with
+    ``one_at_a_time`` one of all, in their order, for as long as each takes less than the timeout.
+    Not promised: any order under ``per_node``; nor that hosts which share a temporary folder count
+    as several.
+
+    Args:
+        concurrency: how many may write at a time.
+        storage, layout: the job's.
+        rank: this rank.
+        timeout: seconds that a rank may take for its part.
+        stopped: ends a wait.
+        hosts_folder: where the locks of this host are; the system's temporary folder by default.
+    """
+
+    def __init__(
+        self,
+        concurrency: WriteConcurrency,
+        storage: Storage,
+        layout: JobLayout,
+        rank: int,
+        *,
+        timeout: float,
+        stopped: threading.Event,
+        hosts_folder: Path | None = None,
+    ) -> None:
+        self._concurrency = concurrency
+        self._storage = storage
+        self._layout = layout
+        self._rank = rank
+        self._timeout = timeout
+        self._stopped = stopped
+        self._hosts_folder = hosts_folder or Path(tempfile.gettempdir())
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether each rank waits for the one before it."""
+        return self._concurrency is WriteConcurrency.ONE_AT_A_TIME
+
+    @contextmanager
+    def turn(self, save_id: SaveId, receipt_of: Callable[[int], str]) -> Iterator[None]:
+        """Wait until this rank may write; others may once the block has ended.
+
+        Args:
+            save_id: what is written.
+            receipt_of: the receipt by which a rank says that its turn is over.
+
+        Raises:
+            SaveFailedError: its turn did not come in time, or the save is over before.
+            OSError: storage failed.
+        """
+        if self._concurrency is WriteConcurrency.PER_NODE:
+            with self._alone_here(save_id):
+                yield
+            return
+        if self.in_turns and self._rank > 0:
+            self._wait_for(self._rank - 1, save_id, receipt_of)
+        yield
+
+    @contextmanager
+    def _alone_here(self, save_id: SaveId) -> Iterator[None]:
+        job = hashlib.sha256(os.fsencode(self._layout.root)).hexdigest()[:16]
+        # Of this user: another's lock in a shared temporary folder could not be opened.
+        lock = FileLock(self._hosts_folder / f"syncd-{os.geteuid()}-{job}.lock")
+        until = time.monotonic() + self._timeout
+        while True:
+            try:
+                lock.acquire(timeout=POLL, poll_interval=POLL)
+            except Timeout:
+                if self._stopped.is_set() or time.monotonic() >= until:
+                    raise SaveFailedError(
+                        f"rank {self._rank} could not write its part of the save of step "
+                        f"{save_id.step}: another process on this host has held "
+                        f"{lock.lock_file} for {self._timeout:g} s"
+                    ) from None
+            else:
+                break
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _wait_for(self, before: int, save_id: SaveId, receipt_of: Callable[[int], str]) -> None:
+        notes = Notes(self._storage, self._layout.actor(save_id.step))
+        # Each of those before it may take the timeout.
+        until = time.monotonic() + self._timeout * self._rank
+        ours = f"rank {self._rank} did not write its part of the save of step {save_id.step}"
+        while notes.written(receipt_of(before)) != save_id:
+            for other in {before, 0}:
+                if notes.failed(other) == save_id:
+                    raise SaveFailedError(f"{ours}: it failed on rank {other} before its turn")
+            if time.monotonic() >= until:
+                raise SaveFailedError(f"{ours}: rank {before}, whose turn is first, took too long")
+            if self._stopped.wait(POLL):
+                raise SaveFailedError(f"{ours}: training ended before its turn")

@@ -1,0 +1,215 @@
+"""Which saves are made, and which are left out: the same on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from syncd.protocol.policy import SyncSettings, SyncStyle, trainer_decision
+from syncd.protocol.records import SaveId
+from trainer_hooks.background import SaveThread
+from trainer_hooks.decisions import Decisions, Plan
+from trainer_hooks.explorers import Explorers
+from trainer_hooks.progress import Progress
+from trainer_hooks.settings import SaveAsHf, SaveSettings, WhenBusy
+
+log = logging.getLogger(__name__)
+
+
+class Begun(NamedTuple):
+    """The saves that a plan is about.
+
+    Attributes:
+        sync: the one for explorers; None where ``full`` is for them too, or there is none.
+        full: the full checkpoint.
+        hugging_face: the full checkpoint that gets its full weights.
+    """
+
+    sync: SaveId | None = None
+    full: SaveId | None = None
+    hugging_face: SaveId | None = None
+
+
+class Planner:
+    """Decides what to save, on rank 0 where ranks could see it differently.
+
+    Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
+    step where nothing is due, and no explorer decides, nothing is sent.
+
+    Args:
+        decisions: how rank 0 tells the others.
+        settings, saving: when, and how, saves are made.
+        run_id: of all save ids.
+        one_save: whether a step that is due for both is saved once; not with a memory folder.
+        explorers: rank 0's.
+        thread: whose work rank 0 looks at.
+        progress: what became of earlier saves.
+        are_weights_there: on rank 0, whether an announced save still has all its weights.
+
+    Attributes:
+        synced: the save whose weights went to explorers last.
+        skipped: how many saves were left out, since the writer was busy.
+    """
+
+    def __init__(
+        self,
+        decisions: Decisions,
+        settings: SyncSettings,
+        saving: SaveSettings,
+        *,
+        run_id: str,
+        one_save: bool,
+        explorers: Explorers | None,
+        thread: SaveThread,
+        progress: Progress,
+        are_weights_there: Callable[[SaveId], bool],
+        patience: float,
+    ) -> None:
+        self.synced: SaveId | None = None
+        self.skipped = 0
+        self._decisions = decisions
+        self._settings = settings
+        self._saving = saving
+        self._run_id = run_id
+        self._one_save = one_save
+        self._explorers = explorers
+        self._thread = thread
+        self._progress = progress
+        self._are_weights_there = are_weights_there
+        self._patience = patience
+        self._full: SaveId | None = None
+        self._hugging_face: SaveId | None = None
+        self._owed = Plan.NOTHING
+        self._counter = 0
+
+    def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
+        """What the settings, and the explorers, want after a step, or while waiting for data.
+
+        Args:
+            step: the last that is finished; None before the first.
+            waiting: whether the trainer waits for data.
+
+        Raises:
+            SaveFailedError: rank 0 did not say.
+        """
+        driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
+        due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
+        if not (driven or due):
+            return Plan.NOTHING
+        return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting))
+
+    def sync(self, step: int) -> Plan:
+        """What is to be done so that explorers get a step."""
+        return self._decisions.agree(
+            lambda: Plan.NOTHING if self._is_begun(self.synced, step) else Plan.SYNC
+        )
+
+    def checkpoint(self, step: int, *, with_hf: bool) -> Plan:
+        """What is to be done so that a step is a full checkpoint."""
+        return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf))
+
+    def begin(self, plan: Plan, step: int) -> Begun:
+        """Take a plan as carried out; returns the saves that are to be made."""
+        self.skipped += bool(plan & Plan.SYNC_SKIPPED) + bool(plan & Plan.FULL_SKIPPED)
+        for done, skipped in ((Plan.SYNC, Plan.SYNC_SKIPPED), (Plan.FULL, Plan.FULL_SKIPPED)):
+            if plan & done:
+                self._owed &= ~done
+            elif plan & skipped:
+                self._owed |= done
+        sync = full = None
+        if plan & Plan.SYNC and not (plan & Plan.FULL and self._one_save):
+            sync = self.synced = self._next_id(step)
+        if plan & Plan.FULL:
+            reuses = plan & (Plan.COMPLETE | Plan.AGAIN)
+            full = self.synced if reuses and self.synced is not None else self._next_id(step)
+            self._full = full
+            if self._one_save:
+                self.synced = full
+        if plan & Plan.HUGGING_FACE:
+            self._hugging_face = self._full
+        return Begun(sync, full, self._full if plan & Plan.HUGGING_FACE else None)
+
+    # -- on all ranks --------------------------------------------------------------------------
+
+    def _due(self, step: int, *, waiting: bool) -> Plan:
+        """What is due by the settings alone, and by what was left out."""
+        last = self._last_sync_step
+        by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
+        due = Plan.NOTHING
+        if by_step.sync or (self._owed & Plan.SYNC and step != last):
+            due |= Plan.SYNC
+        is_full = self._full is not None and self._full.step == step
+        if not (waiting or is_full) and (by_step.full_save or self._owed & Plan.FULL):
+            due |= Plan.FULL
+        return due
+
+    @property
+    def _last_sync_step(self) -> int | None:
+        return None if self.synced is None else self.synced.step
+
+    def _next_id(self, step: int) -> SaveId:
+        save_id = SaveId(self._run_id, step, self._counter)
+        self._counter += 1
+        return save_id
+
+    # -- on rank 0 ---------------------------------------------------------------------------------
+
+    def _decide(self, step: int | None, due: Plan, *, waiting: bool) -> Plan:
+        """What is done of what is due, and of what explorers ask for."""
+        if self._explorers_want(step, waiting=waiting):
+            due |= Plan.SYNC
+        if step is None:
+            return Plan.NOTHING
+        busy = bool(self._thread.under_way)
+        plan = Plan.NOTHING
+        if due & Plan.FULL:
+            if busy and self._saving.when_busy_full is WhenBusy.SKIP:
+                plan |= Plan.FULL_SKIPPED
+            else:
+                with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS
+                plan |= self._for_checkpoint(step, with_hf=with_hf)
+        if due & Plan.SYNC:
+            is_one = plan & Plan.FULL and self._one_save
+            if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_one:
+                plan |= Plan.SYNC_SKIPPED
+            else:
+                plan |= Plan.SYNC
+        return plan
+
+    def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:
+        if self._settings.style is not SyncStyle.EXPLORER_DRIVEN or self._explorers is None:
+            return False
+        if self._is_on_its_way(self.synced):
+            return False  # whoever asks gets that
+        decision = self._explorers.decide(
+            self._settings, step=step or 0, last_sync_step=self._last_sync_step, waiting=waiting
+        )
+        return decision.sync
+
+    def _for_checkpoint(self, step: int, *, with_hf: bool) -> Plan:
+        hugging_face = Plan.HUGGING_FACE if with_hf else Plan.NOTHING
+        if self._is_begun(self._full, step):
+            if not with_hf or self._is_begun(self._hugging_face, step):
+                return Plan.NOTHING
+            self._thread.wait(most=0, timeout=self._patience)
+            if self._full is not None and self._progress.is_checkpoint(self._full):
+                return hugging_face
+        plan = Plan.FULL | hugging_face
+        synced = self.synced
+        if synced is not None and self._one_save and self._is_begun(synced, step):
+            self._thread.wait(most=0, timeout=self._patience)
+            if self._progress.is_announced(synced) and not self._progress.has_failed(synced):
+                plan |= Plan.COMPLETE if self._are_weights_there(synced) else Plan.AGAIN
+        return plan
+
+    def _is_begun(self, save_id: SaveId | None, step: int) -> bool:
+        """Whether a save is of this step, and has not failed."""
+        return (
+            save_id is not None and save_id.step == step and not self._progress.has_failed(save_id)
+        )
+
+    def _is_on_its_way(self, save_id: SaveId | None) -> bool:
+        return save_id is not None and not (
+            self._progress.has_failed(save_id) or self._progress.is_announced(save_id)
+        )

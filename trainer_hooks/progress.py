@@ -1,0 +1,56 @@
+"""What became of the saves that were begun."""
+
+from __future__ import annotations
+
+import threading
+
+from syncd.protocol.records import SaveId
+
+
+class Progress:
+    """What the writing thread says of saves, and the training thread asks.
+
+    Of saves that are announced rank 0 alone knows; of failures each rank its own.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._announced: SaveId | None = None
+        self._checkpoint: SaveId | None = None
+        self._failed: set[SaveId] = set()
+
+    def announced(self, save_id: SaveId) -> None:
+        """Explorers may have its weights."""
+        with self._lock:
+            self._announced = save_id
+
+    def checkpointed(self, save_id: SaveId) -> None:
+        """It can be resumed from."""
+        with self._lock:
+            self._checkpoint = save_id
+
+    def failed(self, save_id: SaveId) -> None:
+        """It did not become whole."""
+        with self._lock:
+            self._failed.add(save_id)
+
+    def has_failed(self, save_id: SaveId) -> bool:
+        """Whether it did not become whole."""
+        with self._lock:
+            return save_id in self._failed
+
+    def is_announced(self, save_id: SaveId) -> bool:
+        """Whether it is the one that was announced last."""
+        with self._lock:
+            return self._announced == save_id
+
+    def is_checkpoint(self, save_id: SaveId) -> bool:
+        """Whether it is the full checkpoint that was announced last."""
+        with self._lock:
+            return self._checkpoint == save_id
+
+    @property
+    def announced_step(self) -> int | None:
+        """The step that was announced last."""
+        with self._lock:
+            return None if self._announced is None else self._announced.step

@@ -1,0 +1,251 @@
+"""The files that one rank writes of a save, in the order of the protocol.
+
+``.saving``; the old receipt away; the weights under a temporary name, fsync, rename; receipt. Of a
+full checkpoint then: optimizer, extra state, critic, Hugging Face weights; the full receipt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import (
+    CRITIC,
+    FSDP_CONFIG,
+    FULL,
+    FULL_STATE_DICT,
+    HUGGINGFACE,
+    SAVING,
+    JobLayout,
+    extra_state_name,
+    failure_name,
+    full_receipt_name,
+    optimizer_name,
+    receipt_name,
+    shard_name,
+)
+from syncd.protocol.records import Receipt, ReceiptFile, SaveId
+from syncd.storage.fsio import Storage
+from syncd.storage.steps import make_step_folder
+from trainer_hooks.contents import Contents
+from trainer_hooks.notes import Notes
+from trainer_hooks.pace import Pace
+from trainer_hooks.parts import (
+    link_or_copy,
+    make_mark,
+    write_model_files,
+    write_small,
+    write_tensors,
+)
+from trainer_hooks.remains import Remains
+from trainer_hooks.spool import Spool
+
+
+class RankFiles:
+    """Writes one rank's files; each method may be done again from its start.
+
+    Args:
+        storage, layout: the job's.
+        rank, world_size: whose.
+        pace: when this rank may write.
+        remains: removes what it left half written.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        rank: int,
+        world_size: int,
+        *,
+        pace: Pace,
+        remains: Remains,
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._rank = rank
+        self._world_size = world_size
+        self._pace = pace
+        self._remains = remains
+
+    def write_weights(self, save_id: SaveId, contents: Contents) -> list[ReceiptFile]:
+        """Replace what the step's folder holds of this rank's by the weights of a save.
+
+        Returns:
+            The files, as the receipt tells of them.
+
+        Raises:
+            SaveFailedError: it was not this rank's turn in time.
+            OSError: storage refused; names the file.
+        """
+        step, rank, world_size = save_id.step, self._rank, self._world_size
+        folder, actor, notes = self._places(save_id)
+        # One by one: a client that remembers a folder by its handle could go on inside one that
+        # the pruner has set aside.
+        make_step_folder(self._storage, self._layout, step)
+        for made in (actor, notes.folder):
+            self._storage.make_folder(made, below=folder)
+        make_mark(self._storage, folder / SAVING)
+        # What is about to be replaced is not whole any more: nobody may resume from it.
+        self._storage.unlink_if_there(folder / FULL)
+        # Also where it was gone: whoever removed it may not have come to this.
+        self._storage.sync_folder(folder)
+        self._unlink_all(
+            notes.folder, receipt_name(rank), full_receipt_name(rank), failure_name(rank)
+        )
+        self._storage.sync_folder(notes.folder)
+        for place in (actor, folder / CRITIC):
+            self._remains.remove_temporaries(place)
+        with self._pace.turn(save_id, receipt_name):
+            files: list[ReceiptFile] = []
+            if contents.full_model is not None:
+                files.append(contents.full_model.commit())
+            elif contents.model is not None:
+                path = actor / shard_name(world_size, rank)
+                files.append(write_tensors(self._storage, path, contents.model))
+            if rank == 0:
+                config: dict[str, int] = {"world_size": world_size}
+                if contents.fsdp_version is not None:
+                    config["FSDP_version"] = contents.fsdp_version
+                write_small(self._storage, actor / FSDP_CONFIG, json.dumps(config).encode())
+                files.extend(
+                    write_model_files(self._storage, actor / HUGGINGFACE, contents.model_files)
+                )
+            notes.write_receipt(receipt_name(rank), self._receipt(save_id, files))
+        return files
+
+    def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
+        """Protect a save whose weights are announced, to complete it.
+
+        Returns:
+            This rank's files of the weights.
+
+        Raises:
+            SaveFailedError: they are gone.
+        """
+        folder, _, notes = self._places(save_id)
+        try:
+            make_mark(self._storage, folder / SAVING)
+            self._storage.sync_folder(folder)
+            receipt = notes.receipt(receipt_name(self._rank))
+        except FileNotFoundError:
+            receipt = None
+        if receipt is None or receipt.save_id != str(save_id):
+            raise SaveFailedError(
+                f"the weights of step {save_id.step} are not in {folder} any more: save the step "
+                "again"
+            )
+        return list(receipt.files)
+
+    def write_rest(
+        self, save_id: SaveId, contents: Contents, files: list[ReceiptFile]
+    ) -> list[ReceiptFile]:
+        """What is needed to resume, beside the model's part.
+
+        Args:
+            save_id: which save.
+            contents: what it holds.
+            files: this rank's files of the weights.
+
+        Returns:
+            The files that were written now, the weights for ``huggingface/`` aside.
+
+        Raises:
+            SaveFailedError: it was not this rank's turn in time.
+            OSError: storage refused; names the file.
+        """
+        rank, world_size = self._rank, self._world_size
+        _, actor, notes = self._places(save_id)
+        if contents.completes:
+            self._unlink_all(notes.folder, full_receipt_name(rank), failure_name(rank))
+            self._remains.remove_temporaries(actor)
+        rest: list[ReceiptFile] = []
+        with self._pace.turn(save_id, full_receipt_name):
+            for name, part in (
+                (optimizer_name(world_size, rank), contents.optimizer),
+                (extra_state_name(world_size, rank), contents.extra),
+            ):
+                if part is not None:
+                    rest.append(write_tensors(self._storage, actor / name, part))
+            if contents.critic is not None:
+                rest += self._write_critic(save_id, contents.critic, contents.critic_optimizer)
+            self._write_hugging_face(save_id, contents)
+            receipt = self._receipt(save_id, [*files, *rest])
+            notes.write_receipt(full_receipt_name(rank), receipt)
+        return rest
+
+    def _write_critic(
+        self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
+    ) -> list[ReceiptFile]:
+        """Another model; its files are named as seen from the step's folder."""
+        folder = self._layout.step(save_id.step)
+        critic = folder / CRITIC
+        self._storage.make_folder(critic, below=folder)
+        parts = [(shard_name(self._world_size, self._rank), model)]
+        if optimizer is not None:
+            parts.append((optimizer_name(self._world_size, self._rank), optimizer))
+        files = [write_tensors(self._storage, critic / name, state) for name, state in parts]
+        return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
+
+    def _write_hugging_face(self, save_id: SaveId, contents: Contents) -> None:
+        """The full weights beside config and tokenizer. The daemon publishes none from there."""
+        folder, actor, _ = self._places(save_id)
+        if contents.hugging_face is not None:
+            self._storage.make_folder(actor / HUGGINGFACE, below=folder)
+            contents.hugging_face.commit()
+        elif contents.links_hugging_face:
+            self._storage.make_folder(actor / HUGGINGFACE, below=folder)
+            target = actor / HUGGINGFACE / FULL_STATE_DICT
+            link_or_copy(self._storage, actor / FULL_STATE_DICT, target)
+
+    def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
+        """Give a full checkpoint that is whole its full weights too.
+
+        Raises:
+            OSError: storage refused.
+        """
+        folder, actor, _ = self._places(save_id)
+        make_mark(self._storage, folder / SAVING)
+        self._storage.sync_folder(folder)
+        self._storage.make_folder(actor / HUGGINGFACE, below=folder)
+        weights.commit()
+        self._storage.unlink_if_there(folder / SAVING)
+
+    def are_weights_there(self, save_id: SaveId) -> bool:
+        """Whether all ranks' weights of a save that was announced are there, by their names.
+
+        Raises:
+            OSError: storage failed.
+        """
+        _, actor, notes = self._places(save_id)
+        if notes.written(receipt_name(0)) != save_id:
+            return False
+        ranks = range(self._world_size)
+        names, receipts = set(self._storage.names(actor)), set(self._storage.names(notes.folder))
+        shards = {shard_name(self._world_size, rank) for rank in ranks}
+        weights_are = shards <= names or FULL_STATE_DICT in names
+        return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
+
+    # -- small things ----------------------------------------------------------------------------
+
+    def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
+        """The step's folder, ``actor/`` in it, and what the ranks say in there."""
+        step = save_id.step
+        actor = self._layout.actor(step)
+        return self._layout.step(step), actor, Notes(self._storage, actor)
+
+    def _unlink_all(self, folder: Path, *names: str) -> None:
+        for name in names:
+            self._storage.unlink_if_there(folder / name)
+
+    def _receipt(self, save_id: SaveId, files: list[ReceiptFile]) -> Receipt:
+        return Receipt(
+            save_id=str(save_id),
+            step=save_id.step,
+            rank=self._rank,
+            world_size=self._world_size,
+            files=tuple(files),
+        )

@@ -1,0 +1,100 @@
+"""What a save leaves that does not become whole, and how each rank removes its own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncd.protocol.layout import (
+    CRITIC,
+    FULL_STATE_DICT,
+    RECEIPTS,
+    SAVING,
+    TEMPORARY,
+    JobLayout,
+    extra_state_name,
+    full_receipt_name,
+    optimizer_name,
+    receipt_name,
+    shard_name,
+)
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """A save as far as this rank knows.
+
+    Attributes:
+        weights_stay: whether its weights may be announced by now: they are not to be taken back.
+        rest_stays: the same of the part for resuming, or there is none.
+    """
+
+    save_id: SaveId
+    weights_stay: bool
+    rest_stays: bool
+
+
+class Remains:
+    """Removes what one rank wrote of a save that was given up. A refusal is logged, never raised.
+
+    Args:
+        storage, layout: the job's.
+        rank, world_size: whose.
+    """
+
+    def __init__(self, storage: Storage, layout: JobLayout, rank: int, world_size: int) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._rank = rank
+        self._world_size = world_size
+
+    def discard(self, attempt: Attempt) -> None:
+        """Remove what is not, and will not be, announced; the receipts first."""
+        step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
+        actor, critic = self._layout.actor(step), self._layout.step(step) / CRITIC
+        receipts = actor / RECEIPTS
+        paths: list[Path] = []
+        if not attempt.weights_stay:
+            paths += [receipts / receipt_name(rank), actor / shard_name(world_size, rank)]
+            if rank == 0:
+                paths.append(actor / FULL_STATE_DICT)
+        if not attempt.rest_stays:
+            optimizer = optimizer_name(world_size, rank)
+            paths += [
+                receipts / full_receipt_name(rank),
+                actor / optimizer,
+                actor / extra_state_name(world_size, rank),
+                critic / shard_name(world_size, rank),
+                critic / optimizer,
+            ]
+        for path in paths:
+            self._remove(path)
+
+    def unprotect(self, step: int) -> None:
+        """Take ``.saving`` away: the save is over, and what is left of it is for the pruner."""
+        self._remove(self._layout.step(step) / SAVING)
+
+    def remove_temporaries(self, folder: Path) -> None:
+        """What this rank left half written when it was killed in an earlier save of this step.
+
+        Raises:
+            OSError: storage failed.
+        """
+        ours = tuple(
+            f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
+            for name_of in (shard_name, optimizer_name, extra_state_name)
+        )
+        for found in self._storage.names(folder):
+            if found.startswith(ours):
+                self._storage.unlink_if_there(folder / found)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            self._storage.unlink_if_there(path)
+        except OSError as error:
+            log.warning("%s stays, though its save was given up: %s", path, error)

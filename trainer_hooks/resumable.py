@@ -1,0 +1,243 @@
+"""Which full checkpoint to resume from, as the files say.
+
+The order in which a full save is written (:mod:`~trainer_hooks.writer`), and what a crash before
+each of its steps leaves::
+
+    .saving made, .full_checkpoint removed    the step that was there before
+    every rank's files replaced, receipts     no .full_checkpoint: cut off
+    the state pointer moved                   no .full_checkpoint: cut off
+    every rank's full receipts                no .full_checkpoint: cut off
+    .full_checkpoint made                     the step that the checkpoint pointer names
+    the checkpoint pointer moved              whole, though not pointed to
+    .saving removed                           whole and pointed to
+
+So a step is **whole** if it has ``.full_checkpoint`` and the full receipts of all ranks, of one
+save. The receipts are needed too: where a step is saved twice, one rank may have begun the second
+save when another makes the mark of the first. A save of another trainer (no receipts) is whole if
+all shards are there, without ``.saving``, and a mark or the pointer says that it can be resumed
+from.
+
+What counts is the step that the checkpoint pointer names, if it is whole. If it is not, which takes
+that the step was being saved again, or was deleted, the newest whole one counts. A file that is
+missing from a whole step is damage, and not a crash: nothing else is taken in its place unasked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from syncd.checkpoint.save import RANK_LIMIT, look_at_save
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import (
+    ACTOR,
+    CRITIC,
+    FULL,
+    FULL_STATE_DICT,
+    RECEIPTS,
+    RETIRED,
+    SAVING,
+    JobLayout,
+    full_receipt_name,
+    optimizer_name,
+    shard_name,
+)
+from syncd.protocol.records import Receipt, ReceiptFile, parse
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage
+from trainer_hooks.retire import full_steps, pointed_step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FullCheckpoint:
+    """A whole full checkpoint.
+
+    Attributes:
+        step: whose folder it is in.
+        world_size: how many ranks have written it.
+        save_id: which save it is; None of another trainer's.
+        weights: the files that hold the actor's weights, by name inside ``actor/``.
+        vouched: for each folder of the step what the receipts say of each file, by its name inside
+            that folder; without an entry where there are no receipts.
+    """
+
+    step: int
+    world_size: int
+    save_id: str | None
+    weights: tuple[str, ...]
+    vouched: dict[str, dict[str, ReceiptFile]] = field(default_factory=dict)
+
+    def weights_in(self, folder: str) -> tuple[str, ...]:
+        """The files that hold the weights in ``actor`` or ``critic``, by name inside it."""
+        if folder == ACTOR:
+            return self.weights
+        return _weights(self.vouched.get(folder, {}), self.world_size)
+
+    @property
+    def optimizers(self) -> tuple[str, ...]:
+        """The files of all ranks' optimizers, by name inside either folder."""
+        return tuple(optimizer_name(self.world_size, rank) for rank in range(self.world_size))
+
+
+class Found(NamedTuple):
+    """What was found in a job.
+
+    Attributes:
+        checkpoint: the one to resume from; None where there is none.
+        reasons: why those do not count that were looked at before it.
+    """
+
+    checkpoint: FullCheckpoint | None
+    reasons: tuple[str, ...]
+
+
+def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
+    """The step to resume from: the newest whole full checkpoint, never one that a crash cut off.
+
+    On one rank, or on each by itself: :func:`~trainer_hooks.resume.load_checkpoint` agrees on one.
+    Not promised: that its files are all there and undamaged; loading it tells.
+
+    Args:
+        job_dir: the job directory; nothing in it is changed.
+        storage: the seam for tests.
+
+    Returns:
+        The step, or None where nothing can be resumed from. Where that is so although something was
+        saved, the log says why.
+
+    Raises:
+        JobUnavailableError: the job directory is not there.
+        OSError: it cannot be read now.
+    """
+    layout = JobLayout(Path(job_dir).absolute())
+    found = find_checkpoint(storage or Storage(layout.root), layout)
+    return None if found.checkpoint is None else found.checkpoint.step
+
+
+def find_checkpoint(storage: Storage, layout: JobLayout) -> Found:
+    """Look for the full checkpoint to resume from.
+
+    Raises:
+        JobUnavailableError: the job directory is not there: it must not count as empty.
+        OSError: it cannot be read now.
+    """
+    if not storage.exists(layout.root):
+        raise JobUnavailableError(
+            f"the job directory {layout.root} is not there: create it, or mount its storage"
+        )
+    pointed = pointed_step(storage, layout)
+    others = (step for step in reversed(full_steps(storage, layout)) if step != pointed)
+    reasons: list[str] = []
+    for step in (*(() if pointed is None else (pointed,)), *others):
+        checkpoint = look_at_checkpoint(storage, layout, step, is_pointed=step == pointed)
+        if isinstance(checkpoint, FullCheckpoint):
+            if reasons:
+                log.warning("resuming from step %d: %s", step, "; ".join(reasons))
+            return Found(checkpoint, tuple(reasons))
+        reasons.append(checkpoint)
+    if reasons:
+        log.warning("nothing can be resumed from: %s", "; ".join(reasons))
+    return Found(None, tuple(reasons))
+
+
+def look_at_checkpoint(
+    storage: Storage, layout: JobLayout, step: int, *, is_pointed: bool
+) -> FullCheckpoint | str:
+    """A step's full checkpoint, if it is whole; else why it is not.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        step: which.
+        is_pointed: whether the checkpoint pointer names it.
+    """
+    folder, actor = layout.step(step), layout.actor(step)
+    names = storage.names(folder)
+    if not names:
+        return f"{folder} is not there, or empty"
+    if RECEIPTS not in storage.names(actor):
+        return _foreign(storage, layout, step, names, is_marked=is_pointed or FULL in names)
+    if FULL not in names:
+        what = "its trainer has retired it" if RETIRED in names else "its save was cut off"
+        return f"{folder} has no {FULL}: it holds no full checkpoint, or {what}"
+    try:
+        receipts = _full_receipts(storage, actor)
+    except RecordError as error:
+        return str(error)
+    world_size, save_id = _identity(receipts[0])
+    vouched = _by_folder(receipts)
+    weights = _weights(vouched[ACTOR], world_size)
+    return FullCheckpoint(step, world_size, save_id, weights, vouched)
+
+
+def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
+    """The files of the weights: shards, unless the receipts tell of one full state dict alone."""
+    shards = tuple(shard_name(world_size, rank) for rank in range(world_size))
+    if FULL_STATE_DICT in names and not names.keys() & set(shards):
+        return (FULL_STATE_DICT,)
+    return shards
+
+
+def _foreign(
+    storage: Storage, layout: JobLayout, step: int, names: list[str], *, is_marked: bool
+) -> FullCheckpoint | str:
+    """A checkpoint of another trainer, which has no receipts."""
+    if not is_marked or SAVING in names:
+        return f"{layout.step(step)} is being written, or is not a full checkpoint"
+    save = look_at_save(storage, layout.actor(step), step)
+    if save.identity is None:
+        return save.reason
+    return FullCheckpoint(step, len(save.weights), None, save.weights)
+
+
+def _full_receipts(storage: Storage, folder: Path) -> list[Receipt]:
+    """The full receipts of all ranks.
+
+    Raises:
+        RecordError: one is missing or cannot be read, or they are of several saves.
+    """
+    receipts = [_full_receipt(storage, folder, 0)]
+    if receipts[0].world_size > RANK_LIMIT:
+        raise RecordError(f"{folder}: rank 0's receipt is of over {RANK_LIMIT} ranks")
+    for rank in range(1, receipts[0].world_size):
+        receipt = _full_receipt(storage, folder, rank)
+        if _identity(receipt) != _identity(receipts[0]) or receipt.rank != rank:
+            raise RecordError(
+                f"{folder}: the receipts of ranks 0 and {rank} are of two saves, "
+                f"{receipts[0].save_id} and {receipt.save_id}: the later one was cut off"
+            )
+        receipts.append(receipt)
+    return receipts
+
+
+def _full_receipt(storage: Storage, folder: Path, rank: int) -> Receipt:
+    path = folder / RECEIPTS / full_receipt_name(rank)
+    try:
+        return parse(Receipt, storage.read(path), path)
+    except OSError as error:
+        if is_gone(error):
+            raise RecordError(
+                f"{path} is missing: the full save of this step was cut off"
+            ) from error
+        raise
+
+
+def _identity(receipt: Receipt) -> tuple[int, str]:
+    return receipt.world_size, receipt.save_id
+
+
+def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
+    """What receipts say, whose names are those inside ``actor/``, the critic's aside."""
+    folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}}
+    for file in (file for receipt in receipts for file in receipt.files):
+        folder, _, name = file.name.partition("/")
+        if folder == CRITIC:
+            folders.setdefault(CRITIC, {})[name] = file
+        else:
+            folders[ACTOR][file.name] = file
+    return folders

@@ -1,0 +1,266 @@
+"""Resuming: a full checkpoint onto the same ranks, or onto others, on the same mesh or another."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from syncd.protocol.errors import CheckpointError
+from syncd.protocol.layout import ACTOR, CRITIC, JobLayout, extra_state_name
+from syncd.storage.fsio import Storage
+from trainer_hooks.agreement import Ranks
+from trainer_hooks.full_checkpoint import RNG, SCHEDULER, USER_STATE, set_rng_state
+from trainer_hooks.loading import Loading, ModelLoading, OptimizerLoading, RawOptimizerLoading
+from trainer_hooks.resumable import (
+    FullCheckpoint,
+    find_checkpoint,
+    latest_checkpoint,
+    look_at_checkpoint,
+)
+from trainer_hooks.retire import pointed_step
+from trainer_hooks.saved_files import SavedFiles
+
+__all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+
+class Resumable(Protocol):
+    """An optimizer or a scheduler, for our purposes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to resume."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Resume."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was resumed from.
+
+    Attributes:
+        step: that was saved: training goes on with the one after it.
+        user_state: as it was given to the hook; None where none was. After another number of ranks
+            it is rank 0's on all of them.
+        save_id: of the save; None of another trainer's.
+        world_size: how many ranks had saved it.
+        is_exact: whether as many ranks go on, so that also the random number generators do.
+    """
+
+    step: int
+    user_state: dict[str, Any] | None
+    save_id: str | None
+    world_size: int
+    is_exact: bool
+
+
+def load_checkpoint(
+    job_dir: str | Path,
+    model: nn.Module,
+    *,
+    optimizer: Resumable | None = None,
+    scheduler: Resumable | None = None,
+    critic: nn.Module | None = None,
+    critic_optimizer: Resumable | None = None,
+    step: int | None = None,
+    storage: Storage | None = None,
+) -> Resumed | None:
+    """Load a full checkpoint that :class:`~trainer_hooks.TrainerHook` has saved.
+
+    Call it on every rank alike, with models that are wrapped and optimizers that are made as for
+    training, before the first step. Each rank reads the bytes of its own part of each tensor, from
+    whichever files they are in: the number of ranks and the mesh may be others than those that
+    saved (FSDP1, FSDP2, with tensor parallelism or without, DDP, one process). Floating values are
+    cast to the dtype that they have here, integers likewise.
+
+    Promised: what is loaded is all of one save, and of the bytes that were written: every file is
+    checked against its receipt, and every byte of it against its CRC-32 on some rank (not those of
+    ``model.safetensors``, nor of a trainer that switched CRC-32 off). All ranks return, or all
+    raise. With as many ranks on the same mesh, training goes on as if it had never stopped.
+
+    Not promised: that model and optimizer are untouched where this raises: a file may turn out to
+    be damaged when half of it is loaded. Nor that a module's own ``get_extra_state`` is resumed: it
+    stays as it is. After another number of ranks the random number generators stay as they are, and
+    user state and scheduler are rank 0's; that is warned of.
+
+    Args:
+        job_dir: the job directory; nothing in it is changed.
+        model: takes the actor's weights, in place.
+        optimizer: a ``torch.optim.Optimizer`` of this model, takes its state; anything else that
+            has ``load_state_dict`` does with the same number of ranks only. None leaves what was
+            saved of it.
+        scheduler: of the learning rate; None leaves what was saved.
+        critic: another model, takes the weights in ``critic/``.
+        critic_optimizer: of that model.
+        step: which; by default what :func:`latest_checkpoint` says.
+        storage: the seam for tests.
+
+    Returns:
+        What was resumed from; None where nothing was ever saved, and no ``step`` is given.
+
+    Raises:
+        CheckpointError: a file of the step is missing or damaged, or is not of this model or
+            optimizer; the message names it. Or there were full checkpoints, and none is whole.
+        JobUnavailableError: the job directory is not there.
+        OSError: it cannot be read now.
+    """
+    layout = JobLayout(Path(job_dir).absolute())
+    storage = storage or Storage(layout.root)
+    ranks = Ranks()
+    chosen = ranks.of_first(lambda: _chosen(storage, layout, step))
+    if chosen is None:
+        return None
+    is_exact = chosen.world_size == ranks.world_size
+    own = ranks.rank if is_exact else None
+    checked = range(ranks.rank, chosen.world_size, ranks.world_size)
+    with ExitStack() as stack:
+        parts: list[Loading] = []
+
+        def open_parts() -> dict[str, Any]:
+            for folder, module, its in (
+                (ACTOR, model, optimizer),
+                (CRITIC, critic, critic_optimizer),
+            ):
+                if module is None:
+                    continue
+                part = _model_part(storage, layout, chosen, folder, module)
+                parts.append(part)
+                stack.enter_context(part.files)
+                part.files.check_there([n for n in checked if n < len(part.files)])
+                if its is None:
+                    continue
+                parts.insert(0, _optimizer_part(storage, layout, chosen, folder, module, its, own))
+                stack.enter_context(parts[0].files)
+                parts[0].files.check_there(checked)
+            return _extra_state(storage, layout, chosen, own)
+
+        extra = ranks.together(open_parts)
+        # From here on the collectives of FSDP1 stand between what each rank does by itself.
+        undo = stack.enter_context(ExitStack())
+        for part in parts:
+            undo.callback(part.forget)
+            part.prepare()
+        ranks.together(lambda: _each(parts, lambda part: part.plan(own)))
+        _all_is_used(ranks, parts)
+        ranks.together(lambda: _each(parts, lambda part: part.fill(checked)))
+        for part in parts:
+            part.load()
+        undo.pop_all()
+        ranks.together(lambda: _restore(extra, scheduler, layout.step(chosen.step), own))
+    if not is_exact:
+        warnings.warn(
+            f"{layout.step(chosen.step)} was saved by {chosen.world_size} ranks and is resumed by "
+            f"{ranks.world_size}: random number generators stay as they are, user state and "
+            "scheduler are rank 0's",
+            stacklevel=2,
+        )
+    log.info("resumed from %s", layout.step(chosen.step))
+    return Resumed(chosen.step, extra.get(USER_STATE), chosen.save_id, chosen.world_size, is_exact)
+
+
+def _each(parts: Iterable[Loading], work: Callable[[Loading], None]) -> None:
+    for part in parts:
+        work(part)
+
+
+def _chosen(storage: Storage, layout: JobLayout, step: int | None) -> FullCheckpoint | None:
+    if step is None:
+        found = find_checkpoint(storage, layout)
+        if found.checkpoint is None and found.reasons:
+            raise CheckpointError(
+                f"{layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}): bring "
+                "one back; to train from the beginning, use another job directory"
+            )
+        return found.checkpoint
+    is_pointed = pointed_step(storage, layout) == step
+    checkpoint = look_at_checkpoint(storage, layout, step, is_pointed=is_pointed)
+    if isinstance(checkpoint, str):
+        raise CheckpointError(f"step {step} cannot be resumed from: {checkpoint}")
+    return checkpoint
+
+
+def _model_part(
+    storage: Storage, layout: JobLayout, chosen: FullCheckpoint, folder: str, module: nn.Module
+) -> ModelLoading:
+    files = SavedFiles(
+        storage,
+        layout.step(chosen.step) / folder,
+        chosen.weights_in(folder),
+        chosen.vouched.get(folder),
+    )
+    return ModelLoading(module, files)
+
+
+def _optimizer_part(
+    storage: Storage,
+    layout: JobLayout,
+    chosen: FullCheckpoint,
+    folder: str,
+    module: nn.Module,
+    optimizer: Resumable,
+    own: int | None,
+) -> Loading:
+    files = SavedFiles(
+        storage,
+        layout.step(chosen.step) / folder,
+        chosen.optimizers,
+        chosen.vouched.get(folder),
+        is_optimizer=True,
+    )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return OptimizerLoading(module, optimizer, files)
+    if own is None:
+        raise CheckpointError(
+            f"{files.paths[0]} holds the state of an optimizer that is not torch.optim.Optimizer, "
+            f"which only the {chosen.world_size} ranks that saved it can resume from"
+        )
+    return RawOptimizerLoading(optimizer, files, own)
+
+
+def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
+    """Raise where something was saved that no rank takes: a model of more layers, say."""
+    unused = ranks.gathered([part.unused() for part in parts])
+    if not any(any(names) for names in unused):
+        return
+    taken = ranks.gathered([part.taken() for part in parts])
+    for number, part in enumerate(parts):
+        left = set().union(*(names[number] for names in unused))
+        left -= set().union(*(names[number] for names in taken))
+        if left:
+            raise part.too_many(sorted(left))
+
+
+def _extra_state(
+    storage: Storage, layout: JobLayout, chosen: FullCheckpoint, own: int | None
+) -> dict[str, Any]:
+    """A rank's own extra state; of another number of ranks, rank 0's."""
+    name = extra_state_name(chosen.world_size, own or 0)
+    folder = layout.actor(chosen.step)
+    found = SavedFiles(storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
+    if not isinstance(found, dict) or RNG not in found:
+        raise CheckpointError(
+            f"{folder / name} is not the extra state of trainer_hooks: load from another save"
+        )
+    return found
+
+
+def _restore(
+    extra: Mapping[str, Any], scheduler: Resumable | None, folder: Path, own: int | None
+) -> None:
+    if scheduler is not None:
+        if SCHEDULER not in extra:
+            raise CheckpointError(
+                f"{folder} was saved without a scheduler: load it with scheduler=None"
+            )
+        scheduler.load_state_dict(extra[SCHEDULER])
+    if own is not None:
+        set_rng_state(extra[RNG])

@@ -1,0 +1,293 @@
+"""The files of one kind that all ranks of a save have written, opened as far as they are needed."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch
+
+from syncd.checkpoint.boxes import Box, whole
+from syncd.checkpoint.pieces import Piece, Pieces, read_pieces
+from syncd.checkpoint.placement import Chunks, Local, Shape
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.source_reader import SourceReader, record_checks
+from syncd.checkpoint.tensor_rules import DTYPES, shown
+from syncd.checkpoint.torch_zip import Record
+from syncd.protocol.errors import CheckpointError, ShardFormatError
+from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.records import ReceiptFile
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage
+
+#: What every message about a part that is missing or damaged ends with.
+ADVICE: Final = (
+    "bring it back, or resume from an older full checkpoint by load_checkpoint(..., step=N)"
+)
+
+
+_DTYPES: Final = {
+    name: getattr(torch, told) for told, (name, _) in DTYPES.items() if hasattr(torch, told)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one file holds of a tensor.
+
+    Attributes:
+        dtype: safetensors' name.
+        shape: of the whole tensor.
+        parts: where in the file which boxes of it are.
+    """
+
+    dtype: str
+    shape: Shape
+    parts: tuple[tuple[Box, Local], ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """Torch's own; None where this torch has none."""
+        return _DTYPES.get(self.dtype)
+
+    @classmethod
+    def of(cls, value: Local | Chunks) -> Held:
+        """As the parser of the merge found it."""
+        if isinstance(value, Chunks):
+            return cls(value.dtype, value.global_shape, tuple(map(_placed, value.locals)))
+        box, _ = placed = _placed(value)
+        position = value.position
+        return cls(value.dtype, box.shape if position is None else position.global_shape, (placed,))
+
+
+def _placed(local: Local) -> tuple[Box, Local]:
+    if local.position is None:
+        return whole(local.local_shape), local
+    return Box(local.position.offsets, local.local_shape), local
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """One of the files, open.
+
+    Attributes:
+        path, fd, has_crc, records: as :class:`~syncd.checkpoint.source_reader.Source` has them.
+        tensors: what it holds, by the names of the tensors.
+        plain: its values that are no tensors, of an optimizer's file.
+    """
+
+    path: Path
+    fd: int
+    has_crc: bool
+    records: Mapping[str, Record]
+    tensors: Mapping[str, Held] = field(default_factory=dict)
+    plain: dict[str, object] = field(default_factory=dict)
+
+
+class SavedFiles:
+    """The files of one kind in one folder; each is checked against its receipt as it is opened.
+
+    A context manager: it closes what was opened.
+
+    Args:
+        storage: what they are read through.
+        folder: where they are.
+        names: inside the folder, in rank order; or one ``model.safetensors``.
+        vouched: what the receipts say; None where there are none.
+        is_optimizer: whether they are an optimizer's, in which values may be that are no tensors.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        folder: Path,
+        names: Sequence[str],
+        vouched: Mapping[str, ReceiptFile] | None,
+        *,
+        is_optimizer: bool = False,
+    ) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._vouched = vouched
+        self._is_optimizer = is_optimizer
+        self.paths = tuple(folder / name for name in names)
+        self._open: dict[int, OpenFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._storage.release(self._open.popitem()[1].fd)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def opened(self) -> dict[int, OpenFile]:
+        """Those that are open, by rank."""
+        return self._open
+
+    def __getitem__(self, number: int) -> OpenFile:
+        """One of the files, by the rank that wrote it.
+
+        Raises:
+            CheckpointError: it is missing, or not the one that its receipt vouches for, or holds
+                what cannot be read.
+            OSError: it cannot be read now.
+        """
+        if number not in self._open:
+            self._open[number] = self._opened(self.paths[number])
+        return self._open[number]
+
+    def check_there(self, numbers: Sequence[int]) -> None:
+        """Raise a CheckpointError that names the first of these that is missing or cut short."""
+        for number in numbers:
+            path = self.paths[number]
+            told = self._told(path)
+            status = self._storage.status(path)
+            if status is None:
+                raise missing(path)
+            if told is not None and told.size != status.st_size:
+                raise _differs(path, f"has {status.st_size} bytes instead of {told.size}")
+
+    def loaded(self, number: int) -> Any:
+        """What ``torch.load(weights_only=True)`` makes of one of the files, all its bytes checked.
+
+        For what holds no tensors of the model's.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or not one that can be loaded.
+            OSError: it cannot be read now.
+        """
+        path = self.paths[number]
+        told = self._told(path)
+        try:
+            with ShardFile.open(self._storage, path) as file:
+                _compare(path, told, file.size, file.directory_digest)
+                checks = record_checks([file], check_crc=True)
+                SourceReader(self._storage, [file], checks=checks, cancel=lambda: None).finish()
+                with open(file.fd, "rb", closefd=False) as stream:
+                    return torch.load(stream, map_location="cpu", weights_only=True)
+        except OSError as error:
+            if is_gone(error):
+                raise missing(path) from error
+            raise
+        except ShardFormatError as error:
+            raise CheckpointError(f"{error}; to resume, {ADVICE}") from error
+        except (pickle.UnpicklingError, RuntimeError) as error:
+            first = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"{path} cannot be loaded ({first}): it is not one that trainer_hooks has written; "
+                f"{ADVICE}"
+            ) from error
+
+    def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
+        """What the open files are read through, and under which number each is there.
+
+        Args:
+            checked: those of which all of the bytes are to be checked; they are opened. A file of a
+                trainer that switched CRC-32 off, or a safetensors file, has nothing to check by.
+        """
+        for number in checked:
+            _ = self[number]
+        numbers = sorted(self._open)
+        files = [self._open[number] for number in numbers]
+        checks = [
+            check
+            for number, file in zip(numbers, files, strict=True)
+            for check in record_checks([file], check_crc=number in checked)
+        ]
+        reader = SourceReader(self._storage, files, checks=checks, cancel=lambda: None)
+        return reader, {number: at for at, number in enumerate(numbers)}
+
+    def _told(self, path: Path) -> ReceiptFile | None:
+        if self._vouched is None:
+            return None
+        told = self._vouched.get(path.name)
+        if told is None:
+            raise CheckpointError(
+                f"{path} is in none of the receipts of its save: it was saved without; {ADVICE}"
+            )
+        return told
+
+    def _opened(self, path: Path) -> OpenFile:
+        told = self._told(path)
+        try:
+            if path.name == FULL_STATE_DICT:
+                return self._full(path, told)
+            return self._shard(path, told)
+        except OSError as error:
+            if is_gone(error):
+                raise missing(path) from error
+            raise
+        except ShardFormatError as error:
+            what = "the state of a torch.optim.Optimizer" if self._is_optimizer else "a state dict"
+            raise CheckpointError(
+                f"{error}; it should be {what} as trainer_hooks saves it: {ADVICE}"
+            ) from error
+
+    def _shard(self, path: Path, told: ReceiptFile | None) -> OpenFile:
+        shard = ShardFile.open(self._storage, path)
+        try:
+            _compare(path, told, shard.size, shard.directory_digest)
+            opened = OpenFile(path, shard.fd, shard.has_crc, shard.records)
+            plain = opened.plain if self._is_optimizer else None
+
+            def parse(data: bytes, where: str, *, intact: bool) -> Mapping[str, Piece | Pieces]:
+                return read_pieces(data, where, intact=intact, plain=plain)
+
+            found = shard.tensors(parse=parse)
+            opened.tensors = {name: Held.of(value) for name, value in found.items()}
+        except BaseException:
+            shard.close()
+            raise
+        return opened
+
+    def _full(self, path: Path, told: ReceiptFile | None) -> OpenFile:
+        full = SafetensorsFile.open(self._storage, path)
+        try:
+            _compare(path, told, full.size, full.header_digest)
+        except BaseException:
+            full.close()
+            raise
+        tensors = {
+            entry.name: Held.of(
+                Local(entry.dtype, entry.shape, entry.begin, entry.end - entry.begin, "", None)
+            )
+            for entry in full.entries
+        }
+        return OpenFile(path, full.fd, False, {}, tensors)
+
+
+def missing(path: Path) -> CheckpointError:
+    """The error for a file that is not there."""
+    return CheckpointError(f"{path} is missing: {ADVICE}")
+
+
+def _compare(path: Path, told: ReceiptFile | None, size: int, digest: str) -> None:
+    if told is not None and (told.size, told.digest) != (size, digest):
+        raise _differs(path, "is not what was written")
+
+
+def _differs(path: Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is not the file that its receipt vouches for (it {how}): {ADVICE}"
+    )
+
+
+def names_in(files: Mapping[int, OpenFile]) -> Iterator[str]:
+    """All names of tensors and of other values in the open files."""
+    for file in files.values():
+        yield from file.tensors
+        yield from file.plain
+
+
+def told_names(names: Sequence[str]) -> str:
+    """The first few names, for a message."""
+    few = ", ".join(f"'{shown(name)}'" for name in names[:3])
+    return few + (f" and {len(names) - 3} more" if len(names) > 3 else "")

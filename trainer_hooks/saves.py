@@ -1,0 +1,258 @@
+"""What a rank copies for a save while training waits, and hands to the thread that writes it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE
+from syncd.protocol.records import SaveId
+from trainer_hooks.background import LIMIT, SaveThread
+from trainer_hooks.contents import Contents
+from trainer_hooks.decisions import Plan
+from trainer_hooks.full_checkpoint import Stateful, extra_state, optimizer_state
+from trainer_hooks.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.model_files import unwrapped
+from trainer_hooks.parts import full_bytes
+from trainer_hooks.progress import Progress
+from trainer_hooks.settings import SaveLayout
+from trainer_hooks.spool import Spool
+from trainer_hooks.state_dict import HostBuffers, fsdp_version, host_copy, sharded_state_dict
+from trainer_hooks.trainer_job import Place
+from trainer_hooks.writer import RankWriter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What is saved.
+
+    Attributes:
+        model: the actor.
+        optimizer, scheduler: its own.
+        critic, critic_optimizer: another model, saved in full checkpoints alone.
+        user_state: asked for what else this rank needs to resume, at each full checkpoint.
+        model_files: rank 0 only: writes config and tokenizer into a folder.
+    """
+
+    model: nn.Module
+    optimizer: Stateful | None = None
+    scheduler: Stateful | None = None
+    critic: nn.Module | None = None
+    critic_optimizer: Stateful | None = None
+    user_state: Callable[[], Mapping[str, Any]] | None = None
+    model_files: tuple[Callable[[Path], object], ...] = ()
+
+
+class Saves:
+    """Copies what a save holds, and lets a thread write it.
+
+    Promised: what is written is the state as it was during :meth:`begin`, whatever training does
+    afterwards; at most two copies of this rank's part of the model are held. Not promised: that
+    anything is written when :meth:`begin` returns.
+
+    Args:
+        trained: what is saved.
+        rank: this one.
+        patience: seconds that a save waits for those before it.
+        progress: is told what failed.
+        begin_save: called in the thread before the first byte.
+
+    Attributes:
+        thread: what is under way.
+    """
+
+    def __init__(
+        self,
+        trained: Trained,
+        *,
+        rank: int,
+        patience: float,
+        progress: Progress,
+        begin_save: Callable[[int], None],
+    ) -> None:
+        self.thread = SaveThread()
+        self._trained = trained
+        self._rank = rank
+        self._patience = patience
+        self._progress = progress
+        self._begin_save = begin_save
+        # The one that was used last first: the second one is filled only when both are needed.
+        self._buffers = deque(HostBuffers() for _ in range(LIMIT))
+
+    def begin(self, place: Place, save_id: SaveId, plan: Plan) -> None:
+        """Copy this rank's part of a save, and have it written. Collective where ranks gather.
+
+        Raises:
+            SaveFailedError: the ranks could not gather the weights.
+            InvalidSettingsError: something of it could not be loaded again.
+        """
+        writer = place.writer
+        room = self.thread.wait(most=LIMIT - 1, timeout=self._patience)
+        buffers = self._buffers.pop() if room else None
+        contents: Contents | None = None
+        try:
+            # Where there is no room too: the other ranks gather.
+            contents = self._contents(place, save_id.step, plan, buffers)
+        finally:
+            if contents is None or writer is None or not room:
+                if contents is None or not room:
+                    self._progress.failed(save_id)
+                self._leave_out(writer, save_id, contents, buffers)
+        if writer is not None and room:
+            self.thread.submit(save_id.step, self._work(writer, save_id, contents, buffers))
+
+    def _leave_out(
+        self,
+        writer: RankWriter | None,
+        save_id: SaveId,
+        contents: Contents | None,
+        buffers: HostBuffers | None,
+    ) -> None:
+        """This rank writes nothing of a save."""
+        if contents is not None:
+            contents.close()
+        if buffers is not None:
+            self._buffers.append(buffers)
+        if writer is None:
+            return
+        step, before = save_id.step, self.thread.under_way
+        if contents is not None:
+            steps = " and ".join(map(str, before))
+            error = f"step {step} is not saved: after {self._patience:g} s step {steps} still is"
+            self.thread.fail(SaveFailedError(error))
+        else:
+
+            def say_failed() -> int:
+                writer.say_failed(save_id)
+                return 0
+
+            self.thread.submit(step, say_failed)
+
+    def add_hugging_face(self, place: Place, save_id: SaveId) -> None:
+        """Give a full checkpoint that is there its full weights too. Collective.
+
+        Raises:
+            SaveFailedError: the ranks could not gather the weights.
+        """
+        path = place.layout.actor(save_id.step) / HUGGINGFACE / FULL_STATE_DICT
+        spool = self._gathered(place, path, sharded_state_dict(self._trained.model))
+        writer = place.writer
+        if spool is None or writer is None:
+            return
+
+        def work() -> int:
+            try:
+                writer.add_hugging_face(save_id, spool)
+            finally:
+                spool.close()
+            return 0
+
+        self.thread.submit(save_id.step, work)
+
+    def _work(
+        self,
+        writer: RankWriter,
+        save_id: SaveId,
+        contents: Contents,
+        buffers: HostBuffers | None,
+    ) -> Callable[[], int]:
+        def work() -> int:
+            """In the thread: storage must not stop the training for longer than a copy."""
+            try:
+                try:
+                    # What lies below a step that a resumed trainer is about to write again is not
+                    # for the pruner.
+                    writer.again(save_id, lambda: self._begin_save(save_id.step))
+                except BaseException:
+                    writer.say_failed(save_id)
+                    raise
+                return writer.save(save_id, contents)
+            except BaseException:
+                self._progress.failed(save_id)
+                raise
+            finally:
+                contents.close()
+                if buffers is not None:
+                    self._buffers.append(buffers)
+
+        return work
+
+    # -- what is copied --------------------------------------------------------------------------
+
+    def _contents(
+        self, place: Place, step: int, plan: Plan, buffers: HostBuffers | None
+    ) -> Contents:
+        trained, actor = self._trained, place.layout.actor(step)
+        completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
+        sharded = place.weights is SaveLayout.SHARDED
+        hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
+        gathers = (hugging_face and sharded) or not (completes or sharded)
+        state: dict[str, Any] = {}
+        if gathers or not completes:
+            state = sharded_state_dict(trained.model)
+        model = None
+        if sharded and not completes and buffers is not None:
+            model = buffers.copy(state)
+        spool = None
+        if gathers:
+            path = (actor / HUGGINGFACE if sharded else actor) / FULL_STATE_DICT
+            spool = self._gathered(place, path, state)
+        try:
+            rest = self._rest() if is_full else {}
+        except BaseException:
+            if spool is not None:
+                spool.close()
+            raise
+        return Contents(
+            model=model,
+            model_files=trained.model_files,
+            fsdp_version=fsdp_version(trained.model),
+            is_full=is_full,
+            full_model=None if sharded else spool,
+            hugging_face=spool if sharded else None,
+            links_hugging_face=hugging_face and not sharded and self._rank == 0,
+            completes=completes,
+            **rest,
+        )
+
+    def _rest(self) -> dict[str, Any]:
+        """What is needed to resume, copied to host memory that is freed when it is written."""
+        trained = self._trained
+        user_state = None if trained.user_state is None else trained.user_state()
+        rest: dict[str, Any] = {
+            "extra": host_copy(extra_state(scheduler=trained.scheduler, user_state=user_state))
+        }
+        if trained.optimizer is not None:
+            rest["optimizer"] = host_copy(optimizer_state(trained.model, trained.optimizer))
+        if trained.critic is not None:
+            rest["critic"] = host_copy(sharded_state_dict(trained.critic))
+            if trained.critic_optimizer is not None:
+                own = optimizer_state(trained.critic, trained.critic_optimizer)
+                rest["critic_optimizer"] = host_copy(own)
+        return rest
+
+    def _gathered(self, place: Place, path: Path, state: Mapping[str, Any]) -> Spool | None:
+        """The full state dict, on rank 0, on its way into a file. Collective."""
+        tied = ties_embeddings(unwrapped(self._trained.model))
+        stream = FullStateStream(state, rank=self._rank, tied=tied)
+        spool = None
+        if self._rank == 0 and place.writer is not None:
+            size = full_bytes(state)
+            spool = Spool(place.storage, place.layout, path, stream, size=size)
+        try:
+            stream.gather()
+        except BaseException:
+            if spool is not None:
+                spool.close()
+            raise
+        return spool

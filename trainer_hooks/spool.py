@@ -1,0 +1,100 @@
+"""A full state dict that is gathered by the training thread, and written beside it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import ReceiptFile
+from syncd.storage.fsio import Draft, Storage
+from trainer_hooks.parts import saying_which
+
+log = logging.getLogger(__name__)
+
+
+class FullStream(Protocol):
+    """What :class:`trainer_hooks.full_file.FullStateStream` is, for our purposes."""
+
+    def gather(self) -> None:
+        """Hand over one full tensor after the other; collective."""
+
+    def write(self, draft: Draft) -> ReceiptFile:
+        """Write them as they come."""
+
+    def abort(self, error: BaseException) -> None:
+        """Let the other side wait no longer."""
+
+
+class Spool:
+    """A file that is written, under a temporary name, while its tensors are being gathered.
+
+    The temporary name is in ``.syncd/drafts/``: so that it needs no step folder, and waits for no
+    save that is being written. It is collected there if this process is killed.
+
+    Promised: the file has its name only once it is whole and durable. Not promised: a second
+    attempt; what is gathered is gone.
+
+    Args:
+        storage, layout: the job's.
+        path: the file.
+        stream: what it holds.
+        size: its bytes, about, for the message on a full disk.
+    """
+
+    def __init__(
+        self, storage: Storage, layout: JobLayout, path: Path, stream: FullStream, *, size: int
+    ) -> None:
+        self.path = path
+        self._storage = storage
+        self._stream = stream
+        self._size = size
+        self._draft = Draft(storage, path, room=layout.drafts)
+        self._stack = ExitStack()
+        self._file: ReceiptFile | None = None
+        self._named = False
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._write, name="syncd-spool", daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            # Outermost: what is free is asked for once the temporary file is gone.
+            with saying_which(self._storage, self.path, lambda: self._size), ExitStack() as stack:
+                draft = stack.enter_context(self._draft)
+                self._file = self._stream.write(draft)
+                draft.finish()
+                self._stack = stack.pop_all()
+        except Exception as error:  # noqa: BLE001 - raised by `commit`, in the thread that saves
+            self._error = error
+            self._stream.abort(error)
+
+    def commit(self) -> ReceiptFile:
+        """Wait until all is written, and give it its name. Again, where storage refused that.
+
+        Raises:
+            OSError: storage refused; names the file.
+            Exception: whatever ended the gathering.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        if self._file is None:
+            raise AssertionError("a stream that was written has a receipt")
+        if not self._named:
+            self._storage.rename(self._draft.temporary, self.path)
+            self._named = True
+        self._storage.sync_folder(self.path.parent)
+        return self._file
+
+    def close(self) -> None:
+        """Remove what has no name of its own. Safe to call twice, and after :meth:`commit`."""
+        self._stream.abort(RuntimeError("the save is over"))
+        self._thread.join()
+        try:
+            self._stack.close()
+        except OSError as error:
+            log.warning("%s is left for the daemon to collect: %s", self._draft.temporary, error)

@@ -1,0 +1,245 @@
+"""The job as one rank of its trainer has it: where it writes, and on rank 0 who asks."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from syncd.coordination.member import Seams
+from syncd.coordination.trainer import TrainerSynchronizer
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.policy import SyncMethod, SyncSettings
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from trainer_hooks.agreement import Ranks
+from trainer_hooks.explorers import Explorers
+from trainer_hooks.model_files import adapters_of
+from trainer_hooks.progress import Progress
+from trainer_hooks.retire import retire_old
+from trainer_hooks.settings import SaveLayout, SaveSettings
+from trainer_hooks.writer import RankWriter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where saves go.
+
+    Attributes:
+        storage, layout: the job directory's, or the memory folder's.
+        writer: None where this rank writes nothing there.
+        weights: in how many files the weights are there.
+    """
+
+    storage: Storage
+    layout: JobLayout
+    writer: RankWriter | None
+    weights: SaveLayout
+
+
+class TrainerJob:
+    """What a rank opens to save, and does besides writing.
+
+    Promised: construction ends alike on all ranks: what one of them finds wrong is raised on all,
+    and the name is given up again.
+
+    Args:
+        job_dir, memory_dir: the folders.
+        name: the trainer's.
+        ranks: all of them.
+        settings, saving: how it syncs and saves.
+        progress: is told what was announced.
+        storage: the seam for tests.
+
+    Attributes:
+        run_id: the same on all ranks.
+        place: the job directory.
+        memory: the memory folder, if there is one.
+        explorers: on rank 0.
+
+    Raises:
+        JobUnavailableError: a folder is missing or cannot be written, on some rank.
+        NameTakenError: another trainer works in this job.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        memory_dir: str | Path | None,
+        name: str,
+        ranks: Ranks,
+        settings: SyncSettings,
+        saving: SaveSettings,
+        progress: Progress,
+        *,
+        storage: Storage | None,
+    ) -> None:
+        self._ranks = ranks
+        self._settings = settings
+        self._saving = saving
+        self._progress = progress
+        self._in_memory = memory_dir is not None
+        self.explorers: Explorers | None = None
+        self.memory: Place | None = None
+        run_id = secrets.token_hex(6)
+
+        def open_here() -> None:
+            try:
+                self.place = self._open(Path(job_dir), storage)
+                if memory_dir is not None:
+                    self.memory = self._open_memory(Path(memory_dir), storage)
+                if self._ranks.rank == 0:
+                    self.explorers = self._register(job_dir, memory_dir, name, run_id, storage)
+            except OSError as error:
+                raise JobUnavailableError(f"{job_dir} cannot be used now: {error}") from error
+
+        try:
+            self._ranks.together(open_here)
+            self.run_id = self._ranks.gathered(run_id)[0]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Say that this trainer has stopped, and give its name up. Safe to call twice."""
+        if self.explorers is not None:
+            self.explorers.close()
+
+    def _open(self, root: Path, storage: Storage | None) -> Place:
+        """The job directory, for this rank to write to."""
+        layout = JobLayout(root.absolute())
+        storage = storage or Storage(layout.root)
+        open_job(storage, layout)
+        gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
+        writer = RankWriter(
+            storage,
+            layout,
+            self._ranks.rank,
+            self._ranks.world_size,
+            save_timeout=self._settings.save_timeout,
+            concurrency=self._saving.write_concurrency,
+            weights_announced=_nothing if self._in_memory else self._weights_announced,
+            checkpoint_announced=self._checkpoint_announced,
+        )
+        return Place(storage, layout, writer, SaveLayout.FULL if gathers else self._saving.layout)
+
+    def _open_memory(self, root: Path, storage: Storage | None) -> Place:
+        """The memory folder, which rank 0 alone can reach: it is on its host."""
+        layout = JobLayout(root.absolute())
+        storage = storage or Storage(layout.root)
+        if self._ranks.rank > 0:
+            return Place(storage, layout, None, SaveLayout.FULL)
+        open_job(storage, layout)
+        writer = RankWriter(
+            storage,
+            layout,
+            0,
+            1,
+            save_timeout=self._settings.save_timeout,
+            weights_announced=self._weights_announced,
+        )
+        return Place(storage, layout, writer, SaveLayout.FULL)
+
+    def _register(
+        self,
+        job_dir: str | Path,
+        memory_dir: str | Path | None,
+        name: str,
+        run_id: str,
+        storage: Storage | None,
+    ) -> Explorers:
+        """The one trainer of the job, running."""
+        synchronizer = TrainerSynchronizer(
+            job_dir,
+            name,
+            settings=self._settings,
+            memory_dir=memory_dir,
+            run_id=run_id,
+            world_size=self._ranks.world_size,
+            seams=Seams(storage=storage),
+        )
+        try:
+            return Explorers(synchronizer)
+        except BaseException:
+            synchronizer.close()
+            raise
+
+    def begin_save(self, step: int) -> None:
+        """On rank 0: announce a save before its first byte.
+
+        Raises:
+            OSError: storage refused.
+            NameTakenError: another trainer works in this job.
+        """
+        if self.explorers is not None:
+            self.explorers.begin_save(step)
+
+    def _weights_announced(self, save_id: SaveId) -> None:
+        """In the thread, on rank 0: the pointer that explorers follow names them."""
+        self._progress.announced(save_id)
+        if self.explorers is not None:
+            self.explorers.weights_announced(save_id.step)
+
+    def _checkpoint_announced(self, save_id: SaveId) -> None:
+        """In the thread, on rank 0: it can be resumed from, so older ones may go."""
+        self._progress.checkpointed(save_id)
+        try:
+            retire_old(
+                self.place.storage,
+                self.place.layout,
+                newest=save_id.step,
+                max_to_keep=self._saving.max_to_keep,
+                keep_every=self._saving.keep_every,
+            )
+        except OSError as error:
+            # The list is read from disk: the next checkpoint finds them again.
+            log.warning("older full checkpoints stay for now: %s", error)
+
+    def are_weights_there(self, save_id: SaveId) -> bool:
+        """On rank 0: whether a save that was announced still has all its weights."""
+        writer = self.place.writer
+        try:
+            return writer is not None and writer.are_weights_there(save_id)
+        except OSError as error:
+            log.warning("step %d: its weights cannot be looked at: %s", save_id.step, error)
+            return False
+
+    def stop_waiting(self) -> None:
+        """Give up the saves that other ranks have not finished."""
+        for place in (self.place, self.memory):
+            if place is not None and place.writer is not None:
+                place.writer.stop_waiting()
+
+
+def _nothing(_: SaveId) -> None:
+    """Explorers do not follow this folder."""
+
+
+def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:
+    """The settings as they are served.
+
+    Raises:
+        InvalidSettingsError: they are not.
+    """
+    settings, why = settings.normalised(lora=bool(adapters_of(model)))
+    if why is not None:
+        log.warning("%s", why)
+    if settings.method is SyncMethod.NCCL:
+        raise InvalidSettingsError(
+            "TrainerHook does not serve method nccl yet: use checkpoint or memory"
+        )
+    if memory_dir is not None and settings.method is not SyncMethod.MEMORY:
+        raise InvalidSettingsError(
+            f"memory_dir is for method memory, and the method is {settings.method}: set "
+            "SyncSettings(method='memory'), or give no memory_dir"
+        )
+    return settings
