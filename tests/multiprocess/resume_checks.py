@@ -18,7 +18,10 @@ FAILING: Final = (
     "a file of one rank is torn",
     "one rank has another model",
     "one rank did not write its part",
+    "experts by one name, by other ranks",
 )
+#: On four ranks.
+EXPERTS: Final = "experts by one name, by the same ranks"
 
 
 def exact(kind: str, world_size: int) -> str:
@@ -36,4 +39,5 @@ def checks() -> list[str]:
         *(resharded(*saved, other, size) for saved in SAVED for size in RESUMED
           for other in RESUMED[size]),
         *FAILING,
+        EXPERTS,
     ]  # fmt: skip

@@ -38,7 +38,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.checkpoints import Net, same, write_full
-from tests.multiprocess.resume_checks import RESUMED, SAVED, exact, resharded
+from tests.multiprocess.resume_checks import EXPERTS, RESUMED, SAVED, exact, resharded
 from trainer_hooks.resume import latest_checkpoint, load_checkpoint
 
 CPU: Final = torch.device("cpu")
@@ -113,6 +113,14 @@ class Rank:
     def job(self, kind: str, world_size: int) -> Path:
         return self.root / f"{kind}-{world_size}"
 
+    def new_job(self, name: str) -> Path:
+        job = self.root / name
+        if self.rank == 0:
+            job.mkdir()
+            open_job(Storage(), JobLayout(job))
+        dist.barrier()
+        return job
+
     def made(self, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         """A wrapped model, the same on all ranks, its optimizer and its scheduler."""
         torch.manual_seed(seed)
@@ -144,11 +152,7 @@ class Rank:
 
     def save(self, kind: str) -> None:
         """Train two steps, save, note what was saved, train two more, and note the losses."""
-        job = self.job(kind, self.world_size)
-        if self.rank == 0:
-            job.mkdir()
-            open_job(Storage(), JobLayout(job))
-        dist.barrier()
+        job = self.new_job(f"{kind}-{self.world_size}")
         made = self.made(kind, seed=1)
         self.train(made, 1, 2)
         write_full(
@@ -197,15 +201,39 @@ class Rank:
         check_same(full_state(*made[:2]), truth["saved"])
         self.train(made, 3, 1)
 
+    # -- experts of two ranks by one name ----------------------------------------------------------
+
+    def experts(self) -> nn.Module:
+        """A layer that is another one on each half of the ranks."""
+        on = mesh(ep=2, fsdp=self.world_size // 2)
+        model = nn.Linear(4, 6)
+        nn.init.constant_(model.weight, on.get_local_rank("ep"))
+        nn.init.zeros_(model.bias)
+        return fully_shard(model, mesh=on["fsdp"])
+
+    def save_experts(self) -> None:
+        job = self.new_job("experts")
+        write_full(job, 1, self.experts(), rank=self.rank, world_size=self.world_size)
+
+    def resume_experts(self) -> None:
+        """Each rank has its own again; ranks that cannot know whose to take refuse to."""
+        model = self.experts()
+        wanted = model.weight.to_local().clone()
+        if self.world_size == 4:
+            nn.init.zeros_(model.weight)
+            load_checkpoint(self.root / "experts", model)
+            assert torch.equal(model.weight.to_local(), wanted)
+            self.passed(EXPERTS)
+        else:
+            with pytest.raises(CheckpointError, match="'weight' is not the same in"):
+                load_checkpoint(self.root / "experts", model)
+            self.passed("experts by one name, by other ranks")
+
     # -- what fails ------------------------------------------------------------------------------
 
     def failing(self) -> None:
         """What one rank alone finds wrong is an error on both."""
-        job = self.root / "failing"
-        if self.rank == 0:
-            job.mkdir()
-            open_job(Storage(), JobLayout(job))
-        dist.barrier()
+        job = self.new_job("failing")
         made = self.made("fsdp2", seed=1)
         for step in (2, 3):
             self.train(made, step, 1)
@@ -318,6 +346,8 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
     if work == "save":
         for kind in (kind for kind, size in SAVED if size == world_size):
             me.save(kind)
+        if world_size == 4:
+            me.save_experts()
     else:
         for kind, size in SAVED:
             if size == world_size:
@@ -328,6 +358,8 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
                 me.passed(resharded(kind, size, other, world_size))
         if world_size == 2:
             me.failing()
+        if world_size > 1:
+            me.resume_experts()
     dist.barrier()
     dist.destroy_process_group()
 

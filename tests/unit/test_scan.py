@@ -197,14 +197,15 @@ def test_what_else_a_step_holds_is_seen(job: Job, scanner: Scanner) -> None:
     assert (plain.found, plain.has_receipts) == (identity, True)
     assert not any((plain.full, plain.retired, plain.saving, plain.resumable, plain.critic))
     (job.layout.step(4) / "critic").mkdir()
-    (job.layout.step(4) / ".retired").touch()
     (job.layout.actor(4) / "optim_world_size_1_rank_0.pt").touch()
     scanner.look_again()
     [step] = scanner.scan(known).steps
-    assert step.critic
-    assert step.retired
-    assert step.resumable
-    assert step.found is None
+    assert (step.critic, step.resumable, step.found) == (True, True, None)  # it needs no look
+    (job.layout.step(4) / ".retired").touch()
+    scanner.look_again()
+    [step] = scanner.scan(known).steps
+    assert (step.critic, step.resumable, step.retired) == (True, True, True)
+    assert step.found == identity
 
 
 def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
