@@ -14,7 +14,7 @@ apart: buffers are made then.
 ``bare clone`` is of the local shards alone, into new memory, as ``clone`` makes it; ``bare copy``
 is into memory that is there already, pinned on a GPU: the least that a save can take. torch.save
 writes each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint,
-as it comes, and with its staging memory kept.
+as it comes, and on a GPU also with its staging memory kept, which it does not do without one.
 
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
 less that of the same run without saving, in local shards.
@@ -53,7 +53,10 @@ ASYNC: Final = "async_save"
 ASYNC_KEPT: Final = "async_save, staging memory kept"
 CLONE: Final = "bare clone of the local shards"
 COPY: Final = "bare copy into memory that is there"
-_CONTENDERS: Final = (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC, ASYNC_KEPT)
+_CONTENDERS: Final = {
+    "cpu": (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC),
+    "cuda": (CLONE, COPY, HOOK, TORCH_SAVE, ASYNC, ASYNC_KEPT),
+}
 _TIMEOUT: Final = 600.0
 _HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
@@ -186,7 +189,8 @@ class _Rank:
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
         """Seconds by contender, of one round more than these: the first is apart."""
-        found: dict[str, list[float]] = {name: [] for name in _CONTENDERS}
+        names = _CONTENDERS[self.device.type]
+        found: dict[str, list[float]] = {name: [] for name in names}
         with ExitStack() as stack:
             saves: dict[str, Save] = {
                 CLONE: self.clone,
@@ -198,8 +202,8 @@ class _Rank:
             }
             step = 0
             for number in range(rounds + 1):
-                first = number % len(_CONTENDERS)
-                for name in (*_CONTENDERS[first:], *_CONTENDERS[:first]):
+                first = number % len(names)
+                for name in (*names[first:], *names[:first]):
                     step += 1
                     self.train()
                     if self._rank == 0:
@@ -264,14 +268,17 @@ def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> l
         for rank in range(world_size)
     ]  # fmt: skip
     try:
-        ended = [process.wait(3 * _TIMEOUT) for process in processes]
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes):
+                break  # the others wait for it
+            time.sleep(0.1)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()
                 process.wait()
-    if any(ended):
-        raise RuntimeError(f"ranks ended with {ended}")
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"ranks ended with {[process.returncode for process in processes]}")
     told = [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
     shutil.rmtree(folder)
     return told
@@ -280,7 +287,7 @@ def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> l
 def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
     rounds = {
         name: [max(both) for both in zip(*(one["seconds"][name] for one in told), strict=True)]
-        for name in _CONTENDERS
+        for name in told[0]["seconds"]
     }
     first = {name: found.pop(0) for name, found in rounds.items()}
     shard = max(one["shard"] for one in told)
@@ -299,7 +306,7 @@ def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
         )
 
     heads = ("stall", "median ms", "min", "max", "first save", *others, "torch.save / it")
-    print_table(heads, [row(name) for name in _CONTENDERS])
+    print_table(heads, [row(name) for name in rounds])
 
 
 def _ratio(these: list[float], those: list[float]) -> float:

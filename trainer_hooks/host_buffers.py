@@ -158,7 +158,8 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     if isinstance(tensor, DTensor):
-        return [tensor.to_local()]
+        # Of a parameter to_local makes another parameter, and takes longer than the copy.
+        return [tensor._local_tensor]  # noqa: SLF001 - what to_local gives without gradients
     return [tensor]
 
 

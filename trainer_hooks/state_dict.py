@@ -40,10 +40,12 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Returns:
         name → Tensor, DTensor or ShardedTensor, on the device where the model has it and not copied
-        (FSDP1 has copied); for ``_extra_state`` whatever the module says.
+        (FSDP1 has copied): parameters are those of the model, with their gradients; for
+        ``_extra_state`` whatever the module says.
     """
-    with _sharded_by_fsdp1(model):
-        state = model.state_dict()
+    with _sharded_by_fsdp1(model) as is_fsdp1:
+        # To detach a DTensor takes longer than all else that is done here; FSDP1 has to.
+        state = model.state_dict(keep_vars=not is_fsdp1)
     name_of = _plain_names(model)
     return {name_of(name): value for name, value in state.items()}
 
@@ -60,10 +62,14 @@ def fsdp_version(model: nn.Module) -> int | None:
 
 
 @contextmanager
-def _sharded_by_fsdp1(model: nn.Module) -> Iterator[None]:
-    """Inside, FSDP1's units give each rank its part, whatever the trainer has set."""
+def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
+    """Inside, FSDP1's units give each rank its part, whatever the trainer has set.
+
+    Yields:
+        Whether there are any.
+    """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        yield
+        yield False
         return
     with warnings.catch_warnings():
         # That it is deprecated, and that of NO_SHARD all is given: said at each save.
@@ -72,7 +78,7 @@ def _sharded_by_fsdp1(model: nn.Module) -> Iterator[None]:
         with FullyShardedDataParallel.state_dict_type(
             model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False)
         ):
-            yield
+            yield True
 
 
 def _plain_names(model: nn.Module) -> Callable[[str], str]:
