@@ -13,7 +13,7 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, TrainerReport, encode
 from tests.jobs import LEASE_TIME, Job
 from tests.lagging import LaggingHosts
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 SLICE = LEASE_TIME / 16
 
@@ -261,3 +261,22 @@ def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
     explorers.come("a")
     roster = Roster(storage, job.layout, LEASE_TIME, background=False)
     assert names(roster) == {"a"}
+
+
+def forget(*_: object) -> None:
+    """What a server says that no longer knows what this client has opened."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+@pytest.mark.parametrize("method", ["fstat", "pread"])
+def test_a_report_that_is_replaced_while_it_is_read_is_read_anew(
+    explorers: Explorers, job: Job, method: str
+) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    explorers.come("a", "t")
+    trainer(job, "running", "s-t")
+    storage.rules.append(once(method, forget))
+    assert roster.trainer_status() is RunningStatus.RUNNING
+    storage.rules[:] = [once(method, forget)]
+    assert names(roster) == {"a", "t"}
