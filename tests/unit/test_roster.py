@@ -172,7 +172,13 @@ def test_a_newer_protocol_that_names_no_session_stays_an_error(
         watch(roster, clock, LEASE_TIME, among=explorers)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"name": "a"}'])
+NO_SESSIONS = ["a\\u0000b", "../x", "", "x" * 300]
+ODD = [f'{{"name":"a","session":"{one}","status":"running","time":0}}' for one in NO_SESSIONS]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"name": "a"}', *(report.encode() for report in ODD)]
+)
 def test_a_report_that_cannot_be_read_hides_nobody_else(
     roster: Roster, explorers: Explorers, job: Job, content: bytes
 ) -> None:
