@@ -196,6 +196,10 @@ class Roster:
 
     def _work(self) -> None:
         while not self._closed.wait(self._period):
+            # Not for as long as it takes: whoever has it may be the one who closes, in a signal
+            # handler, and waits for this thread.
+            if not self._lock.acquire(timeout=self._period):
+                continue
             try:
                 self.look_at_slice()
             except SyncdError as error:
@@ -203,6 +207,8 @@ class Roster:
             except OSError as error:
                 # Not seen is not dead: the stopwatches stand still.
                 log.debug("the participants cannot be looked at now: %s", error)
+            finally:
+                self._lock.release()
 
     # -- reports -------------------------------------------------------------------------------
 

@@ -3,11 +3,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from syncd.coordination.roster import Roster
+from syncd.coordination.roster import SLICES_PER_LEASE, Roster
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, TrainerReport, encode
@@ -256,6 +258,28 @@ def test_the_trainer_is_stopped_before_it_comes_and_when_it_died(
 def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: Job) -> None:
     trainer(job, "running", None)
     assert roster.trainer_status() is RunningStatus.RUNNING
+
+
+def test_it_may_be_closed_by_a_signal_handler_of_who_asks(
+    explorers: Explorers, job: Job
+) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, 1.0)
+    explorers.come("a")
+    asking = threading.Thread(target=roster.explorers, daemon=True)
+    closed = threading.Event()
+
+    def close_as_a_handler_does(method: str, _: object) -> None:
+        if method == "names" and threading.current_thread() is asking:
+            time.sleep(3 / SLICES_PER_LEASE)  # until the roster's thread wants to look
+            roster.close()
+            closed.set()
+
+    assert names(roster) == {"a"}
+    storage.rules.append(close_as_a_handler_does)
+    asking.start()
+    assert closed.wait(20)
+    asking.join(20)
 
 
 def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
