@@ -80,6 +80,18 @@ def test_without_events_it_waits_until_the_deadline(tmp_path: Path) -> None:
         assert watching.wait(LONG)
 
 
+def test_where_one_folder_cannot_be_watched_no_thread_is_left_behind(tmp_path: Path) -> None:
+    with watcher(tmp_path, "LATEST"):
+        pass  # what all watchers of a process share is there from now on
+    before = set(threading.enumerate())
+    folders = [tmp_path, *(tmp_path / name for name in "abcdefgh")]
+    for folder in folders[1:-1]:
+        folder.mkdir()
+    with Watcher({folder: frozenset({"LATEST"}) for folder in folders}) as watching:
+        assert set(threading.enumerate()) == before
+        assert not watching.wait(0.01)
+
+
 def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     watching = watcher(tmp_path, "LATEST")
