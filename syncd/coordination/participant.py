@@ -109,6 +109,23 @@ def become(
     participant.update(status=status.value, **changes)
 
 
+def require_sync(participant: Participant[Report], **changes: Any) -> None:
+    """Begin a wait; where that cannot be said, the wait does not begin, and it is not required.
+
+    Raises:
+        InvalidTransitionError: it is not running.
+        NameTakenError: another participant took the name while this one counted as dead.
+        OSError: storage failed.
+    """
+    status = RunningStatus.REQUIRE_SYNC
+    check_transition(RunningStatus(participant.record.status), status, RunningStatus.RUNNING)
+    try:
+        participant.update(status=status.value, **changes)
+    except BaseException:
+        back_to_running(participant)
+        raise
+
+
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
     """End a wait: whoever required a sync runs again. A refusal of the storage ends nothing.
 

@@ -10,7 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,57 @@ def test_storage_that_fails_in_a_wait_leaves_no_status_behind(members: Members) 
     with pytest.raises(OSError, match="error"):
         waiting.result(LONG)
     assert members.report().status == "running"
+
+
+@pytest.mark.parametrize("ends", ["there is a version", "the trainer has stopped"])
+def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
+    members: Members, ends: str
+) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    explorer.set_explorer_status(REQUIRE_SYNC)
+    version = None
+    if ends == "there is a version":
+        version = members.publish(1)
+    else:
+        trainer.set_trainer_status(STOPPED)
+    assert explorer.wait_new_model_state_dict(None, no_wait=True) == version
+    assert members.report().status == "require_sync"
+    assert explorer.wait_new_model_state_dict(None, timeout=LONG) == version
+    assert members.report().status == "running"
+
+
+@pytest.mark.parametrize("said", ["by the wait", "before it"])
+def test_a_request_that_storage_refuses_once_is_made_by_the_next_wait(
+    members: Members, said: str
+) -> None:
+    storage = RuledStorage()
+    trainer = members.trainer()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    storage.rules.append(refuse("rename", errno.EIO, where="explorer.json"))
+    with pytest.raises(OSError, match="error"):
+        ask() if said == "by the wait" else explorer.set_explorer_status(REQUIRE_SYNC)
+    storage.rules.clear()
+    waiting = members.aside(ask)
+    wait_until(trainer.explorer_requires_sync, "it is asked")
+    trainer.notify_no_new_model_state_dict()
+    assert waiting.result(LONG) is None
+    assert members.report().status == "running"
+
+
+def test_a_transfer_that_storage_refuses_to_begin_can_be_begun_again(members: Members) -> None:
+    storages = [RuledStorage(), RuledStorage()]
+    seams = [Seams(storage=storage, poll=0.02) for storage in storages]
+    trainer, explorer = members.trainer(seams=seams[0]), members.explorer(seams=seams[1])
+    for storage, name in zip(storages, ("trainer.json", "explorer.json"), strict=True):
+        storage.rules.append(refuse("rename", errno.EIO, where=name))
+    for refused in (partial(trainer.ready_to_nccl_sync, 4), explorer.ready_to_nccl_sync):
+        with pytest.raises(OSError, match="error"):
+            refused(timeout=LONG)
+    for storage in storages:
+        storage.rules.clear()
+    ready = members.aside(explorer.ready_to_nccl_sync, timeout=LONG)
+    assert (trainer.ready_to_nccl_sync(4, timeout=LONG), ready.result(LONG)) == (4, 4)
 
 
 def test_a_trainer_answers_each_request_once(members: Members) -> None:
