@@ -528,6 +528,20 @@ def test_the_trainer_waits_for_the_slowest_explorer_and_not_for_ever(members: Me
     assert waiting.result(LONG)
 
 
+def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
+    members: Members,
+) -> None:
+    trainer = members.trainer(settings=SyncSettings(max_explorer_lag=0, sync_timeout=LONG))
+    explorer = members.explorer()
+    first, second = members.publish(1), members.publish(2)
+    explorer.set_explorer_version(first)
+    assert not trainer.wait_for_explorers(0.1)
+    explorer.set_explorer_version(first, f"version {second.sequence}: it does not fit")
+    assert trainer.wait_for_explorers(0.1)
+    explorer.set_explorer_version(first)
+    assert not trainer.wait_for_explorers(0.1)
+
+
 # -- transfers ---------------------------------------------------------------------------------
 
 
