@@ -257,8 +257,7 @@ class Member(Generic[Report]):
                     return newest
                 if self._versions.pointed() != step:
                     self._point(step)
-                outcome = self._versions.outcome(step)
-                if outcome is not None and outcome.outcome == "quarantined":
+                if self._versions.is_refused(step):
                     raise SaveFailedError(
                         f"step {step} cannot be published: see {self._versions.layout.quarantine}"
                     )

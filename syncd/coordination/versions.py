@@ -17,9 +17,16 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     VersionGoneError,
 )
-from syncd.protocol.layout import FULL_STATE_DICT, JobLayout, parse_pointer, shard_name
+from syncd.protocol.layout import (
+    FULL_STATE_DICT,
+    RECEIPTS,
+    JobLayout,
+    parse_pointer,
+    receipt_name,
+    shard_name,
+)
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import SaveOutcome, Saves, TrainerReport, encode
+from syncd.protocol.records import Receipt, SaveOutcome, Saves, TrainerReport, encode
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import open_job
@@ -163,6 +170,15 @@ class Versions:
         """What became of the last save of a step, as far as the daemon has said."""
         saves = read_if_there(self._storage, Saves, self.layout.saves, LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
+
+    def is_refused(self, step: int) -> bool:
+        """Whether the daemon has refused a step's save, and it has not been saved again since."""
+        outcome = self.outcome(step)
+        if outcome is None or outcome.outcome != "quarantined":
+            return False
+        path = self.layout.actor(step) / RECEIPTS / receipt_name(0)
+        receipt = read_if_there(self._storage, Receipt, path)
+        return receipt is None or receipt.save_id == outcome.identity
 
     def check_shards(self, step: int, world_size: int) -> None:
         """See that a step has all its shards, or is one full state dict.

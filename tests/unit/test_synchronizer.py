@@ -474,6 +474,24 @@ def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
         explorer.set_model_state_dict_with_step_num(8, timeout=0.1)
 
 
+def test_a_step_that_was_refused_and_is_saved_again_is_published_by_its_number(
+    members: Members,
+) -> None:
+    explorer, job = members.explorer(), members.job
+    refused = job.save(4, counter=1)
+    outcome = SaveOutcome(identity=refused, outcome="quarantined")
+    job.layout.saves.write_bytes(encode(Saves(steps={4: outcome})))
+    with pytest.raises(SaveFailedError):
+        explorer.set_model_state_dict_with_step_num(4, timeout=LONG)
+    job.save(4, counter=2)
+    waiting = members.aside(explorer.set_model_state_dict_with_step_num, 4, timeout=LONG)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.2)
+    with job.daemon() as loop:
+        loop.run_once()
+    assert waiting.result(LONG) == Version(1, 4)
+
+
 def test_an_explorer_chooses_no_step_while_the_trainer_works(members: Members) -> None:
     members.trainer()
     members.publish(1)
