@@ -206,20 +206,35 @@ class Member(Generic[Report]):
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
-    def get_model_state_dict_iterator(self) -> Generator[tuple[str, Tensor], None, None]:
-        """The newest version's tensors, one at a time and in host memory.
+    def get_model_state_dict_iterator(
+        self, version: Version | None = None
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        """A version's tensors, one at a time and in host memory.
 
         It is leased from the first one to the last, or until the iterator is closed.
 
+        Args:
+            version: the one that a wait has returned, say; None for the newest by then.
+
         Raises:
+            VersionGoneError: that version was retired: there is a newer one to wait for.
             VerificationError: a tensor is not what the manifest says.
             EngineMismatchError: the version has no weights here.
         """
-        yield from self._versions.stream()
+        yield from self._versions.stream(version)
 
-    def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of the newest version."""
-        return self._versions.metadata()
+    def get_state_dict_meta(
+        self, version: Version | None = None
+    ) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version.
+
+        Args:
+            version: None for the newest.
+
+        Raises:
+            VersionGoneError: that version was retired.
+        """
+        return self._versions.metadata(version)
 
     def set_model_state_dict_with_step_num(
         self,

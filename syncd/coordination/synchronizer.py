@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -174,21 +174,26 @@ class Synchronizer:
             partial(self.blocking.get_latest_model_path, use_huggingface=use_huggingface)
         )
 
-    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """The newest version's tensors, one at a time and in host memory.
+    async def get_model_state_dict_iterator(
+        self, version: Version | None = None
+    ) -> AsyncGenerator[tuple[str, Tensor], None]:
+        """A version's tensors, the newest one's by default, one at a time and in host memory.
 
         Close it (``contextlib.aclosing``) where it is not read to its end: that ends the lease.
         """
-        tensors = self.blocking.get_model_state_dict_iterator()
+        tensors = self.blocking.get_model_state_dict_iterator(version)
         try:
             while (item := await self._run(next, tensors, None)) is not None:
                 yield item
         finally:
-            await self._run(tensors.close)
+            # Not in one of our threads: they may have ended before it.
+            await _finished(asyncio.get_running_loop().run_in_executor(None, tensors.close))
 
-    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of the newest version."""
-        return await self._run(self.blocking.get_state_dict_meta)
+    async def get_state_dict_meta(
+        self, version: Version | None = None
+    ) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version, or the newest."""
+        return await self._run(self.blocking.get_state_dict_meta, version)
 
     # -- transfers -----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from syncd.protocol.errors import (
     NameTakenError,
     SaveFailedError,
     SaveNotReadyError,
+    VersionGoneError,
     WaitTimeoutError,
 )
 from syncd.protocol.layout import FULL
@@ -37,7 +38,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import ExplorerReport, SaveOutcome, Saves, TrainerReport, encode, parse
 from tests.jobs import Job
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 LONG = 60.0
@@ -410,6 +411,57 @@ def test_tensors_are_streamed_from_the_newest_version_while_it_is_leased(
     assert len(list(leases.iterdir())) == 1
     tensors.close()
     assert list(leases.iterdir()) == []
+
+
+def test_a_second_look_at_a_version_that_storage_refuses_does_not_let_it_go(
+    members: Members,
+) -> None:
+    storage = RuledStorage()
+    explorer = members.explorer(seams=Seams(storage=storage))
+    members.publish(1, 1.0)
+    tensors = explorer.get_model_state_dict_iterator()
+    next(tensors)
+    storage.rules.append(refuse("open_read", errno.EIO, where="manifest.json"))
+    with suppress(OSError):
+        explorer.get_state_dict_meta()
+    assert len(list(members.job.layout.lease_folder(1).iterdir())) == 1
+    tensors.close()
+
+
+def test_the_tensors_are_those_of_the_version_that_a_wait_returned(members: Members) -> None:
+    explorer, layout = members.explorer(), members.job.layout
+    members.publish(1, 1.0)
+    version = explorer.wait_new_model_state_dict(None)
+    tensors = explorer.get_model_state_dict_iterator(version)
+    assert next(tensors)[1].tolist() == [1.0]
+    members.publish(2, 2.0, 2.0)
+    with pytest.raises(StopIteration):
+        next(tensors)
+    again = explorer.get_model_state_dict_iterator(version)
+    assert [tensor.tolist() for _, tensor in again] == [[1.0]]
+    assert explorer.get_state_dict_meta(version)[0][2] == (1,)
+    assert explorer.get_state_dict_meta()[0][2] == (2,)
+    members.publish(3, 3.0)
+    members.publish(4, 4.0)
+    assert not layout.version(1).exists()
+    with pytest.raises(VersionGoneError, match="version 1 .* was retired"):
+        next(explorer.get_model_state_dict_iterator(version))
+
+
+def test_a_version_that_only_this_client_still_takes_for_the_newest_is_passed_over(
+    members: Members,
+) -> None:
+    storage, layout = RuledStorage(), members.job.layout
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    members.publish(1)
+    old = layout.latest.read_bytes()
+    members.publish(2)
+    now = layout.latest.read_bytes()
+    layout.lease_folder(1).rmdir()  # retired
+    members.job.put(layout.latest, old)  # as a cache has it, until the server is asked
+    storage.rules.append(once("utime", lambda *_: members.job.put(layout.latest, now)))
+    names = [name for name, _ in explorer.get_model_state_dict_iterator()]
+    assert names == ["weight"]
 
 
 def test_paths_and_versions_are_of_the_newest(members: Members) -> None:
