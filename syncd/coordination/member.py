@@ -72,7 +72,9 @@ class Member(Generic[Report]):
     wait puts the status back, however it ends; no version ever goes back. Not promised: that others
     see a change at once: storage that caches is asked again each :data:`POLL` seconds.
 
-    Methods block. They may be called from several threads; of the waits, one goes on at a time.
+    Methods block. They may be called from several threads; of the waits, one goes on at a time: the
+    time that it takes counts for the next one, and if it takes all of it that is WaitTimeoutError.
+    A fork of the process has no part in it, and registers by itself.
 
     Args:
         job_dir: the job directory.
@@ -289,7 +291,12 @@ class Member(Generic[Report]):
     # -- what is needed to resume ----------------------------------------------------------------
 
     def save_state(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Save this participant's latest iteration and state (JSON), atomically."""
+        """Save this participant's latest iteration and state (JSON), atomically.
+
+        Raises:
+            NameTakenError: another has taken the name meanwhile; what it saved stays.
+        """
+        self._me.check()
         self._state.save(iteration, state)
 
     def load_state(self) -> SavedState | None:
@@ -301,8 +308,11 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up.
 
-        Safe to call twice. Not called, its death is noticed a lease time later.
+        Safe to call twice, and in a fork, where it does nothing. Not called, its death is noticed a
+        lease time later.
         """
+        if not self._me.is_ours:
+            return
         self._closing.cancel()
         with self._waiting:
             if self._me.record.status != RunningStatus.STOPPED.value:
@@ -326,14 +336,21 @@ class Member(Generic[Report]):
     @contextmanager
     def _wait(self, timeout: float | None, cancel: Cancellation | None) -> Iterator[Wait]:
         """One wait at a time: each would put back the other's status."""
+        self._me.check_process()
         cancels = (self._closing,) if cancel is None else (self._closing, cancel)
-        while not self._waiting.acquire(timeout=self._poll):
+        deadline = self._clock() + (self.settings.sync_timeout if timeout is None else timeout)
+        while True:
             for each in cancels:
                 each.check()
+            left = deadline - self._clock()
+            if self._waiting.acquire(timeout=max(0.0, min(left, self._poll))):
+                break
+            if left <= 0:
+                raise WaitTimeoutError(f"{self.name} waited for something else all the time")
         try:
             with Wait(
                 self._hints(),
-                timeout=self.settings.sync_timeout if timeout is None else timeout,
+                timeout=deadline - self._clock(),
                 poll=self._poll,
                 cancels=cancels,
                 clock=self._clock,

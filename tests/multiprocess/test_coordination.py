@@ -204,6 +204,39 @@ def test_a_trainer_that_is_killed_wakes_explorers_a_lease_later(
     explorer.end()
 
 
+_FORKS = """
+import os, sys
+from pathlib import Path
+from syncd.coordination import ExplorerSynchronizer
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.policy import RunningStatus, Version
+
+report = Path(sys.argv[1])
+with ExplorerSynchronizer(report.parents[2], report.stem) as explorer:
+    explorer.set_explorer_status(RunningStatus.RUNNING)
+    explorer.get_trainer_status()  # now there is a thread that a fork does not have
+    before = report.read_bytes()
+    if not (child := os.fork()):
+        try:
+            explorer.set_explorer_version(Version(1, 1))
+        except InvalidSettingsError as error:
+            sys.exit(0 if "register after the fork" in str(error) else 1)  # leaves the block too
+        sys.exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert report.read_bytes() == before
+    assert list((report.parents[1] / "claims").iterdir())
+    assert list((report.parents[1] / "sessions").iterdir())
+"""
+
+
+def test_a_fork_neither_speaks_for_its_parent_nor_ends_it(job: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(JobLayout(job).explorer("e"))],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 # -- 6: clocks -------------------------------------------------------------------------------------
 
 

@@ -154,6 +154,27 @@ def test_one_who_lost_its_name_is_told_at_its_next_word(members: Members) -> Non
         explorer.set_explorer_status(STOPPED)
 
 
+def test_one_who_lost_its_name_does_not_save_over_its_successors_state(members: Members) -> None:
+    explorer = members.explorer()
+    explorer.save_state(1, {})
+    claim = members.job.layout.claim("explorer", "explorer")
+    claim.write_bytes(claim.read_bytes().replace(explorer.session_id.encode(), b"another"))
+    with pytest.raises(NameTakenError, match="is now of session another"):
+        explorer.save_state(2, {})
+    found = explorer.load_state()
+    assert found is not None
+    assert found.iteration == 1
+
+
+def test_one_that_is_closed_does_not_take_its_name_again(members: Members) -> None:
+    explorer = members.explorer()
+    explorer.close()
+    for say in (explorer.add_module, partial(explorer.set_explorer_version, Version(1, 1))):
+        with pytest.raises(CancelledError, match="is closed"):
+            say()
+    assert list(members.job.layout.claims.iterdir()) == []
+
+
 # -- waiting for a newer version ---------------------------------------------------------------
 
 
@@ -219,6 +240,19 @@ def test_a_timeout_is_an_error_and_puts_the_status_back(members: Members) -> Non
         explorer.wait_new_model_state_dict(None, timeout=0.1)
     assert members.report().status == "running"
     assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
+
+
+def test_a_wait_that_begins_in_another_ends_in_its_own_time(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    with pytest.raises(WaitTimeoutError, match="something else"):
+        explorer.set_model_state_dict_with_step_num(3, timeout=0.1)
+    assert not waiting.done()
+    explorer.close()
+    with pytest.raises(CancelledError):
+        waiting.result(LONG)
 
 
 def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> None:
