@@ -65,8 +65,18 @@ class Synchronizer:
 
     @classmethod
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
-        """Construct one without blocking the event loop."""
-        return await asyncio.to_thread(cls, job_dir, role, name, **options)
+        """Construct one without blocking the event loop.
+
+        A cancellation is raised once it is constructed, and closed again.
+        """
+        construct = partial(cls, job_dir, role, name, **options)
+        future = asyncio.get_running_loop().run_in_executor(None, construct)
+        try:
+            return await _finished(future)
+        except asyncio.CancelledError:
+            if not future.cancelled() and future.exception() is None:
+                await _finished(asyncio.ensure_future(future.result().close()))
+            raise
 
     # -- who there is --------------------------------------------------------------------------
 
@@ -239,8 +249,11 @@ class Synchronizer:
 
     async def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up."""
-        await asyncio.to_thread(self.blocking.close)
-        self._threads.shutdown(wait=False)
+        # Not in one of our threads: all of them may wait for what this ends.
+        try:
+            await _finished(asyncio.get_running_loop().run_in_executor(None, self.blocking.close))
+        finally:
+            self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -261,20 +274,30 @@ class Synchronizer:
         raise InvalidSettingsError(f"{self.blocking.name} is the trainer: only explorers can do so")
 
     async def _run(self, call: Callable[..., T], *given: Any) -> T:
-        return await self._finished(partial(call, *given), lambda: None)
+        return await _finished(self._submit(partial(call, *given)))
 
     async def _wait(self, call: Callable[..., T]) -> T:
         cancel = Cancellation()
-        return await self._finished(partial(call, cancel=cancel), cancel.cancel)
+        return await _finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
 
-    async def _finished(self, call: Callable[[], T], cancel: Callable[[], None]) -> T:
-        """Run a call in a thread; a cancellation is raised once the thread is done with it."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, call)
+    def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+async def _finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
+    """What a thread is at; a cancellation is raised once it is done, however often it comes.
+
+    Not before: its caller would go on beside it, and the event loop might be closed by then.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
         try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            cancel()
             await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()  # looked at: asyncio complains of what nobody has seen
-            raise
+        except asyncio.CancelledError as error:
+            cancelled = error
+            cancel()
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled():
+        future.exception()  # looked at: asyncio complains of what nobody has seen
+    raise cancelled

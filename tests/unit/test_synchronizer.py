@@ -776,6 +776,76 @@ def test_a_cancelled_task_has_put_the_status_back(members: Members) -> None:
     asyncio.run(scenario())
 
 
+def test_a_task_that_is_cancelled_again_and_again_has_put_the_status_back(
+    members: Members,
+) -> None:
+    root, storage, may_go_on = members.job.layout.root, RuledStorage(), threading.Event()
+    members.trainer()
+
+    def hold_up(method: str, given: tuple[Any, ...]) -> None:
+        if method == "rename" and "e.json" in str(given):
+            assert may_go_on.wait(LONG)
+
+    async def scenario() -> None:
+        seams = Seams(storage=storage, poll=0.02)
+        async with await Synchronizer.open(root, "explorer", "e", seams=seams) as explorer:
+            await explorer.set_explorer_status(RUNNING)
+            waiting = asyncio.create_task(explorer.wait_new_model_state_dict(None))
+            await asyncio.to_thread(members.wait_for_status, REQUIRE_SYNC, "e")
+            storage.rules.append(hold_up)
+            for _ in range(3):
+                waiting.cancel()
+                await asyncio.sleep(0.01)
+                assert not waiting.done()
+            may_go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert members.report("e").status == "running"
+
+    asyncio.run(scenario())
+
+
+def test_an_open_that_is_cancelled_leaves_nobody_behind(members: Members) -> None:
+    layout, storage, may_go_on = members.job.layout, RuledStorage(), threading.Event()
+
+    def hold_up(*_: object) -> None:
+        assert may_go_on.wait(LONG)
+
+    storage.rules.append(once("link", hold_up, where="claims"))
+
+    async def scenario() -> None:
+        seams = Seams(storage=storage)
+        opening = asyncio.create_task(
+            Synchronizer.open(layout.root, "explorer", "e", seams=seams)
+        )
+        while not any(method == "link" for method, _ in storage.calls):
+            await asyncio.sleep(0.01)
+        opening.cancel()
+        await asyncio.sleep(0.01)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert members.report("e").status == "stopped"
+        assert list(layout.claims.iterdir()) == list(layout.sessions.iterdir()) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_ends_after_its_synchronizer_lets_the_version_go(members: Members) -> None:
+    members.publish(1)
+    leases = members.job.layout.lease_folder(1)
+
+    async def scenario() -> None:
+        explorer = await Synchronizer.open(members.job.layout.root, "explorer", "e", seams=SEAMS)
+        async with aclosing(explorer.get_model_state_dict_iterator()) as tensors:
+            assert (await anext(tensors))[0] == "weight"
+            assert len(list(leases.iterdir())) == 1
+            await explorer.close()
+        assert list(leases.iterdir()) == []
+
+    asyncio.run(scenario())
+
+
 # -- what is needed to resume ------------------------------------------------------------------
 
 
