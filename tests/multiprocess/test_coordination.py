@@ -328,6 +328,35 @@ def test_a_dead_explorers_name_is_free_a_lease_later_and_a_live_ones_is_refused(
     assert os.listdir(JobLayout(job).claims) == []
 
 
+def test_report_heartbeat_and_claim_of_a_killed_explorer_are_collected_and_a_live_ones_stay(
+    job: Path, started: ExitStack
+) -> None:
+    layout = JobLayout(job)
+    started.enter_context(Daemon(job, "--leftover-grace", "1"))
+
+    def left(name: str, session: str) -> list[Path]:
+        files = (layout.explorer(name), layout.claim("explorer", name), layout.session(session))
+        return [path for path in files if path.exists()]
+
+    with TrainerSynchronizer(job) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        killed, lives = (
+            started.enter_context(Process("explorer", job, name, steps=1))
+            for name in ("killed", "lives")
+        )
+        sessions = {}
+        for name in ("killed", "lives"):
+            wait_until(lambda name=name: requires(job, name), f"{name} waits")
+            told = report(job, name)
+            assert told is not None
+            sessions[name] = told.session
+        killed.kill()
+        wait_until(lambda: not left("killed", sessions["killed"]), "nothing is left")
+        assert len(left("lives", sessions["lives"])) == 3
+        trainer.set_trainer_status(STOPPED)
+        lives.end()
+
+
 # -- 1: every style and method ---------------------------------------------------------------------
 
 
