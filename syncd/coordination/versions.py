@@ -119,9 +119,7 @@ class Versions:
             return version
 
     def _lease(self, sequence: int) -> LeasedVersion:
-        return lease_version(
-            self._storage, self.layout, sequence, self._name, self._session.id
-        )
+        return lease_version(self._storage, self.layout, sequence, self._name, self._session.id)
 
     def _let_go(self, version: LeasedVersion) -> None:
         with self._lock:

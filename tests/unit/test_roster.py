@@ -260,9 +260,7 @@ def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: J
     assert roster.trainer_status() is RunningStatus.RUNNING
 
 
-def test_it_may_be_closed_by_a_signal_handler_of_who_asks(
-    explorers: Explorers, job: Job
-) -> None:
+def test_it_may_be_closed_by_a_signal_handler_of_who_asks(explorers: Explorers, job: Job) -> None:
     storage = RuledStorage()
     roster = Roster(storage, job.layout, 1.0)
     explorers.come("a")

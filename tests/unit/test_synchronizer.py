@@ -478,7 +478,7 @@ def test_the_tensors_are_those_of_the_version_that_a_wait_returned(members: Memb
     members.publish(3, 3.0)
     members.publish(4, 4.0)
     assert not layout.version(1).exists()
-    with pytest.raises(VersionGoneError, match="version 1 .* was retired"):
+    with pytest.raises(VersionGoneError, match=r"version 1 .* was retired"):
         next(explorer.get_model_state_dict_iterator(version))
 
 
@@ -815,9 +815,7 @@ def test_an_open_that_is_cancelled_leaves_nobody_behind(members: Members) -> Non
 
     async def scenario() -> None:
         seams = Seams(storage=storage)
-        opening = asyncio.create_task(
-            Synchronizer.open(layout.root, "explorer", "e", seams=seams)
-        )
+        opening = asyncio.create_task(Synchronizer.open(layout.root, "explorer", "e", seams=seams))
         while not any(method == "link" for method, _ in storage.calls):
             await asyncio.sleep(0.01)
         opening.cancel()
