@@ -88,7 +88,7 @@ def test_where_one_folder_cannot_be_watched_no_thread_is_left_behind(tmp_path: P
     for folder in folders[1:-1]:
         folder.mkdir()
     with Watcher({folder: frozenset({"LATEST"}) for folder in folders}) as watching:
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before
         assert not watching.wait(0.01)
 
 
