@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from syncd.coordination.member import Member, Seams
-from syncd.coordination.participant import back_to_running, become
+from syncd.coordination.participant import back_to_running, become, require_sync
 from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError, WaitTimeoutError
@@ -99,18 +99,20 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             JobUnavailableError: the job is not there now: unmounted, say. Wait again.
             InvalidTransitionError: this explorer is not running.
         """
-        newest = self._versions.newest(current)
-        if no_wait or newest != current:
-            return newest
+        if no_wait:
+            return self._versions.newest(current)
         with self._wait(timeout, cancel) as wait:
-            # Before it is asked: what is said after this is said to us too.
-            said = self._said()
-            if self._roster.trainer_status() is RunningStatus.STOPPED:
-                return self._versions.newest(current, sure=True)
-            if self._me.record.status != RunningStatus.REQUIRE_SYNC.value:
-                self.set_explorer_status(RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING)
-            missed = 1
+            missed = 0
             try:
+                newest = self._versions.newest(current)
+                if newest != current:
+                    return newest
+                # Before it is asked: what is said after this is said to us too.
+                said = self._said()
+                if self._roster.trainer_status() is RunningStatus.STOPPED:
+                    return self._versions.newest(current, sure=True)
+                self._require_sync()
+                missed = 1
                 while True:
                     nothing_comes = self._said() not in {None, said} or (
                         self._roster.trainer_status() is RunningStatus.STOPPED
@@ -129,6 +131,13 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                         )
             finally:
                 back_to_running(self._me, nothing_new=self._me.record.nothing_new + missed)
+
+    def _require_sync(self) -> None:
+        me = self._me
+        if me.record.status == RunningStatus.REQUIRE_SYNC.value:
+            me.update()  # storage may have refused it when it was said
+        else:
+            require_sync(me, requests=me.record.requests + 1)
 
     def _said(self) -> tuple[str | None, int] | None:
         """How often which trainer has said that nothing newer will come; None for never."""

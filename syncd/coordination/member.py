@@ -72,7 +72,9 @@ class Member(Generic[Report]):
     wait puts the status back, however it ends; no version ever goes back. Not promised: that others
     see a change at once: storage that caches is asked again each :data:`POLL` seconds.
 
-    Methods block. They may be called from several threads; of the waits, one goes on at a time.
+    Methods block. They may be called from several threads; of the waits, one goes on at a time: the
+    time that it takes counts for the next one, and if it takes all of it that is WaitTimeoutError.
+    A fork of the process has no part in it, and registers by itself.
 
     Args:
         job_dir: the job directory.
@@ -206,20 +208,35 @@ class Member(Generic[Report]):
         """
         return self._versions.path(use_huggingface=use_huggingface)
 
-    def get_model_state_dict_iterator(self) -> Generator[tuple[str, Tensor], None, None]:
-        """The newest version's tensors, one at a time and in host memory.
+    def get_model_state_dict_iterator(
+        self, version: Version | None = None
+    ) -> Generator[tuple[str, Tensor], None, None]:
+        """A version's tensors, one at a time and in host memory.
 
         It is leased from the first one to the last, or until the iterator is closed.
 
+        Args:
+            version: the one that a wait has returned, say; None for the newest by then.
+
         Raises:
+            VersionGoneError: that version was retired: there is a newer one to wait for.
             VerificationError: a tensor is not what the manifest says.
             EngineMismatchError: the version has no weights here.
         """
-        yield from self._versions.stream()
+        yield from self._versions.stream(version)
 
-    def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of the newest version."""
-        return self._versions.metadata()
+    def get_state_dict_meta(
+        self, version: Version | None = None
+    ) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version.
+
+        Args:
+            version: None for the newest.
+
+        Raises:
+            VersionGoneError: that version was retired.
+        """
+        return self._versions.metadata(version)
 
     def set_model_state_dict_with_step_num(
         self,
@@ -257,8 +274,7 @@ class Member(Generic[Report]):
                     return newest
                 if self._versions.pointed() != step:
                     self._point(step)
-                outcome = self._versions.outcome(step)
-                if outcome is not None and outcome.outcome == "quarantined":
+                if self._versions.is_refused(step):
                     raise SaveFailedError(
                         f"step {step} cannot be published: see {self._versions.layout.quarantine}"
                     )
@@ -275,7 +291,12 @@ class Member(Generic[Report]):
     # -- what is needed to resume ----------------------------------------------------------------
 
     def save_state(self, iteration: int, state: Mapping[str, Any]) -> None:
-        """Save this participant's latest iteration and state (JSON), atomically."""
+        """Save this participant's latest iteration and state (JSON), atomically.
+
+        Raises:
+            NameTakenError: another has taken the name meanwhile; what it saved stays.
+        """
+        self._me.check()
         self._state.save(iteration, state)
 
     def load_state(self) -> SavedState | None:
@@ -287,8 +308,11 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up.
 
-        Safe to call twice. Not called, its death is noticed a lease time later.
+        Safe to call twice, and in a fork, where it does nothing. Not called, its death is noticed a
+        lease time later.
         """
+        if not self._me.is_ours:
+            return
         self._closing.cancel()
         with self._waiting:
             if self._me.record.status != RunningStatus.STOPPED.value:
@@ -312,14 +336,21 @@ class Member(Generic[Report]):
     @contextmanager
     def _wait(self, timeout: float | None, cancel: Cancellation | None) -> Iterator[Wait]:
         """One wait at a time: each would put back the other's status."""
+        self._me.check_process()
         cancels = (self._closing,) if cancel is None else (self._closing, cancel)
-        while not self._waiting.acquire(timeout=self._poll):
+        deadline = self._clock() + (self.settings.sync_timeout if timeout is None else timeout)
+        while True:
             for each in cancels:
                 each.check()
+            left = deadline - self._clock()
+            if self._waiting.acquire(timeout=max(0.0, min(left, self._poll))):
+                break
+            if left <= 0:
+                raise WaitTimeoutError(f"{self.name} waited for something else all the time")
         try:
             with Wait(
                 self._hints(),
-                timeout=self.settings.sync_timeout if timeout is None else timeout,
+                timeout=deadline - self._clock(),
                 poll=self._poll,
                 cancels=cancels,
                 clock=self._clock,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, check_transition
 from syncd.protocol.records import ExplorerReport, TrainerReport, encode
@@ -66,6 +68,7 @@ class Participant(Generic[Report]):
         self._path = path
         self._room = layout.drafts
         self._wall = wall
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         with ExitStack() as stack:
             self.session = Session(layout, lease_time)
@@ -76,13 +79,42 @@ class Participant(Generic[Report]):
             self.update()
             self._stack = stack.pop_all()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it. In a fork no heartbeat beats for it."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """See that it is ours.
+
+        Raises:
+            InvalidSettingsError: this process is a fork of the one that it belongs to.
+        """
+        if not self.is_ours:
+            raise InvalidSettingsError(
+                f"{self.session.id} belongs to process {self._pid}, of which this is a fork: "
+                "register after the fork"
+            )
+
+    def check(self) -> None:
+        """See that this participant may still speak under its name.
+
+        Raises:
+            InvalidSettingsError: this process is a fork of the one that it belongs to.
+            NameTakenError: another participant took the name while this one counted as dead.
+            CancelledError: it is closed.
+            OSError: storage failed.
+        """
+        self.check_process()
+        self._name.check()
+
     def update(self, **changes: Any) -> None:
         """Change what it says. What storage refuses to take now is said with the next change.
 
         Raises:
-            NameTakenError: another participant took the name while this one counted as dead.
-            OSError: storage failed.
+            SyncdError, OSError: as :meth:`check`.
         """
+        self.check_process()
         with self._lock:
             content = self.record.model_dump() | changes | {"time": self._wall()}
             self.record = type(self.record).model_validate(content)
@@ -91,7 +123,8 @@ class Participant(Generic[Report]):
 
     def close(self) -> None:
         """Give the name up and end the session. Safe to call twice."""
-        self._stack.close()
+        with self._lock:  # who is in the middle of saying something would take the name again
+            self._stack.close()
 
 
 def become(
@@ -107,6 +140,23 @@ def become(
     """
     check_transition(RunningStatus(participant.record.status), status, old_status)
     participant.update(status=status.value, **changes)
+
+
+def require_sync(participant: Participant[Report], **changes: Any) -> None:
+    """Begin a wait; where that cannot be said, the wait does not begin, and it is not required.
+
+    Raises:
+        InvalidTransitionError: it is not running.
+        NameTakenError: another participant took the name while this one counted as dead.
+        OSError: storage failed.
+    """
+    status = RunningStatus.REQUIRE_SYNC
+    check_transition(RunningStatus(participant.record.status), status, RunningStatus.RUNNING)
+    try:
+        participant.update(status=status.value, **changes)
+    except BaseException:
+        back_to_running(participant)
+        raise
 
 
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:

@@ -196,6 +196,10 @@ class Roster:
 
     def _work(self) -> None:
         while not self._closed.wait(self._period):
+            # Not for as long as it takes: whoever has it may be the one who closes, in a signal
+            # handler, and waits for this thread.
+            if not self._lock.acquire(timeout=self._period):
+                continue
             try:
                 self.look_at_slice()
             except SyncdError as error:
@@ -203,6 +207,8 @@ class Roster:
             except OSError as error:
                 # Not seen is not dead: the stopwatches stand still.
                 log.debug("the participants cannot be looked at now: %s", error)
+            finally:
+                self._lock.release()
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -237,24 +243,22 @@ class Roster:
         self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]
     ) -> R | _Newer | None:
         """A report; read again only where its file is another than at the last two looks."""
+        cached = cache.get(path)
+
+        def look(fd: int) -> _Cached[R]:
+            # Of the opened file: a status by name may be as old as this client's cache.
+            status = self._storage.fstat(fd)
+            now = signature(status)
+            # Times are coarse, and inodes are used again: a file counts as untouched only once it
+            # was read twice with the same ones.
+            settled = cached is not None and cached.signature == now
+            if cached is not None and settled and cached.settled:
+                return cached
+            content = self._storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
+            return _Cached(self._parsed(model, content, path), now, settled)
+
         try:
-            fd = self._storage.open_read(path)
-            try:
-                # Of the opened file: a status by name may be as old as this client's cache.
-                status = self._storage.fstat(fd)
-                now = signature(status)
-                cached = cache.get(path)
-                if cached is not None and cached.signature == now and cached.settled:
-                    return cached.record
-                content = self._storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
-            finally:
-                self._storage.release(fd)
-            record: R | _Newer | None = parse(model, content, path)
-        except ProtocolMismatchError as error:
-            record = _Newer(session_of(content), str(error))
-        except RecordError as error:
-            self._say(path, error)
-            record = None
+            found = cache[path] = self._storage.look_into(path, look)
         except OSError as error:
             if is_no_record(error) or is_refused_here(error):
                 self._say(path, error)
@@ -262,11 +266,17 @@ class Roster:
                 raise
             cache.pop(path, None)
             return None
-        # Times are coarse, and inodes are used again: a file counts as untouched only once it was
-        # read twice with the same ones.
-        settled = cached is not None and cached.signature == now
-        cache[path] = _Cached(record, now, settled)
-        return record
+        return found.record
+
+    def _parsed(self, model: type[R], content: bytes, path: Path) -> R | _Newer | None:
+        """What a report says; None where it is none."""
+        try:
+            return parse(model, content, path)
+        except ProtocolMismatchError as error:
+            return _Newer(session_of(content), str(error))
+        except RecordError as error:
+            self._say(path, error)
+            return None
 
     def _say(self, path: Path, error: Exception) -> None:
         """Log once what is passed over."""

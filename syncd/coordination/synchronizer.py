@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -65,8 +65,18 @@ class Synchronizer:
 
     @classmethod
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
-        """Construct one without blocking the event loop."""
-        return await asyncio.to_thread(cls, job_dir, role, name, **options)
+        """Construct one without blocking the event loop.
+
+        A cancellation is raised once it is constructed, and closed again.
+        """
+        construct = partial(cls, job_dir, role, name, **options)
+        future = asyncio.get_running_loop().run_in_executor(None, construct)
+        try:
+            return await _finished(future)
+        except asyncio.CancelledError:
+            if not future.cancelled() and future.exception() is None:
+                await _finished(asyncio.ensure_future(future.result().close()))
+            raise
 
     # -- who there is --------------------------------------------------------------------------
 
@@ -174,21 +184,26 @@ class Synchronizer:
             partial(self.blocking.get_latest_model_path, use_huggingface=use_huggingface)
         )
 
-    async def get_model_state_dict_iterator(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """The newest version's tensors, one at a time and in host memory.
+    async def get_model_state_dict_iterator(
+        self, version: Version | None = None
+    ) -> AsyncGenerator[tuple[str, Tensor], None]:
+        """A version's tensors, the newest one's by default, one at a time and in host memory.
 
         Close it (``contextlib.aclosing``) where it is not read to its end: that ends the lease.
         """
-        tensors = self.blocking.get_model_state_dict_iterator()
+        tensors = self.blocking.get_model_state_dict_iterator(version)
         try:
             while (item := await self._run(next, tensors, None)) is not None:
                 yield item
         finally:
-            await self._run(tensors.close)
+            # Not in one of our threads: they may have ended before it.
+            await _finished(asyncio.get_running_loop().run_in_executor(None, tensors.close))
 
-    async def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of the newest version."""
-        return await self._run(self.blocking.get_state_dict_meta)
+    async def get_state_dict_meta(
+        self, version: Version | None = None
+    ) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version, or the newest."""
+        return await self._run(self.blocking.get_state_dict_meta, version)
 
     # -- transfers -----------------------------------------------------------------------------
 
@@ -234,8 +249,11 @@ class Synchronizer:
 
     async def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up."""
-        await asyncio.to_thread(self.blocking.close)
-        self._threads.shutdown(wait=False)
+        # Not in one of our threads: all of them may wait for what this ends.
+        try:
+            await _finished(asyncio.get_running_loop().run_in_executor(None, self.blocking.close))
+        finally:
+            self._threads.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -256,20 +274,30 @@ class Synchronizer:
         raise InvalidSettingsError(f"{self.blocking.name} is the trainer: only explorers can do so")
 
     async def _run(self, call: Callable[..., T], *given: Any) -> T:
-        return await self._finished(partial(call, *given), lambda: None)
+        return await _finished(self._submit(partial(call, *given)))
 
     async def _wait(self, call: Callable[..., T]) -> T:
         cancel = Cancellation()
-        return await self._finished(partial(call, cancel=cancel), cancel.cancel)
+        return await _finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
 
-    async def _finished(self, call: Callable[[], T], cancel: Callable[[], None]) -> T:
-        """Run a call in a thread; a cancellation is raised once the thread is done with it."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, call)
+    def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+async def _finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
+    """What a thread is at; a cancellation is raised once it is done, however often it comes.
+
+    Not before: its caller would go on beside it, and the event loop might be closed by then.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
         try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            cancel()
             await asyncio.wait([future])
-            if not future.cancelled():
-                future.exception()  # looked at: asyncio complains of what nobody has seen
-            raise
+        except asyncio.CancelledError as error:
+            cancelled = error
+            cancel()
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled():
+        future.exception()  # looked at: asyncio complains of what nobody has seen
+    raise cancelled

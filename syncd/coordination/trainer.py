@@ -170,6 +170,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> bool:
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
+        One that has refused a newer version is not waited for: only a newer one still helps it.
+
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
@@ -190,7 +192,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return [
             None if one.sequence is None or one.step is None else Version(one.sequence, one.step)
             for one in self._roster.explorers()
-            if one.status != RunningStatus.STOPPED.value
+            if one.status != RunningStatus.STOPPED.value and one.refused is None
         ]
 
     def ready_to_nccl_sync(

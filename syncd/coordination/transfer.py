@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import Literal
 
-from syncd.coordination.participant import Participant, back_to_running, become
+from syncd.coordination.participant import Participant, back_to_running, require_sync
 from syncd.coordination.roster import Roster
 from syncd.coordination.waiting import Wait
 from syncd.protocol.layout import TEMPORARY, JobLayout
@@ -95,7 +95,7 @@ class TrainerSide:
 
     def agree(self, step: int, wait: Wait) -> int | None:
         """Wait until all live explorers have joined; the step, or None where they do not."""
-        become(self._me, RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING)
+        require_sync(self._me)
         try:
             while True:
                 working = self._working()
@@ -171,8 +171,7 @@ class ExplorerSide:
 
     def agree(self, wait: Wait) -> int | None:
         """Wait for an offer and join it; its step, or None where nothing is transferred."""
-        requests = self._me.record.requests + 1
-        become(self._me, RunningStatus.REQUIRE_SYNC, RunningStatus.RUNNING, requests=requests)
+        require_sync(self._me, requests=self._me.record.requests + 1)
         joined: Offer | None = None
         called_off = False
         try:

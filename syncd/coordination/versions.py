@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,16 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     VersionGoneError,
 )
-from syncd.protocol.layout import FULL_STATE_DICT, JobLayout, parse_pointer, shard_name
+from syncd.protocol.layout import (
+    FULL_STATE_DICT,
+    RECEIPTS,
+    JobLayout,
+    parse_pointer,
+    receipt_name,
+    shard_name,
+)
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import SaveOutcome, Saves, TrainerReport, encode
+from syncd.protocol.records import Receipt, SaveOutcome, Saves, TrainerReport, encode
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import open_job
@@ -59,7 +65,8 @@ class Versions:
             self._own = session = Session(layout, open_job(storage, layout).lease_time)
         self._session = session
         self._lock = threading.Lock()
-        self._held: Counter[int] = Counter()
+        #: Sequence → what is leased, and how many hold it.
+        self._held: dict[int, tuple[LeasedVersion, int]] = {}
 
     def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
@@ -75,54 +82,65 @@ class Versions:
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
 
     @contextmanager
-    def held(self) -> Iterator[LeasedVersion | None]:
-        """Hold the newest version; None where there is none.
+    def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
+        """Hold a version, the newest by default; None where there is none.
 
         Raises:
-            VersionGoneError: versions come and go faster than they can be held.
+            VersionGoneError: the wanted one was retired; or they come and go faster than they can
+                be held.
             VerificationError: its manifest is damaged.
         """
-        version = self._hold()
+        version = self._hold_newest() if wanted is None else self._hold(wanted.sequence)
         try:
             yield version
         finally:
             if version is not None:
-                with self._lock:
-                    self._held[version.sequence] -= 1
-                    if not self._held[version.sequence]:
-                        del self._held[version.sequence]
-                        version.release()
+                self._let_go(version)
 
-    def _hold(self) -> LeasedVersion | None:
+    def _hold_newest(self) -> LeasedVersion | None:
         for left in reversed(range(_ATTEMPTS)):
-            newest = self.newest()
+            # What is retired was named by what this client remembers of LATEST.
+            newest = self.newest(sure=left < _ATTEMPTS - 1)
             if newest is None:
                 return None
             try:
-                # One marker a version, however often this participant holds it.
-                with self._lock:
-                    version = lease_version(
-                        self._storage, self.layout, newest.sequence, self._name, self._session.id
-                    )
-                    self._held[newest.sequence] += 1
-                    return version
+                return self._hold(newest.sequence)
             except VersionGoneError as error:
                 if not left:
                     raise
                 log.info("%s; looking again", error)
         return None
 
-    def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the newest version, one at a time; none where there is no version.
+    def _hold(self, sequence: int) -> LeasedVersion:
+        """One lease a version, however often this participant holds it."""
+        with self._lock:
+            version, holds = self._held.get(sequence) or (self._lease(sequence), 0)
+            self._held[sequence] = version, holds + 1
+            return version
+
+    def _lease(self, sequence: int) -> LeasedVersion:
+        return lease_version(self._storage, self.layout, sequence, self._name, self._session.id)
+
+    def _let_go(self, version: LeasedVersion) -> None:
+        with self._lock:
+            _, holds = self._held.pop(version.sequence)
+            if holds > 1:
+                self._held[version.sequence] = version, holds - 1
+            else:
+                version.release()
+
+    def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of a version, one at a time; none where there is no version.
 
         Raises:
+            VersionGoneError: the wanted one was retired.
             EngineMismatchError: the version has no weights here.
             VerificationError: its bytes are not what its manifest says.
         """
         # Torch is imported by those alone who want tensors.
         from syncd.coordination.tensors import stream  # noqa: PLC0415
 
-        with self.held() as version:
+        with self.held(wanted) as version:
             if version is None:
                 return
             if not version.manifest.tensors:
@@ -132,9 +150,13 @@ class Versions:
                 )
             yield from stream(version)
 
-    def metadata(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, torch's name of the dtype, and shape of each tensor of the newest version."""
-        with self.held() as version:
+    def metadata(self, wanted: Version | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, torch's name of the dtype, and shape of each tensor of a version.
+
+        Raises:
+            VersionGoneError: the wanted one was retired.
+        """
+        with self.held(wanted) as version:
             if version is None:
                 return []
             return [
@@ -163,6 +185,15 @@ class Versions:
         """What became of the last save of a step, as far as the daemon has said."""
         saves = read_if_there(self._storage, Saves, self.layout.saves, LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
+
+    def is_refused(self, step: int) -> bool:
+        """Whether the daemon has refused a step's save, and it has not been saved again since."""
+        outcome = self.outcome(step)
+        if outcome is None or outcome.outcome != "quarantined":
+            return False
+        path = self.layout.actor(step) / RECEIPTS / receipt_name(0)
+        receipt = read_if_there(self._storage, Receipt, path)
+        return receipt is None or receipt.save_id == outcome.identity
 
     def check_shards(self, step: int, world_size: int) -> None:
         """See that a step has all its shards, or is one full state dict.

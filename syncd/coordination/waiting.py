@@ -15,7 +15,8 @@ class Cancellation:
     """Ends waits from another thread, now and from now on."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Of a thread: whose signal handler may cancel while it is in here.
+        self._lock = threading.RLock()
         self._wakes: set[Callable[[], None]] = set()
         self._done = False
 

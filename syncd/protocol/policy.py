@@ -227,16 +227,16 @@ def trainer_decision(
             whoever waits gets that one.
         waiting: whether the trainer waits for data: a full checkpoint is of no use to anyone then.
     """
-    new = step != last_sync_step
+    new = step > 0 and step != last_sync_step
     if settings.style is not SyncStyle.EXPLORER_DRIVEN:
         sync, nothing_new = new and step % settings.trainer_interval == 0, False
     elif settings.method is SyncMethod.NCCL:
         # Whoever asks waits for a transfer, and may never have had these weights.
         sync, nothing_new = requested, False
     else:
-        sync = requested and new and step > 0
+        sync = requested and new
         nothing_new = requested and not sync and not on_its_way
-    due = settings.save_interval > 0 and step % settings.save_interval == 0
+    due = step > 0 and settings.save_interval > 0 and step % settings.save_interval == 0
     return TrainerDecision(sync=sync, full_save=due and not waiting, nothing_new=nothing_new)
 
 

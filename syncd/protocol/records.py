@@ -14,8 +14,8 @@ from typing import Annotated, Final, Literal, Self, TypeVar
 import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
-from syncd.protocol.errors import ProtocolMismatchError, RecordError
-from syncd.protocol.layout import printable
+from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
+from syncd.protocol.layout import checked_name, printable
 
 PROTOCOL: Final = 1
 
@@ -45,6 +45,17 @@ def _speakable(text: str) -> str:
 
 #: Text for people: half a surrogate pair, from a file name that is not UTF-8, is written out.
 Text = Annotated[str, AfterValidator(_speakable)]
+
+
+def _names_a_heartbeat(session: str) -> str:
+    try:
+        return checked_name(session, "the session")
+    except InvalidSettingsError as error:
+        raise ValueError(str(error)) from None
+
+
+#: A session whose heartbeat is looked at: its name leads to that file, and nowhere else.
+SessionId = Annotated[str, AfterValidator(_names_a_heartbeat)]
 
 
 class Record(BaseModel):
@@ -311,7 +322,7 @@ class ExplorerReport(Record):
     """
 
     name: str
-    session: str
+    session: SessionId
     status: Literal["running", "require_sync", "stopped"]
     sequence: Sequence | None = None
     step: Step | None = None
@@ -337,7 +348,7 @@ class TrainerReport(Record):
     status: Literal["running", "require_sync", "stopped"]
     step: Step | None = None
     name: str | None = None
-    session: str | None = None
+    session: SessionId | None = None
     nothing_new: Size = 0
     time: float
 

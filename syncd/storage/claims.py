@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
-from syncd.protocol.errors import NameTakenError
+from syncd.protocol.errors import CancelledError, NameTakenError
 from syncd.protocol.layout import TEMPORARY, JobLayout
 from syncd.protocol.participants import Claim, session_of
 from syncd.protocol.records import encode
@@ -42,6 +42,7 @@ class HeldName:
         self._layout = layout
         self._path = path
         self._session = session
+        self._given_up = False
 
     @classmethod
     def take(
@@ -91,7 +92,10 @@ class HeldName:
 
         Raises:
             NameTakenError: another participant took it while we were counted as dead.
+            CancelledError: we gave it up.
         """
+        if self._given_up:
+            raise CancelledError(f"{self._path} was given up: this participant is closed")
         holder = read_claim(self._storage, self._path)
         if holder == self._session or (holder is None and self._create()):
             return
@@ -102,6 +106,7 @@ class HeldName:
 
     def release(self) -> None:
         """Give the name up, if it is still ours."""
+        self._given_up = True
         if read_claim(self._storage, self._path) == self._session:
             self._storage.unlink_if_there(self._path)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from syncd.protocol.layout import TEMPORARY
 from syncd.storage.calls import Calls, Kind
@@ -34,13 +34,15 @@ RECORD_LIMIT: Final = 1024 * 1024
 #: A record that grows with a job or a model: the manifest, the saves on record.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
-#: How often a small file is begun.
+#: How often a small file is begun, to be written or to be read.
 _ATTEMPTS: Final = 5
 #: How many folders below the top a tree is removed in place.
 _DEEPEST: Final = 16
 
 #: (device, inode, size, mtime_ns, ctime_ns): equal for as long as a file was not touched.
 Signature = tuple[int, int, int, int, int]
+
+T = TypeVar("T")
 
 
 def signature(status: os.stat_result) -> Signature:
@@ -247,6 +249,27 @@ class Storage(Calls):
             done += count
         return done
 
+    def look_into(self, path: Path, look: Callable[[int], T]) -> T:
+        """Open a regular file by name, and look into it.
+
+        A server may forget a file that is replaced between the open and the read (NFS 3): the name
+        is not gone then, and is opened anew.
+        """
+        for _ in range(_ATTEMPTS - 1):
+            try:
+                return self._look_once(path, look)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+        return self._look_once(path, look)
+
+    def _look_once(self, path: Path, look: Callable[[int], T]) -> T:
+        fd = self.open_read(path)
+        try:
+            return look(fd)
+        finally:
+            self.release(fd)
+
     def read(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
         """All bytes of a regular file.
 
@@ -257,19 +280,19 @@ class Storage(Calls):
 
     def read_with_signature(self, path: Path, limit: int = RECORD_LIMIT) -> tuple[bytes, Signature]:
         """All bytes of a regular file, and what identifies it while it is not touched."""
-        fd = self.open_read(path)
-        try:
+
+        def all_of(fd: int) -> tuple[bytes, Signature]:
             status = self.fstat(fd)
             parts: list[bytes] = []
             left = 0 if status.st_size > limit else limit + 1
             while left > 0 and (part := self.read_part(fd, min(left, _BUFFER))):
                 parts.append(part)
                 left -= len(part)
-        finally:
-            self.release(fd)
-        if left <= 0:
-            raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
-        return b"".join(parts), signature(status)
+            if left <= 0:
+                raise OSError(errno.EFBIG, f"longer than {limit} bytes", str(path))
+            return b"".join(parts), signature(status)
+
+        return self.look_into(path, all_of)
 
     def exists(self, path: Path) -> bool:
         """Whether a name is there."""

@@ -74,6 +74,9 @@ class Watcher:
         except OSError as error:
             # Out of inotify instances or watches, say: a hint less is no harm.
             log.warning("no filesystem events, waiting by polling alone: %s", error)
+            if self._observer is not None:
+                # Those that had begun would queue for ever what nobody takes from them.
+                self._observer.unschedule_all()
 
     def wait(self, timeout: float) -> bool:
         """Wait for a change or a wake.

@@ -110,7 +110,7 @@ class Trainer:
             on_its_way=by_request and self._sync.save_is_on_its_way(),
             waiting=waiting,
         )
-        if due.sync and step > 0:
+        if due.sync:
             self._save(step)
         elif due.nothing_new:
             self._sync.notify_no_new_model_state_dict()

@@ -204,6 +204,39 @@ def test_a_trainer_that_is_killed_wakes_explorers_a_lease_later(
     explorer.end()
 
 
+_FORKS = """
+import os, sys
+from pathlib import Path
+from syncd.coordination import ExplorerSynchronizer
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.policy import RunningStatus, Version
+
+report = Path(sys.argv[1])
+with ExplorerSynchronizer(report.parents[2], report.stem) as explorer:
+    explorer.set_explorer_status(RunningStatus.RUNNING)
+    explorer.get_trainer_status()  # now there is a thread that a fork does not have
+    before = report.read_bytes()
+    if not (child := os.fork()):
+        try:
+            explorer.set_explorer_version(Version(1, 1))
+        except InvalidSettingsError as error:
+            sys.exit(0 if "register after the fork" in str(error) else 1)  # leaves the block too
+        sys.exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert report.read_bytes() == before
+    assert list((report.parents[1] / "claims").iterdir())
+    assert list((report.parents[1] / "sessions").iterdir())
+"""
+
+
+def test_a_fork_neither_speaks_for_its_parent_nor_ends_it(job: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(JobLayout(job).explorer("e"))],
+        env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 # -- 6: clocks -------------------------------------------------------------------------------------
 
 
@@ -293,6 +326,35 @@ def test_a_dead_explorers_name_is_free_a_lease_later_and_a_live_ones_is_refused(
         trainer.set_trainer_status(STOPPED)
         second.end()
     assert os.listdir(JobLayout(job).claims) == []
+
+
+def test_report_heartbeat_and_claim_of_a_killed_explorer_are_collected_and_a_live_ones_stay(
+    job: Path, started: ExitStack
+) -> None:
+    layout = JobLayout(job)
+    started.enter_context(Daemon(job, "--leftover-grace", "1"))
+
+    def left(name: str, session: str) -> list[Path]:
+        files = (layout.explorer(name), layout.claim("explorer", name), layout.session(session))
+        return [path for path in files if path.exists()]
+
+    with TrainerSynchronizer(job) as trainer:
+        trainer.set_trainer_status(RUNNING)
+        killed, lives = (
+            started.enter_context(Process("explorer", job, name, steps=1))
+            for name in ("killed", "lives")
+        )
+        sessions = {}
+        for name in ("killed", "lives"):
+            wait_until(lambda name=name: requires(job, name), f"{name} waits")
+            told = report(job, name)
+            assert told is not None
+            sessions[name] = told.session
+        killed.kill()
+        wait_until(lambda: not left("killed", sessions["killed"]), "nothing is left")
+        assert len(left("lives", sessions["lives"])) == 3
+        trainer.set_trainer_status(STOPPED)
+        lives.end()
 
 
 # -- 1: every style and method ---------------------------------------------------------------------

@@ -92,7 +92,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.ExplorerReport: st.builds(
         records.ExplorerReport,
         name=TEXT,
-        session=TEXT,
+        session=NAMES,
         status=st.sampled_from(["running", "require_sync", "stopped"]),
         sequence=st.none() | SEQUENCES,
         step=st.none() | NUMBERS,
@@ -109,7 +109,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         status=st.sampled_from(["running", "require_sync", "stopped"]),
         step=st.none() | NUMBERS,
         name=st.none() | TEXT,
-        session=st.none() | TEXT,
+        session=st.none() | NAMES,
         nothing_new=NUMBERS,
         time=TIMES,
     ),

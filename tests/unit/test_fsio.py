@@ -175,6 +175,25 @@ def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
         STORAGE.read(tmp_path / "file", 4)
 
 
+@pytest.mark.parametrize("method", ["open_read", "fstat", "read_part"])
+def test_a_file_that_the_server_forgets_while_it_is_read_is_opened_anew(
+    tmp_path: Path, method: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def replaced(*_: object) -> None:
+        STORAGE.replace(path, b"new")
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    storage = RuledStorage(once(method, replaced))
+    before = len(os.listdir("/proc/self/fd"))
+    assert storage.read(path) == b"new"
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        RuledStorage(refuse(method, errno.ESTALE)).read(path)
+
+
 def test_a_signature_changes_with_a_replacement_of_the_same_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     STORAGE.replace(path, b"same")

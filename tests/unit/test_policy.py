@@ -150,6 +150,17 @@ def test_nothing_was_trained_at_step_0() -> None:
     assert due == TrainerDecision(sync=False, full_save=False, nothing_new=True)
 
 
+@pytest.mark.parametrize("style", BY_STEPS)
+@pytest.mark.parametrize("method", SyncMethod)
+def test_a_trainer_that_waits_for_its_first_data_syncs_and_saves_nothing(
+    style: SyncStyle, method: SyncMethod
+) -> None:
+    settings = SyncSettings(style=style, method=method, save_interval=1)
+    for waiting in (False, True):
+        due = trainer_decision(settings, step=0, last_sync_step=None, waiting=waiting)
+        assert due == TrainerDecision(sync=False, full_save=False)
+
+
 def test_a_transfer_that_is_asked_for_is_done_with_the_same_weights_again() -> None:
     settings = SyncSettings(style=SyncStyle.EXPLORER_DRIVEN, method=SyncMethod.NCCL)
     for step in (0, 4):

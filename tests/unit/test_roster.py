@@ -3,17 +3,19 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from syncd.coordination.roster import Roster
+from syncd.coordination.roster import SLICES_PER_LEASE, Roster
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import ExplorerReport, TrainerReport, encode
 from tests.jobs import LEASE_TIME, Job
 from tests.lagging import LaggingHosts
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 SLICE = LEASE_TIME / 16
 
@@ -172,7 +174,13 @@ def test_a_newer_protocol_that_names_no_session_stays_an_error(
         watch(roster, clock, LEASE_TIME, among=explorers)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b'{"name": "a"}'])
+NO_SESSIONS = ["a\\u0000b", "../x", "", "x" * 300]
+ODD = [f'{{"name":"a","session":"{one}","status":"running","time":0}}' for one in NO_SESSIONS]
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b'{"name": "a"}', *(report.encode() for report in ODD)]
+)
 def test_a_report_that_cannot_be_read_hides_nobody_else(
     roster: Roster, explorers: Explorers, job: Job, content: bytes
 ) -> None:
@@ -252,6 +260,26 @@ def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: J
     assert roster.trainer_status() is RunningStatus.RUNNING
 
 
+def test_it_may_be_closed_by_a_signal_handler_of_who_asks(explorers: Explorers, job: Job) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, 1.0)
+    explorers.come("a")
+    asking = threading.Thread(target=roster.explorers, daemon=True)
+    closed = threading.Event()
+
+    def close_as_a_handler_does(method: str, _: object) -> None:
+        if method == "names" and threading.current_thread() is asking:
+            time.sleep(3 / SLICES_PER_LEASE)  # until the roster's thread wants to look
+            roster.close()
+            closed.set()
+
+    assert names(roster) == {"a"}
+    storage.rules.append(close_as_a_handler_does)
+    asking.start()
+    assert closed.wait(20)
+    asking.join(20)
+
+
 def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
     explorers: Explorers, tmp_path: Path
 ) -> None:
@@ -261,3 +289,22 @@ def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
     explorers.come("a")
     roster = Roster(storage, job.layout, LEASE_TIME, background=False)
     assert names(roster) == {"a"}
+
+
+def forget(*_: object) -> None:
+    """What a server says that no longer knows what this client has opened."""
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
+@pytest.mark.parametrize("method", ["fstat", "pread"])
+def test_a_report_that_is_replaced_while_it_is_read_is_read_anew(
+    explorers: Explorers, job: Job, method: str
+) -> None:
+    storage = RuledStorage()
+    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    explorers.come("a", "t")
+    trainer(job, "running", "s-t")
+    storage.rules.append(once(method, forget))
+    assert roster.trainer_status() is RunningStatus.RUNNING
+    storage.rules[:] = [once(method, forget)]
+    assert names(roster) == {"a", "t"}

@@ -10,7 +10,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from syncd.protocol.errors import (
     NameTakenError,
     SaveFailedError,
     SaveNotReadyError,
+    VersionGoneError,
     WaitTimeoutError,
 )
 from syncd.protocol.layout import FULL
@@ -36,7 +38,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import ExplorerReport, SaveOutcome, Saves, TrainerReport, encode, parse
 from tests.jobs import Job
 from tests.multiprocess.processes import wait_until
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import Clock, RuledStorage, once, refuse
 
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 LONG = 60.0
@@ -152,6 +154,27 @@ def test_one_who_lost_its_name_is_told_at_its_next_word(members: Members) -> Non
         explorer.set_explorer_status(STOPPED)
 
 
+def test_one_who_lost_its_name_does_not_save_over_its_successors_state(members: Members) -> None:
+    explorer = members.explorer()
+    explorer.save_state(1, {})
+    claim = members.job.layout.claim("explorer", "explorer")
+    claim.write_bytes(claim.read_bytes().replace(explorer.session_id.encode(), b"another"))
+    with pytest.raises(NameTakenError, match="is now of session another"):
+        explorer.save_state(2, {})
+    found = explorer.load_state()
+    assert found is not None
+    assert found.iteration == 1
+
+
+def test_one_that_is_closed_does_not_take_its_name_again(members: Members) -> None:
+    explorer = members.explorer()
+    explorer.close()
+    for say in (explorer.add_module, partial(explorer.set_explorer_version, Version(1, 1))):
+        with pytest.raises(CancelledError, match="is closed"):
+            say()
+    assert list(members.job.layout.claims.iterdir()) == []
+
+
 # -- waiting for a newer version ---------------------------------------------------------------
 
 
@@ -219,6 +242,19 @@ def test_a_timeout_is_an_error_and_puts_the_status_back(members: Members) -> Non
     assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
 
 
+def test_a_wait_that_begins_in_another_ends_in_its_own_time(members: Members) -> None:
+    members.trainer()
+    explorer = members.explorer()
+    waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    members.wait_for_status(REQUIRE_SYNC)
+    with pytest.raises(WaitTimeoutError, match="something else"):
+        explorer.set_model_state_dict_with_step_num(3, timeout=0.1)
+    assert not waiting.done()
+    explorer.close()
+    with pytest.raises(CancelledError):
+        waiting.result(LONG)
+
+
 def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> None:
     members.trainer()
     explorer = members.explorer()
@@ -274,6 +310,57 @@ def test_storage_that_fails_in_a_wait_leaves_no_status_behind(members: Members) 
     with pytest.raises(OSError, match="error"):
         waiting.result(LONG)
     assert members.report().status == "running"
+
+
+@pytest.mark.parametrize("ends", ["there is a version", "the trainer has stopped"])
+def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
+    members: Members, ends: str
+) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    explorer.set_explorer_status(REQUIRE_SYNC)
+    version = None
+    if ends == "there is a version":
+        version = members.publish(1)
+    else:
+        trainer.set_trainer_status(STOPPED)
+    assert explorer.wait_new_model_state_dict(None, no_wait=True) == version
+    assert members.report().status == "require_sync"
+    assert explorer.wait_new_model_state_dict(None, timeout=LONG) == version
+    assert members.report().status == "running"
+
+
+@pytest.mark.parametrize("said", ["by the wait", "before it"])
+def test_a_request_that_storage_refuses_once_is_made_by_the_next_wait(
+    members: Members, said: str
+) -> None:
+    storage = RuledStorage()
+    trainer = members.trainer()
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    storage.rules.append(refuse("rename", errno.EIO, where="explorer.json"))
+    with pytest.raises(OSError, match="error"):
+        ask() if said == "by the wait" else explorer.set_explorer_status(REQUIRE_SYNC)
+    storage.rules.clear()
+    waiting = members.aside(ask)
+    wait_until(trainer.explorer_requires_sync, "it is asked")
+    trainer.notify_no_new_model_state_dict()
+    assert waiting.result(LONG) is None
+    assert members.report().status == "running"
+
+
+def test_a_transfer_that_storage_refuses_to_begin_can_be_begun_again(members: Members) -> None:
+    storages = [RuledStorage(), RuledStorage()]
+    seams = [Seams(storage=storage, poll=0.02) for storage in storages]
+    trainer, explorer = members.trainer(seams=seams[0]), members.explorer(seams=seams[1])
+    for storage, name in zip(storages, ("trainer.json", "explorer.json"), strict=True):
+        storage.rules.append(refuse("rename", errno.EIO, where=name))
+    for refused in (partial(trainer.ready_to_nccl_sync, 4), explorer.ready_to_nccl_sync):
+        with pytest.raises(OSError, match="error"):
+            refused(timeout=LONG)
+    for storage in storages:
+        storage.rules.clear()
+    ready = members.aside(explorer.ready_to_nccl_sync, timeout=LONG)
+    assert (trainer.ready_to_nccl_sync(4, timeout=LONG), ready.result(LONG)) == (4, 4)
 
 
 def test_a_trainer_answers_each_request_once(members: Members) -> None:
@@ -360,6 +447,57 @@ def test_tensors_are_streamed_from_the_newest_version_while_it_is_leased(
     assert list(leases.iterdir()) == []
 
 
+def test_a_second_look_at_a_version_that_storage_refuses_does_not_let_it_go(
+    members: Members,
+) -> None:
+    storage = RuledStorage()
+    explorer = members.explorer(seams=Seams(storage=storage))
+    members.publish(1, 1.0)
+    tensors = explorer.get_model_state_dict_iterator()
+    next(tensors)
+    storage.rules.append(refuse("open_read", errno.EIO, where="manifest.json"))
+    with suppress(OSError):
+        explorer.get_state_dict_meta()
+    assert len(list(members.job.layout.lease_folder(1).iterdir())) == 1
+    tensors.close()
+
+
+def test_the_tensors_are_those_of_the_version_that_a_wait_returned(members: Members) -> None:
+    explorer, layout = members.explorer(), members.job.layout
+    members.publish(1, 1.0)
+    version = explorer.wait_new_model_state_dict(None)
+    tensors = explorer.get_model_state_dict_iterator(version)
+    assert next(tensors)[1].tolist() == [1.0]
+    members.publish(2, 2.0, 2.0)
+    with pytest.raises(StopIteration):
+        next(tensors)
+    again = explorer.get_model_state_dict_iterator(version)
+    assert [tensor.tolist() for _, tensor in again] == [[1.0]]
+    assert explorer.get_state_dict_meta(version)[0][2] == (1,)
+    assert explorer.get_state_dict_meta()[0][2] == (2,)
+    members.publish(3, 3.0)
+    members.publish(4, 4.0)
+    assert not layout.version(1).exists()
+    with pytest.raises(VersionGoneError, match=r"version 1 .* was retired"):
+        next(explorer.get_model_state_dict_iterator(version))
+
+
+def test_a_version_that_only_this_client_still_takes_for_the_newest_is_passed_over(
+    members: Members,
+) -> None:
+    storage, layout = RuledStorage(), members.job.layout
+    explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
+    members.publish(1)
+    old = layout.latest.read_bytes()
+    members.publish(2)
+    now = layout.latest.read_bytes()
+    layout.lease_folder(1).rmdir()  # retired
+    members.job.put(layout.latest, old)  # as a cache has it, until the server is asked
+    storage.rules.append(once("utime", lambda *_: members.job.put(layout.latest, now)))
+    names = [name for name, _ in explorer.get_model_state_dict_iterator()]
+    assert names == ["weight"]
+
+
 def test_paths_and_versions_are_of_the_newest(members: Members) -> None:
     explorer, layout = members.explorer(), members.job.layout
     assert explorer.get_latest_model_version() is None
@@ -422,6 +560,24 @@ def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
         explorer.set_model_state_dict_with_step_num(8, timeout=0.1)
 
 
+def test_a_step_that_was_refused_and_is_saved_again_is_published_by_its_number(
+    members: Members,
+) -> None:
+    explorer, job = members.explorer(), members.job
+    refused = job.save(4, counter=1)
+    outcome = SaveOutcome(identity=refused, outcome="quarantined")
+    job.layout.saves.write_bytes(encode(Saves(steps={4: outcome})))
+    with pytest.raises(SaveFailedError):
+        explorer.set_model_state_dict_with_step_num(4, timeout=LONG)
+    job.save(4, counter=2)
+    waiting = members.aside(explorer.set_model_state_dict_with_step_num, 4, timeout=LONG)
+    with pytest.raises(TimeoutError):
+        waiting.result(0.2)
+    with job.daemon() as loop:
+        loop.run_once()
+    assert waiting.result(LONG) == Version(1, 4)
+
+
 def test_an_explorer_chooses_no_step_while_the_trainer_works(members: Members) -> None:
     members.trainer()
     members.publish(1)
@@ -474,6 +630,20 @@ def test_the_trainer_waits_for_the_slowest_explorer_and_not_for_ever(members: Me
     gone.close()
     slow.set_explorer_version(version)
     assert waiting.result(LONG)
+
+
+def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
+    members: Members,
+) -> None:
+    trainer = members.trainer(settings=SyncSettings(max_explorer_lag=0, sync_timeout=LONG))
+    explorer = members.explorer()
+    first, second = members.publish(1), members.publish(2)
+    explorer.set_explorer_version(first)
+    assert not trainer.wait_for_explorers(0.1)
+    explorer.set_explorer_version(first, f"version {second.sequence}: it does not fit")
+    assert trainer.wait_for_explorers(0.1)
+    explorer.set_explorer_version(first)
+    assert not trainer.wait_for_explorers(0.1)
 
 
 # -- transfers ---------------------------------------------------------------------------------
@@ -602,6 +772,74 @@ def test_a_cancelled_task_has_put_the_status_back(members: Members) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await waiting
             assert members.report("e").status == "running"
+
+    asyncio.run(scenario())
+
+
+def test_a_task_that_is_cancelled_again_and_again_has_put_the_status_back(
+    members: Members,
+) -> None:
+    root, storage, may_go_on = members.job.layout.root, RuledStorage(), threading.Event()
+    members.trainer()
+
+    def hold_up(method: str, given: tuple[Any, ...]) -> None:
+        if method == "rename" and "e.json" in str(given):
+            assert may_go_on.wait(LONG)
+
+    async def scenario() -> None:
+        seams = Seams(storage=storage, poll=0.02)
+        async with await Synchronizer.open(root, "explorer", "e", seams=seams) as explorer:
+            await explorer.set_explorer_status(RUNNING)
+            waiting = asyncio.create_task(explorer.wait_new_model_state_dict(None))
+            await asyncio.to_thread(members.wait_for_status, REQUIRE_SYNC, "e")
+            storage.rules.append(hold_up)
+            for _ in range(3):
+                waiting.cancel()
+                await asyncio.sleep(0.01)
+                assert not waiting.done()
+            may_go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert members.report("e").status == "running"
+
+    asyncio.run(scenario())
+
+
+def test_an_open_that_is_cancelled_leaves_nobody_behind(members: Members) -> None:
+    layout, storage, may_go_on = members.job.layout, RuledStorage(), threading.Event()
+
+    def hold_up(*_: object) -> None:
+        assert may_go_on.wait(LONG)
+
+    storage.rules.append(once("link", hold_up, where="claims"))
+
+    async def scenario() -> None:
+        seams = Seams(storage=storage)
+        opening = asyncio.create_task(Synchronizer.open(layout.root, "explorer", "e", seams=seams))
+        while not any(method == "link" for method, _ in storage.calls):
+            await asyncio.sleep(0.01)
+        opening.cancel()
+        await asyncio.sleep(0.01)
+        may_go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert members.report("e").status == "stopped"
+        assert list(layout.claims.iterdir()) == list(layout.sessions.iterdir()) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_ends_after_its_synchronizer_lets_the_version_go(members: Members) -> None:
+    members.publish(1)
+    leases = members.job.layout.lease_folder(1)
+
+    async def scenario() -> None:
+        explorer = await Synchronizer.open(members.job.layout.root, "explorer", "e", seams=SEAMS)
+        async with aclosing(explorer.get_model_state_dict_iterator()) as tensors:
+            assert (await anext(tensors))[0] == "weight"
+            assert len(list(leases.iterdir())) == 1
+            await explorer.close()
+        assert list(leases.iterdir()) == []
 
     asyncio.run(scenario())
 

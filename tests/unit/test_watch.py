@@ -6,6 +6,8 @@ import sys
 import threading
 from pathlib import Path
 
+from watchdog.observers.api import EventEmitter
+
 from syncd.storage.watch import Watcher
 
 #: A guard: a wait that ends by an event takes a few milliseconds.
@@ -78,6 +80,15 @@ def test_without_events_it_waits_until_the_deadline(tmp_path: Path) -> None:
         assert not watching.wait(0.01)
         watching.wake()
         assert watching.wait(LONG)
+
+
+def test_where_one_folder_cannot_be_watched_no_thread_is_left_behind(tmp_path: Path) -> None:
+    folders = [tmp_path, *(tmp_path / name for name in "abcdefgh")]
+    for folder in folders[1:-1]:
+        folder.mkdir()
+    with Watcher({folder: frozenset({"LATEST"}) for folder in folders}) as watching:
+        assert not [one for one in threading.enumerate() if isinstance(one, EventEmitter)]
+        assert not watching.wait(0.01)
 
 
 def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
