@@ -38,7 +38,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 RANKS: Final = 4
 #: The mesh of each layout: its size along each dimension.

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from syncd.protocol.layout import CRITIC, JobLayout, optimizer_name, shard_name
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.full_checkpoint import Stateful, extra_state, optimizer_state
-from trainer_hooks.state_dict import host_copy
-from trainer_hooks.torch_file import save_state_dict
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
+from trainer_hooks.state.state_dict import host_copy
+from trainer_hooks.writing.torch_file import save_state_dict
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 
 class Net(nn.Module):

@@ -2,7 +2,7 @@
 
 from syncd.protocol.policy import SyncSettings
 from trainer_hooks.hook import TrainerHook
-from trainer_hooks.resume import Resumed, latest_checkpoint, load_checkpoint
+from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveSettings
 
 __all__ = [

@@ -12,13 +12,13 @@ from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.storage.fsio import Storage
 from trainer_hooks.decisions import Decisions, Plan
-from trainer_hooks.full_checkpoint import Stateful
-from trainer_hooks.model_files import Pretrained, model_files
 from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
 from trainer_hooks.saves import Saves, Trained
 from trainer_hooks.settings import SaveAsHf, SaveSettings
+from trainer_hooks.state.full_checkpoint import Stateful
 from trainer_hooks.trainer_job import TrainerJob, served
+from trainer_hooks.writing.model_files import Pretrained, model_files
 
 if TYPE_CHECKING:
     from torch import nn

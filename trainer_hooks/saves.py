@@ -13,18 +13,18 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE
 from syncd.protocol.records import SaveId
 from trainer_hooks.background import LIMIT, SaveThread
-from trainer_hooks.contents import Contents
 from trainer_hooks.decisions import Plan
-from trainer_hooks.full_checkpoint import Stateful, extra_state, optimizer_state
-from trainer_hooks.full_file import FullStateStream, ties_embeddings
-from trainer_hooks.model_files import unwrapped
-from trainer_hooks.parts import full_bytes
 from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveLayout
-from trainer_hooks.spool import Spool
-from trainer_hooks.state_dict import HostBuffers, fsdp_version, host_copy, sharded_state_dict
+from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
+from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.state.state_dict import HostBuffers, fsdp_version, host_copy, sharded_state_dict
 from trainer_hooks.trainer_job import Place
-from trainer_hooks.writer import RankWriter
+from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.model_files import unwrapped
+from trainer_hooks.writing.parts import full_bytes
+from trainer_hooks.writing.spool import Spool
+from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
     from torch import nn

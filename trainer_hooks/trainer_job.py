@@ -18,11 +18,11 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.explorers import Explorers
-from trainer_hooks.model_files import adapters_of
 from trainer_hooks.progress import Progress
-from trainer_hooks.retire import retire_old
 from trainer_hooks.settings import SaveLayout, SaveSettings
-from trainer_hooks.writer import RankWriter
+from trainer_hooks.writing.model_files import adapters_of
+from trainer_hooks.writing.retire import retire_old
+from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
     from torch import nn

@@ -44,7 +44,7 @@ from syncd.storage.leases import DaemonLock, Judge, Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
 from tests.storages import CHANGES, Clock, FastStorage
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 #: What changes nothing that anyone could see, where nothing waits for the disk.
 _UNSEEN: Final = {"fsync", "sync_folder", "close"}

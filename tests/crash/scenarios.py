@@ -31,7 +31,7 @@ from tests.crash.invariants import (
 )
 from tests.jobs import Job, nothing
 from tests.storages import Clock, FastStorage
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 
 @dataclass(frozen=True)

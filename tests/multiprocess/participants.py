@@ -59,7 +59,7 @@ class Saver:
         import torch  # noqa: PLC0415 # seconds, which those who save nothing do not spend
 
         from syncd.storage.fsio import Storage  # noqa: PLC0415 # with it
-        from trainer_hooks.writer import Contents, RankWriter  # noqa: PLC0415 # with it
+        from trainer_hooks.writing.writer import Contents, RankWriter  # noqa: PLC0415 # with it
 
         layout = JobLayout(self._given.job)
         writer = RankWriter(Storage(layout.root), layout, 0, 1, save_timeout=60)

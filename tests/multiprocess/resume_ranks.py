@@ -39,7 +39,7 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.checkpoints import Net, same, write_full
 from tests.multiprocess.resume_checks import EXPERTS, RESUMED, SAVED, exact, resharded
-from trainer_hooks.resume import latest_checkpoint, load_checkpoint
+from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 
 CPU: Final = torch.device("cpu")
 

@@ -39,7 +39,7 @@ from tests.multiprocess.processes import (
 )
 from tests.multiprocess.saves import Constant, save, trainer
 from tests.storages import Clock, RuledStorage
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 #: One tensor a file: so that a version has many files.
 FILES = ["--max-shard-size", "1000"]

@@ -43,7 +43,7 @@ from tests.multiprocess.processes import (
 )
 from tests.multiprocess.saves import Constant, save, trainer
 from tests.storages import Clock, RuledStorage
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 #: Short: the job is away for longer.
 LEASE_TIME = 1.0

@@ -38,7 +38,8 @@ from tests.crash.power import Killed
 from tests.fsdp_models import Laden
 from tests.jobs import Job, receipt_of
 from tests.storages import RuledStorage
-from trainer_hooks.full_checkpoint import (
+from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
+from trainer_hooks.state.full_checkpoint import (
     RNG,
     checked,
     extra_state,
@@ -46,7 +47,6 @@ from trainer_hooks.full_checkpoint import (
     rng_state,
     set_rng_state,
 )
-from trainer_hooks.resume import latest_checkpoint, load_checkpoint
 
 SHARD = "model_world_size_1_rank_0.pt"
 OPTIMIZER = "optim_world_size_1_rank_0.pt"

@@ -14,7 +14,7 @@ from syncd.protocol.layout import CHECKPOINT_POINTER, FULL, RETIRED, SAVING
 from tests.crash.power import Killed
 from tests.jobs import Job
 from tests.storages import CHANGES, FastStorage, RuledStorage
-from trainer_hooks.retire import kept_steps, retire_old
+from trainer_hooks.writing.retire import kept_steps, retire_old
 
 STEPS = (10, 20, 30, 40, 50)
 

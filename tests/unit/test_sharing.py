@@ -22,7 +22,7 @@ from syncd.storage.job import open_job
 from tests.jobs import Job, nothing
 from tests.merging import STORAGE, assert_equal, loaded
 from tests.storages import FastStorage
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 _PAGE = 4096
 

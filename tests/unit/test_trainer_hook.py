@@ -18,7 +18,7 @@ from tests.hooks import over, written
 from tests.jobs import Job
 from tests.storages import RuledStorage, once, refuse
 from trainer_hooks import SyncSettings, TrainerHook
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 
 class Files:

@@ -18,7 +18,7 @@ from tests.hooks import DEADLINE
 from tests.jobs import Job
 from tests.storages import RuledStorage, refuse
 from trainer_hooks.settings import WriteConcurrency
-from trainer_hooks.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import Contents, RankWriter
 
 RANKS = 3
 CONTENTS = Contents(model={"weight": torch.zeros(3)})

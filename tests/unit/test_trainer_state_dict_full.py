@@ -21,8 +21,8 @@ from tests.fsdp_models import Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
-from trainer_hooks.byte_pipe import Chunks
-from trainer_hooks.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.state.byte_pipe import Chunks
+from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
 
 DEADLINE = 30.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer_hooks.spool import Spool
+from trainer_hooks.writing.spool import Spool
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
-from trainer_hooks.notes import Notes
 from trainer_hooks.settings import WriteConcurrency
+from trainer_hooks.writing.notes import Notes
 
 #: Seconds between two looks at what another host writes, over storage that sends no events.
 POLL: Final = 0.05

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from trainer_hooks.filling import Copy, fill, goals_of, plan
-from trainer_hooks.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
-from trainer_hooks.saved_files import Held, SavedFiles, names_in, told_names
+from trainer_hooks.resuming.filling import Copy, fill, goals_of, plan
+from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
+from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
 
 
 class Loading(ABC):

@@ -12,9 +12,9 @@ from syncd.protocol.layout import FULL, RETIRED, JobLayout, full_receipt_name, r
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.steps import point
-from trainer_hooks.notes import Notes
-from trainer_hooks.pace import POLL
-from trainer_hooks.parts import make_mark
+from trainer_hooks.writing.notes import Notes
+from trainer_hooks.writing.pace import POLL
+from trainer_hooks.writing.parts import make_mark
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Protocol
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.parts import saying_which
+from trainer_hooks.writing.parts import saying_which
 
 log = logging.getLogger(__name__)
 
 
 class FullStream(Protocol):
-    """What :class:`trainer_hooks.full_file.FullStateStream` is, for our purposes."""
+    """What :class:`trainer_hooks.state.full_file.FullStateStream` is, for our purposes."""
 
     def gather(self) -> None:
         """Hand over one full tensor after the other; collective."""

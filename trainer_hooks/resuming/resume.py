@@ -17,16 +17,21 @@ from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import ACTOR, CRITIC, JobLayout, extra_state_name
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
-from trainer_hooks.full_checkpoint import RNG, SCHEDULER, USER_STATE, set_rng_state
-from trainer_hooks.loading import Loading, ModelLoading, OptimizerLoading, RawOptimizerLoading
-from trainer_hooks.resumable import (
+from trainer_hooks.resuming.loading import (
+    Loading,
+    ModelLoading,
+    OptimizerLoading,
+    RawOptimizerLoading,
+)
+from trainer_hooks.resuming.resumable import (
     FullCheckpoint,
     find_checkpoint,
     latest_checkpoint,
     look_at_checkpoint,
 )
-from trainer_hooks.retire import pointed_step
-from trainer_hooks.saved_files import SavedFiles
+from trainer_hooks.resuming.saved_files import SavedFiles
+from trainer_hooks.state.full_checkpoint import RNG, SCHEDULER, USER_STATE, set_rng_state
+from trainer_hooks.writing.retire import pointed_step
 
 __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
 

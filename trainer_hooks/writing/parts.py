@@ -20,7 +20,7 @@ from syncd.protocol.layout import HUGGINGFACE
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.torch_file import save_state_dict
+from trainer_hooks.writing.torch_file import save_state_dict
 
 
 @contextmanager

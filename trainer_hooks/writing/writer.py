@@ -19,14 +19,14 @@ from syncd.protocol.layout import SAVING, JobLayout, receipt_name
 from syncd.protocol.records import SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.fsio import Storage
-from trainer_hooks.announce import Announcer
-from trainer_hooks.contents import Contents
-from trainer_hooks.notes import Notes
-from trainer_hooks.pace import Pace
-from trainer_hooks.rank_files import RankFiles
-from trainer_hooks.remains import Attempt, Remains
 from trainer_hooks.settings import WriteConcurrency
-from trainer_hooks.spool import Spool
+from trainer_hooks.writing.announce import Announcer
+from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.notes import Notes
+from trainer_hooks.writing.pace import Pace
+from trainer_hooks.writing.rank_files import RankFiles
+from trainer_hooks.writing.remains import Attempt, Remains
+from trainer_hooks.writing.spool import Spool
 
 __all__ = ["Contents", "RankWriter"]
 

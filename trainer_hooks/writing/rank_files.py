@@ -30,18 +30,18 @@ from syncd.protocol.layout import (
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.steps import make_step_folder
-from trainer_hooks.contents import Contents
-from trainer_hooks.notes import Notes
-from trainer_hooks.pace import Pace
-from trainer_hooks.parts import (
+from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.notes import Notes
+from trainer_hooks.writing.pace import Pace
+from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
     write_model_files,
     write_small,
     write_tensors,
 )
-from trainer_hooks.remains import Remains
-from trainer_hooks.spool import Spool
+from trainer_hooks.writing.remains import Remains
+from trainer_hooks.writing.spool import Spool
 
 
 class RankFiles:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from trainer_hooks.host_buffers import with_local
+from trainer_hooks.state.host_buffers import with_local
 
 #: What gloo does not move, and what of the same size it moves instead, bit for bit.
 _MOVED_AS: Final = {

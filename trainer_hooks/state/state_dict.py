@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainer_hooks.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 
 __all__ = ["HostBuffers", "fsdp_version", "host_copy", "local_snapshot", "sharded_state_dict"]
 

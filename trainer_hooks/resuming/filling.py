@@ -22,7 +22,7 @@ from syncd.checkpoint.placement import Local, Sharding, place
 from syncd.checkpoint.source_reader import SourceReader
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.protocol.errors import CheckpointError, SyncdError
-from trainer_hooks.saved_files import ADVICE, Held, SavedFiles
+from trainer_hooks.resuming.saved_files import ADVICE, Held, SavedFiles
 
 #: How many bytes are read at a time.
 _BITE: Final = 64 * 1024 * 1024

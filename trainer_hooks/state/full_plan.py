@@ -19,7 +19,7 @@ from syncd.checkpoint.safetensors_file import CONTENT, DTYPES, ITEMSIZE, Entry, 
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.layout import FULL_STATE_DICT
-from trainer_hooks.host_buffers import memory_of
+from trainer_hooks.state.host_buffers import memory_of
 
 
 @dataclass(frozen=True, slots=True)

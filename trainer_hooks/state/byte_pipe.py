@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from syncd.protocol.errors import SaveFailedError
-from trainer_hooks.full_plan import FullPlan
-from trainer_hooks.host_memory import HostMemory, wait_for_copies
+from trainer_hooks.state.full_plan import FullPlan
+from trainer_hooks.state.host_memory import HostMemory, wait_for_copies
 
 LIMIT: Final = 256 * 1024 * 1024
 #: How many pieces that is, so that some are filled while others are written.

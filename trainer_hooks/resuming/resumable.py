@@ -1,7 +1,7 @@
 """Which full checkpoint to resume from, as the files say.
 
-The order in which a full save is written (:mod:`~trainer_hooks.writer`), and what a crash before
-each of its steps leaves::
+The order in which a full save is written (:mod:`~trainer_hooks.writing.writer`), and what a crash
+before each of its steps leaves::
 
     .saving made, .full_checkpoint removed    the step that was there before
     every rank's files replaced, receipts     no .full_checkpoint: cut off
@@ -48,7 +48,7 @@ from syncd.protocol.layout import (
 from syncd.protocol.records import Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from trainer_hooks.retire import full_steps, pointed_step
+from trainer_hooks.writing.retire import full_steps, pointed_step
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,8 @@ class Found(NamedTuple):
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
     """The step to resume from: the newest whole full checkpoint, never one that a crash cut off.
 
-    On one rank, or on each by itself: :func:`~trainer_hooks.resume.load_checkpoint` agrees on one.
+    On one rank, or on each by itself: :func:`~trainer_hooks.resuming.resume.load_checkpoint` agrees
+    on one.
     Not promised: that its files are all there and undamaged; loading it tells.
 
     Args:

@@ -18,9 +18,9 @@ from syncd.protocol.errors import CoverageError, SaveFailedError
 from syncd.protocol.layout import FULL_STATE_DICT
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft
-from trainer_hooks.byte_pipe import LIMIT, BytePipe, Chunks
-from trainer_hooks.full_plan import FullPlan, agree_on_plan
-from trainer_hooks.gather import full_tensor
+from trainer_hooks.state.byte_pipe import LIMIT, BytePipe, Chunks
+from trainer_hooks.state.full_plan import FullPlan, agree_on_plan
+from trainer_hooks.state.gather import full_tensor
 
 
 class FullStateStream:
@@ -35,8 +35,8 @@ class FullStateStream:
     written twice; make another one for another attempt.
 
     Args:
-        state: as :func:`~trainer_hooks.state_dict.sharded_state_dict` returns it; the same names,
-            in the same order, on every rank. Values that are no tensors are left out, and all of
+        state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it; the same
+            names, in the same order, on every rank. Values that are no tensors are left out, and all of
             ``_extra_state``. It must not change before :meth:`gather` returns.
         rank: this rank.
         limit: bytes of host memory between the two threads.

@@ -1,0 +1,1 @@
+"""From a full checkpoint back into a model, on whatever ranks."""

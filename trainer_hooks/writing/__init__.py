@@ -1,0 +1,1 @@
+"""How a save gets to storage: each rank's files, in the order of the protocol."""
