@@ -269,3 +269,17 @@ def test_what_is_not_strided_is_copied_too() -> None:
     for copy in (HostBuffers().copy({"x": sparse})["x"], host_copy(sparse)):
         assert copy.layout is torch.sparse_coo
         assert torch.equal(copy.to_dense(), torch.eye(3))
+
+
+@pytest.mark.usefixtures("group")
+def test_a_model_can_be_moved_and_cast_after_it_was_copied() -> None:
+    """torch refuses to swap parameters that somebody watches."""
+    model = fully_shard(Nested())
+    buffers = HostBuffers()
+    buffers.copy(sharded_state_dict(model))
+    model.to(torch.float64)
+    copied = buffers.copy(sharded_state_dict(model))
+    weight = model.module.weight
+    assert isinstance(weight, DTensor)
+    assert copied["module.weight"].dtype is torch.float64
+    assert same(copied["module.weight"].to_local(), weight.to_local().detach())

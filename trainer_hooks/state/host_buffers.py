@@ -130,7 +130,9 @@ def _kept(tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer]) -> _
             buffer.fill(part)
         buffers.append(buffer)
     layout = _layout(tensor)
-    if old is not None and buffers == free and layout == old.layout:
+    # Of a parameter it is the same object each time: comparing takes longer than a small copy.
+    # (Nobody may hold the parameter: one with a weak reference cannot be moved by model.to.)
+    if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
     return _Kept(buffers, layout, _with_parts(tensor, [buffer.copy for buffer in buffers]))
 
@@ -191,7 +193,7 @@ def _layout(tensor: Tensor) -> object:
     if isinstance(tensor, ShardedTensor):
         return tensor.metadata()
     if isinstance(tensor, DTensor):
-        return tensor.device_mesh, tensor.__tensor_flatten__()[1]  # type: ignore[no-untyped-call] # torch's
+        return tensor._spec  # noqa: SLF001 - mesh, placements and shape in one
     return None
 
 
