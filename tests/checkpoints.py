@@ -16,7 +16,7 @@ from syncd.protocol.layout import CRITIC, JobLayout, optimizer_name, shard_name
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
-from trainer_hooks.state.state_dict import host_copy
+from trainer_hooks.state.host_buffers import host_copy
 from trainer_hooks.writing.torch_file import save_state_dict
 from trainer_hooks.writing.writer import Contents, RankWriter
 

@@ -18,7 +18,8 @@ from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveLayout
 from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
-from trainer_hooks.state.state_dict import HostBuffers, fsdp_version, host_copy, sharded_state_dict
+from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import Place
 from trainer_hooks.writing.contents import Contents
 from trainer_hooks.writing.model_files import unwrapped

@@ -40,8 +40,8 @@ from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
 from trainer_hooks.state.full_file import FullStateStream
-from trainer_hooks.state.host_buffers import _parts
-from trainer_hooks.state.state_dict import HostBuffers, sharded_state_dict
+from trainer_hooks.state.host_buffers import HostBuffers, _parts
+from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.writing.torch_file import save_state_dict
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.fsdp_models import CARRIED, TRAINED, values
-from trainer_hooks.state.state_dict import HostBuffers, fsdp_version, host_copy, sharded_state_dict
+from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 
 
 @pytest.fixture(scope="module")

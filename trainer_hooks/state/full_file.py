@@ -36,8 +36,8 @@ class FullStateStream:
 
     Args:
         state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it; the same
-            names, in the same order, on every rank. Values that are no tensors are left out, and all of
-            ``_extra_state``. It must not change before :meth:`gather` returns.
+            names, in the same order, on every rank. Values that are no tensors are left out, and
+            all of ``_extra_state``. It must not change before :meth:`gather` returns.
         rank: this rank.
         limit: bytes of host memory between the two threads.
         tied: whether the model's config says that the output embedding is the input embedding (see

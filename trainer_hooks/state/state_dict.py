@@ -18,10 +18,6 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from trainer_hooks.state.host_buffers import HostBuffers, host_copy
-
-__all__ = ["HostBuffers", "fsdp_version", "host_copy", "local_snapshot", "sharded_state_dict"]
-
 
 @torch.no_grad()
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -135,8 +131,3 @@ def _hides(outer: nn.Module, own: str) -> bool:
 
 def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
-
-
-def local_snapshot(model: nn.Module) -> dict[str, Any]:
-    """What :func:`sharded_state_dict` gives, copied to host memory of its own."""
-    return HostBuffers().copy(sharded_state_dict(model))
