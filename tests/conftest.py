@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     if "hosts" in metafunc.fixturenames and "lagging" in marks and "local_only" not in marks:
         metafunc.parametrize("hosts", ["local", "lagging"], indirect=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Workers tell of a test in UTF-8, which has no words for what some of them log."""
+    report = yield
+    report.sections = [
+        (head, text.encode(errors="backslashreplace").decode()) for head, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture
