@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import xxhash
@@ -13,6 +13,7 @@ from syncd.checkpoint.safetensors_file import Entry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop
+from syncd.protocol.errors import SupersededError
 from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
 from syncd.protocol.records import AuditLine, Latest, Receipt, ReceiptFile, Saves, encode, parse
 from syncd.storage.epoch import Epoch
@@ -161,10 +162,12 @@ class Job:
     ) -> Iterator[Loop]:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
-        with Session(self.layout, LEASE_TIME) as session:
+        with Session(self.layout, LEASE_TIME) as session, ExitStack() as stack:
             judge = Judge(self.storage, LEASE_TIME, clock=clock)
             lock = DaemonLock(self.storage, self.layout, LEASE_TIME, judge)
-            assert lock.try_acquire()
+            if not lock.try_acquire():  # a service would stand by
+                raise SupersededError(f"{self.layout.daemon_lock} is held")
+            stack.callback(lock.release)
             epoch = Epoch.take_over(self.storage, self.layout)
             loop = Rounds(
                 self.storage,
@@ -184,8 +187,5 @@ class Job:
                     loop.begin()
                 yield loop
             finally:
-                try:
-                    if epoch.is_live():
-                        loop.end()
-                finally:
-                    lock.release()
+                if epoch.is_live():
+                    loop.end()

@@ -161,7 +161,7 @@ def _show(seen: dict[str, Any], console: Console) -> None:
 
     def say(line: str) -> None:
         # What others wrote is text, on one line: neither markup nor the terminal's commands.
-        console.print(printable(line), highlight=False, markup=False)
+        console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
     daemon, latest = seen["daemon"], seen["latest"]
     say(f"job      {seen['job']}")

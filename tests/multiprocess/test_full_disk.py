@@ -303,7 +303,8 @@ def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
     with trainer(job, model) as hook:
         hook.after_step(1)
         hook.after_step(2)
-        wait_until(lambda: layout.state_pointer.read_text() == "2\n", "step 2 is announced")
+        written(hook)
+        assert layout.state_pointer.read_text() == "2\n"
         filler.fill(kind, leave=little if room == "a little" else 0)
         hook.after_step(3)
         with pytest.raises(SaveFailedError, match=r"step 3.*No space left"):
