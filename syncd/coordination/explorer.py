@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from syncd.coordination.member import Member, Seams
@@ -11,6 +12,8 @@ from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError, WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import ExplorerReport
+
+log = logging.getLogger(__name__)
 
 
 class ExplorerSynchronizer(Member[ExplorerReport]):
@@ -51,6 +54,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             ),
         )
         self._transfer = ExplorerSide(self._offers, self._roster, self._me)
+        self._warned: Version | None = None
 
     def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None
@@ -91,7 +95,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
         Returns:
             The newest version; ``current`` where the trainer has said since that nothing newer will
-            come, or has stopped or died. Never an older one.
+            come, or has stopped or died; the log says so, once for each. Never an older one.
 
         Raises:
             WaitTimeoutError: none of that in time.
@@ -122,6 +126,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                         missed = 0
                         return newest
                     if nothing_comes:
+                        self._warn_once(current)
                         return current
                     if not wait.more():
                         raise WaitTimeoutError(
@@ -131,6 +136,11 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                         )
             finally:
                 back_to_running(self._me, nothing_new=self._me.record.nothing_new + missed)
+
+    def _warn_once(self, current: Version | None) -> None:
+        if current is not None and current != self._warned:
+            self._warned = current
+            log.warning("nothing newer than step %d: %s serves it on", current.step, self.name)
 
     def _require_sync(self) -> None:
         me = self._me

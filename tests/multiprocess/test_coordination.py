@@ -369,7 +369,7 @@ def test_two_explorers_of_different_speed_end_with_the_newest_version(
         "settings": {
             "style": style,
             "method": method,
-            "sync_interval": 1 if style == "explorer_driven" else 2,
+            "sync_interval": 2,
             "sync_timeout": 3600,
         }
     }

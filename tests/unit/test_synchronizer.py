@@ -214,6 +214,21 @@ def test_nothing_new_ends_a_wait_with_what_is_held(members: Members) -> None:
     assert (members.report().status, members.report().nothing_new) == ("running", 1)
 
 
+def test_a_version_that_nothing_replaces_is_warned_of_once(
+    members: Members, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, explorer = members.trainer(), members.explorer()
+    held = members.publish(3)
+    for _ in range(2):
+        waiting = members.aside(explorer.wait_new_model_state_dict, held, timeout=LONG)
+        members.wait_for_status(REQUIRE_SYNC)
+        trainer.notify_no_new_model_state_dict()
+        assert waiting.result(LONG) == held
+    assert [line for line in caplog.messages if "nothing newer" in line] == [
+        f"nothing newer than step 3: {explorer.name} serves it on"
+    ]
+
+
 @pytest.mark.parametrize("ends", ["stops", "dies"])
 def test_a_trainer_that_stops_or_dies_ends_a_wait(members: Members, ends: str) -> None:
     trainer, explorer = members.trainer(), members.explorer()
