@@ -234,11 +234,12 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
     """What receipts say, whose names are those inside ``actor/``, the critic's aside."""
-    folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}}
+    # Without a critic too: a folder of an earlier save of this step is not this one's.
+    folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):
         folder, _, name = file.name.partition("/")
         if folder == CRITIC:
-            folders.setdefault(CRITIC, {})[name] = file
+            folders[CRITIC][name] = file
         else:
             folders[ACTOR][file.name] = file
     return folders
