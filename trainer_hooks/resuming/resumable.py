@@ -97,7 +97,10 @@ class Found(NamedTuple):
 
 
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
-    """The step to resume from: the newest whole full checkpoint, never one that a crash cut off.
+    """The step to resume from: a whole full checkpoint, never one that a crash cut off.
+
+    It is the one that ``latest_checkpointed_iteration.txt`` names, also where a newer one is whole;
+    the newest whole one where that one is not.
 
     On one rank, or on each by itself: :func:`~trainer_hooks.resuming.resume.load_checkpoint` agrees
     on one.
