@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from syncd.checkpoint.shard_file import ShardFile
-from syncd.protocol.errors import CheckpointError, SaveFailedError
+from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
@@ -339,6 +339,25 @@ class Rank:
         check_same(full_state(*again[:2]), truth)
         self.passed("one rank did not write its part")
 
+    def failing_user_state(self) -> None:
+        """No rank waits in FSDP1's collectives for one whose user state is refused."""
+        job = self.new_job("user-state")
+        model, optimizer, _ = self.made("fsdp1", seed=1)
+        hook = TrainerHook(
+            job, model, optimizer=optimizer, critic=self.made("fsdp1", seed=2)[0],
+            user_state=lambda: {"x": object()} if self.rank else {},
+        )  # fmt: skip
+        if self.rank:
+            with pytest.raises(InvalidSettingsError, match="user_state"):
+                hook.save_checkpoint(1)
+            hook.close()
+        else:
+            with pytest.raises(SaveFailedError, match="rank 1"):
+                hook.save_checkpoint(1, block_until_saved=True)
+            hook.close()
+        assert latest_checkpoint(job) is None
+        self.passed("a user state of one rank cannot be saved")
+
     @contextmanager
     def only_first_changes(self, path: Path, change: Callable[[Path], object]) -> Iterator[None]:
         """Change a file, and put it back."""
@@ -430,6 +449,7 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
             me.resume_full(kind)
         if world_size == 2:
             me.failing()
+            me.failing_user_state()
         if world_size > 1:
             me.resume_experts()
     dist.barrier()
