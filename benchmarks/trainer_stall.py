@@ -17,7 +17,8 @@ writes each rank's own shard, without fsync. ``async_save`` is that of torch.dis
 as it comes, and on a GPU also with its staging memory kept, which it does not do without one.
 
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
-less that of the same run without saving, in local shards.
+less that of the same run without saving, in local shards. Those saves wait for each other, so that
+there are as many copies as there can be.
 """
 
 from __future__ import annotations
@@ -166,15 +167,17 @@ class _Rank:
         self.wait_for_all()
 
     @contextmanager
-    def hook(self) -> Iterator[Save]:
-        from trainer_hooks import TrainerHook  # noqa: PLC0415
+    def hook(self, when_busy: str = "skip") -> Iterator[Save]:
+        from trainer_hooks import SaveSettings, TrainerHook  # noqa: PLC0415
+        from trainer_hooks.settings import WhenBusy  # noqa: PLC0415
 
         def save(step: int) -> Callable[[], object]:
             hook.after_step(step)
             folder = self._layout.step(step)
             return lambda: self._remove_when(lambda: self._wait_for_pointer(step), folder)
 
-        with TrainerHook(self._layout.root, self.model) as hook:
+        saving = SaveSettings(when_busy_sync=WhenBusy(when_busy))
+        with TrainerHook(self._layout.root, self.model, saving=saving) as hook:
             yield save
 
     def _wait_for_pointer(self, step: int) -> None:
@@ -219,7 +222,8 @@ class _Rank:
     def peak(self, saves: int, *, saving: bool) -> int:
         """The peak RSS of this process, in bytes, after so many steps."""
         with ExitStack() as stack:
-            save = stack.enter_context(self.hook()) if saving else None
+            # What is skipped is not copied: one copy would be seen, and not two.
+            save = stack.enter_context(self.hook("wait")) if saving else None
             for step in range(1, saves + 1):
                 self.train()
                 self.wait_for_all()

@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from syncd.protocol.layout import CRITIC, JobLayout, optimizer_name, shard_name
+from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
-from syncd.storage.fsio import Draft, Storage
+from syncd.storage.fsio import Storage
 from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
 from trainer_hooks.state.host_buffers import host_copy
-from trainer_hooks.writing.torch_file import save_state_dict
 from trainer_hooks.writing.writer import Contents, RankWriter
 
 
@@ -72,18 +71,13 @@ def write_full(
     """Save a full checkpoint; on each rank."""
     storage = storage or Storage(job, durable=False)
     layout = JobLayout(job)
-    if critic is not None:
-        folder = layout.step(step) / CRITIC
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(storage, folder / shard_name(world_size, rank), state_of(critic))
-        if critic_optimizer is not None:
-            state = optimizer_state(critic, critic_optimizer)
-            _write(storage, folder / optimizer_name(world_size, rank), state)
     contents = Contents(
         model=state_of(model),
-        optimizer=None if optimizer is None else host_copy(optimizer_state(model, optimizer)),
+        optimizer=_optimizer_of(model, optimizer),
         extra=host_copy(extra_state(scheduler=scheduler, user_state=user_state)),
         is_full=True,
+        critic=None if critic is None else state_of(critic),
+        critic_optimizer=None if critic is None else _optimizer_of(critic, critic_optimizer),
     )
     writer = RankWriter(storage, layout, rank, world_size, save_timeout=timeout, pauses=())
     writer.save(SaveId("run", step, counter), contents)
@@ -94,10 +88,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return dict(host_copy(get_model_state_dict(model)))
 
 
-def _write(storage: Storage, path: Path, state: Mapping[str, Any]) -> None:
-    with Draft(storage, path) as draft:
-        save_state_dict(state, draft)
-        draft.commit()
+def _optimizer_of(model: nn.Module, optimizer: Stateful | None) -> dict[str, Any] | None:
+    return None if optimizer is None else dict(host_copy(optimizer_state(model, optimizer)))
 
 
 def same(one: Any, other: Any) -> bool:

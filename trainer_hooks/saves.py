@@ -229,10 +229,7 @@ class Saves:
     def _rest(self) -> dict[str, Any]:
         """What is needed to resume, copied to host memory that is freed when it is written."""
         trained = self._trained
-        user_state = None if trained.user_state is None else trained.user_state()
-        rest: dict[str, Any] = {
-            "extra": host_copy(extra_state(scheduler=trained.scheduler, user_state=user_state))
-        }
+        rest: dict[str, Any] = {}
         if trained.optimizer is not None:
             rest["optimizer"] = host_copy(optimizer_state(trained.model, trained.optimizer))
         if trained.critic is not None:
@@ -240,6 +237,9 @@ class Saves:
             if trained.critic_optimizer is not None:
                 own = optimizer_state(trained.critic, trained.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)
+        # Last: it may fail on one rank alone, and under FSDP1 all of the above is collective.
+        user_state = None if trained.user_state is None else trained.user_state()
+        rest["extra"] = host_copy(extra_state(scheduler=trained.scheduler, user_state=user_state))
         return rest
 
     def _gathered(self, place: Place, path: Path, state: Mapping[str, Any]) -> Spool | None:

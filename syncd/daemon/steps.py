@@ -163,7 +163,8 @@ def look_at_step(
         # What else such a trainer leaves may say where to resume from.
         REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
     )
-    critic = CRITIC in names
+    # A save that failed leaves the folder, and nothing in it.
+    critic = CRITIC in names and bool(storage.names(folder / CRITIC))
     kept = full or SAVING in names or PINNED in names
     protected = kept or ((resumable or critic) and not retired)
     # A protected folder stays whatever is in it: its files need no look.

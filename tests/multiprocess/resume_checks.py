@@ -19,7 +19,10 @@ FAILING: Final = (
     "one rank has another model",
     "one rank did not write its part",
     "experts by one name, by other ranks",
+    "a user state of one rank cannot be saved",
 )
+#: Saved by two ranks as one full state dict, and resumed by two, and by one.
+FULL: Final = ("fsdp2", "fsdp1", "ddp")
 #: On four ranks.
 EXPERTS: Final = "experts by one name, by the same ranks"
 
@@ -32,12 +35,17 @@ def resharded(kind: str, world_size: int, other: str, others: int) -> str:
     return f"{kind}-{world_size} as {other}-{others}"
 
 
+def full(kind: str, world_size: int) -> str:
+    return f"{kind}, gathered, on {world_size}"
+
+
 def checks() -> list[str]:
     """The names of all checks."""
     return [
         *(exact(*saved) for saved in SAVED),
         *(resharded(*saved, other, size) for saved in SAVED for size in RESUMED
           for other in RESUMED[size]),
+        *(full(kind, size) for kind in FULL for size in (1, 2)),
         *FAILING,
         EXPERTS,
     ]  # fmt: skip

@@ -33,13 +33,23 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from syncd.checkpoint.shard_file import ShardFile
-from syncd.protocol.errors import CheckpointError, SaveFailedError
+from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.checkpoints import Net, same, write_full
-from tests.multiprocess.resume_checks import EXPERTS, RESUMED, SAVED, exact, resharded
+from tests.multiprocess.resume_checks import (
+    EXPERTS,
+    FULL,
+    RESUMED,
+    SAVED,
+    exact,
+    full,
+    resharded,
+)
+from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
+from trainer_hooks.settings import SaveLayout
 
 CPU: Final = torch.device("cpu")
 
@@ -48,6 +58,28 @@ CPU: Final = torch.device("cpu")
 def mesh(**dims: int) -> DeviceMesh:
     """All ranks, in dimensions of these names and sizes."""
     return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+
+
+class TiedConfig:
+    """A config of transformers, for our purposes."""
+
+    def to_json_string(self) -> str:
+        return json.dumps({"tie_word_embeddings": True})
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding, and whose config says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(5, 3)
+        self.norm = nn.LayerNorm(3)
+        self.lm_head = nn.Linear(3, 5, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        self.config = TiedConfig()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.norm(self.embed_tokens(tokens)))  # type: ignore[no-any-return]
 
 
 # -- kinds of wrapping ---------------------------------------------------------------------------
@@ -201,6 +233,42 @@ class Rank:
         check_same(full_state(*made[:2]), truth["saved"])
         self.train(made, 3, 1)
 
+    # -- one full state dict instead of shards -----------------------------------------------------
+
+    def made_tied(self, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = Tied()
+        if kind == "fsdp2":
+            fully_shard(model, mesh=mesh(fsdp=self.world_size))
+        elif kind != "plain":
+            model = KINDS[kind](model, self.world_size)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.arange(5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model, optimizer
+
+    def save_full(self, kind: str) -> None:
+        """By the hook, as a trainer does."""
+        job = self.new_job(f"full-{kind}")
+        made = self.made_tied(kind, 1)
+        saving = SaveSettings(layout=SaveLayout.FULL)
+        with TrainerHook(job, made[0], optimizer=made[1], saving=saving) as hook:
+            hook.save_checkpoint(1, block_until_saved=True)
+        truth = full_state(*made)
+        if self.rank == 0:
+            assert (JobLayout(job).actor(1) / "model.safetensors").exists()
+            torch.save(truth, job / "truth.pt")
+
+    def resume_full(self, kind: str) -> None:
+        job = self.root / f"full-{kind}"
+        made = self.made_tied(kind if self.world_size > 1 else "plain", 2)
+        found = load_checkpoint(job, made[0], optimizer=made[1])
+        assert found is not None
+        assert found.is_exact == (self.world_size == 2)
+        check_same(full_state(*made), torch.load(job / "truth.pt", weights_only=True))
+        self.passed(full(kind, self.world_size))
+
     # -- experts of two ranks by one name ----------------------------------------------------------
 
     def experts(self) -> nn.Module:
@@ -270,6 +338,25 @@ class Rank:
         assert found.step == latest_checkpoint(job) == 3
         check_same(full_state(*again[:2]), truth)
         self.passed("one rank did not write its part")
+
+    def failing_user_state(self) -> None:
+        """No rank waits in FSDP1's collectives for one whose user state is refused."""
+        job = self.new_job("user-state")
+        model, optimizer, _ = self.made("fsdp1", seed=1)
+        hook = TrainerHook(
+            job, model, optimizer=optimizer, critic=self.made("fsdp1", seed=2)[0],
+            user_state=lambda: {"x": object()} if self.rank else {},
+        )  # fmt: skip
+        if self.rank:
+            with pytest.raises(InvalidSettingsError, match="user_state"):
+                hook.save_checkpoint(1)
+            hook.close()
+        else:
+            with pytest.raises(SaveFailedError, match="rank 1"):
+                hook.save_checkpoint(1, block_until_saved=True)
+            hook.close()
+        assert latest_checkpoint(job) is None
+        self.passed("a user state of one rank cannot be saved")
 
     @contextmanager
     def only_first_changes(self, path: Path, change: Callable[[Path], object]) -> Iterator[None]:
@@ -346,6 +433,8 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
     if work == "save":
         for kind in (kind for kind, size in SAVED if size == world_size):
             me.save(kind)
+        for kind in FULL if world_size == 2 else ():
+            me.save_full(kind)
         if world_size == 4:
             me.save_experts()
     else:
@@ -356,8 +445,11 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
             for other in RESUMED[world_size]:
                 me.reshard(kind, size, other)
                 me.passed(resharded(kind, size, other, world_size))
+        for kind in FULL if world_size <= 2 else ():
+            me.resume_full(kind)
         if world_size == 2:
             me.failing()
+            me.failing_user_state()
         if world_size > 1:
             me.resume_experts()
     dist.barrier()

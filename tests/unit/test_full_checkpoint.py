@@ -440,7 +440,16 @@ def test_what_was_saved_without_cannot_be_asked_for(root: Path) -> None:
         load_checkpoint(root, model, optimizer=optimizer)
     with pytest.raises(CheckpointError, match="without a scheduler"):
         load_checkpoint(root, model, scheduler=halved(optimizer))
-    with pytest.raises(CheckpointError, match=rf"critic/{SHARD} is missing"):
+    with pytest.raises(CheckpointError, match=rf"critic/{SHARD}.*saved without"):
+        load_checkpoint(root, model, critic=Net())
+
+
+def test_a_critic_of_an_earlier_save_of_the_step_is_not_taken(root: Path) -> None:
+    model, optimizer = trained(0)
+    critic, critic_optimizer = trained(1)
+    write_full(root, 1, model, optimizer, critic=critic, critic_optimizer=critic_optimizer)
+    write_full(root, 1, model, optimizer, counter=1)
+    with pytest.raises(CheckpointError, match=rf"critic/{SHARD}.*saved without"):
         load_checkpoint(root, model, critic=Net())
 
 
@@ -518,6 +527,7 @@ class Colour(enum.Enum):
         (Path("/x"), r"user_state\['x'\] is a pathlib"),
         ({Colour.RED: 1}, r"a key of user_state\['x'\] is a .*Colour"),
         (lambda: 1, "function"),
+        (np.longdouble(1), "longdouble"),
     ],
 )
 def test_what_could_not_be_loaded_is_refused_when_it_is_saved(value: object, where: str) -> None:

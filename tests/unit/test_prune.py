@@ -204,6 +204,14 @@ def test_a_step_that_changes_right_before_its_rename_is_put_back(
     assert ("step", "global_step_1") not in ruled.audit
 
 
+def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: Job) -> None:
+    published(job, 2)
+    for step in (1, 2):
+        (job.layout.step(step) / "critic").mkdir()
+    round_of(job)
+    assert steps(job) == ["global_step_2"]
+
+
 def test_a_save_that_was_replaced_right_before_its_rename_is_put_back(
     ruled: Job, storage: RuledStorage
 ) -> None:

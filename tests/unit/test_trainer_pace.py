@@ -136,3 +136,16 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
 
 def weights(job: Job, step: int) -> set[str]:
     return {path.name for path in Path(job.layout.actor(step)).glob("*.pt")}
+
+
+def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    """Else rank 0 would wait for it, and sync nothing meanwhile, for all of the save_timeout."""
+    ranks = writers(job, WriteConcurrency.UNRESTRICTED, *(RuledStorage() for _ in range(RANKS)))
+    save_id = SaveId("run", 1, 0)
+    ranks[1].say_failed(save_id)
+    others = [threads.submit(ranks[rank].save, save_id, CONTENTS) for rank in (0, 2)]
+    with pytest.raises(SaveFailedError, match="rank 1"):
+        others[0].result(DEADLINE / 2)
+    others[1].result(DEADLINE)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from syncd.checkpoint.safetensors_file import PAGE, SafetensorsFile
+from syncd.checkpoint.safetensors_file import CONTENT, PAGE, SafetensorsFile
 from syncd.protocol.errors import CoverageError, SaveFailedError, ShardFormatError
 from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import Receipt, ReceiptFile, encode
@@ -116,6 +117,21 @@ def test_a_file_that_is_not_what_was_written_is_not_published(tmp_path: Path) ->
     path.write_bytes(content)
     with pytest.raises(ShardFormatError, match=r"model\.safetensors .* its trainer wrote"):
         build(actor, tmp_path / "out")
+
+
+def test_what_a_file_says_of_its_content_is_read_from_its_first_bytes_alone(tmp_path: Path) -> None:
+    """A header may be anyone's, and is parsed by a child alone."""
+    path = tmp_path / FULL_STATE_DICT
+    for metadata, told in (
+        ({"format": "pt", CONTENT: "0f" * 16}, "0f" * 16),
+        ({CONTENT: "0f" * 16, "format": "pt"}, None),
+        ({"format": "pt", CONTENT: "0f"}, None),
+        ({"format": "pt"}, None),
+    ):
+        header = json.dumps({"__metadata__": metadata}, separators=(",", ":")).encode()
+        path.write_bytes(len(header).to_bytes(8, "little") + header)
+        with SafetensorsFile.open(STORAGE, path) as file:
+            assert file.told_content == told
 
 
 # -- tied weights ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import Copy, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
 from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
+from trainer_hooks.state.state_dict import tied_by_fsdp1
 
 
 class Loading(ABC):
@@ -86,9 +87,14 @@ class ModelLoading(Loading):
     def prepare(self) -> None:
         """Collective for FSDP1, which makes copies; all else is filled where it is."""
         self._state = get_model_state_dict(self._model)
+        # Of tied tensors a full state dict has one name alone.
+        for name, first in tied_by_fsdp1(self._model).items():
+            self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
         """Every tensor of the model is to be filled."""
+        if own is not None and own >= len(self.files):
+            own = None  # rank 0 has written the weights of all
         self._copies = plan(goals_of(self._state), self.files, own=own)
 
     def taken(self) -> set[str]:

@@ -97,7 +97,10 @@ class Found(NamedTuple):
 
 
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
-    """The step to resume from: the newest whole full checkpoint, never one that a crash cut off.
+    """The step to resume from: a whole full checkpoint, never one that a crash cut off.
+
+    It is the one that ``latest_checkpointed_iteration.txt`` names, also where a newer one is whole;
+    the newest whole one where that one is not.
 
     On one rank, or on each by itself: :func:`~trainer_hooks.resuming.resume.load_checkpoint` agrees
     on one.
@@ -234,11 +237,12 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
     """What receipts say, whose names are those inside ``actor/``, the critic's aside."""
-    folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}}
+    # Without a critic too: a folder of an earlier save of this step is not this one's.
+    folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):
         folder, _, name = file.name.partition("/")
         if folder == CRITIC:
-            folders.setdefault(CRITIC, {})[name] = file
+            folders[CRITIC][name] = file
         else:
             folders[ACTOR][file.name] = file
     return folders

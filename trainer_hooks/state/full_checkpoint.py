@@ -151,9 +151,9 @@ def checked(value: Any, where: str, depth: int = 0) -> Any:
     kind = type(value)
     if kind in _VALUES:
         return value
-    if isinstance(value, np.generic):
-        return checked(value.item(), where)
     if depth < _NESTED:
+        if isinstance(value, np.generic):
+            return checked(value.item(), where, depth + 1)  # of a longdouble it is one again
         if isinstance(value, Mapping):
             return {
                 checked(key, f"a key of {where}", depth + 1): checked(

@@ -28,7 +28,8 @@ class FullStateStream:
 
     On every rank the training thread calls :meth:`gather`; on rank 0 a writer thread calls
     :meth:`write` meanwhile, once. Between them are at most ``limit`` bytes; besides these, rank 0
-    has one whole tensor in memory at a time, on the device of the collectives.
+    has one whole tensor in memory at a time, on the device of the collectives (under FSDP1 without
+    a mesh twice: its parts, and whole).
 
     Promised: what is written is the state as it was during :meth:`gather`; neither call waits for
     the other after that one has failed, or after :meth:`abort`. Not promised: that a stream can be
@@ -78,9 +79,8 @@ class FullStateStream:
             plan = agree_on_plan(self._state, self._rank, tied=self._tied)
             self._pipe.announce(plan)
             for name in plan.in_order():
-                whole = full_tensor(self._state[name], rank=self._rank)
-                if whole is not None:
-                    self._hand_over(whole)
+                # By no name here: that would hold it while the next one is gathered.
+                self._hand_over(full_tensor(self._state[name], rank=self._rank))
             if self._rank == 0:
                 self._pipe.flush()
         except RuntimeError as error:
@@ -116,8 +116,10 @@ class FullStateStream:
         """Let neither side wait for the other any more; :meth:`write` raises."""
         self._pipe.abort(error)
 
-    def _hand_over(self, whole: Tensor) -> None:
+    def _hand_over(self, whole: Tensor | None) -> None:
         """What fails here fails the file, and leaves no other rank alone in a collective."""
+        if whole is None:
+            return
         try:
             self._pipe.put(whole.detach())
         except (RuntimeError, MemoryError) as error:

@@ -57,6 +57,27 @@ def fsdp_version(model: nn.Module) -> int | None:
     return found
 
 
+def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
+    """Of tied parameters: each name but the first → the first one, by the plain model's names.
+
+    FSDP1 gives each name a copy of its own, so that nothing else tells.
+    """
+    units = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
+    if not units:
+        return {}
+    path_of: dict[nn.Module, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        path_of.setdefault(module, path)
+    plain = {path: told for path, (_, told) in _paths(model).items()}
+    found = {}
+    for unit in units:
+        handle = unit._handle  # noqa: SLF001 - there is no other way to know it
+        for one in () if handle is None else handle.flat_param._shared_param_infos:  # noqa: SLF001 - likewise
+            name = _joined(plain[path_of[one.module]], one.param_name)
+            found[name] = _joined(plain[path_of[one.prim_module]], one.prim_param_name)
+    return found
+
+
 @contextmanager
 def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
     """Inside, FSDP1's units give each rank its part, whatever the trainer has set.
@@ -81,10 +102,23 @@ def _plain_names(model: nn.Module) -> Callable[[str], str]:
     """What a name of the state dict is in the plain model."""
     if not any(_renames(module) for module in model.modules()):
         return str
-    # A module's path → the same as the state dict has it, and as the plain model has it.
+    renamed = {given: plain for given, plain in _paths(model).values() if given != plain}
+
+    def name_of(name: str) -> str:
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            if path in renamed:
+                return _joined(renamed[path], name[len(path) + 1 :])
+        return name
+
+    return name_of
+
+
+def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """A module's path → the same as the state dict has it, and as the plain model has it."""
     paths: dict[str, tuple[str, str]] = {"": ("", "")}
     modules: dict[str, nn.Module] = {}
-    renamed: dict[str, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules[path] = module
         if not path:
@@ -97,18 +131,7 @@ def _plain_names(model: nn.Module) -> Callable[[str], str]:
         if not (_hides(outer, own) or _renames(outer)):
             plain = _joined(plain, own)
         paths[path] = (given, plain)
-        if given != plain:
-            renamed[given] = plain
-
-    def name_of(name: str) -> str:
-        path = name
-        while path:
-            path = path.rpartition(".")[0]
-            if path in renamed:
-                return _joined(renamed[path], name[len(path) + 1 :])
-        return name
-
-    return name_of
+    return paths
 
 
 def _renames(module: nn.Module) -> bool:

@@ -19,6 +19,7 @@ from syncd.protocol.layout import SAVING, JobLayout, receipt_name
 from syncd.protocol.records import SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.steps import make_step_folder
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.writing.announce import Announcer
 from trainer_hooks.writing.contents import Contents
@@ -139,6 +140,11 @@ class RankWriter:
 
     def say_failed(self, save_id: SaveId) -> None:
         """Let nobody wait for this rank's part of a save that it could not even begin."""
+        try:
+            # No rank may have begun to write it yet.
+            make_step_folder(self._storage, self._layout, save_id.step)
+        except OSError as error:
+            log.warning("the folder of step %d cannot be made: %s", save_id.step, error)
         self._give_up(Attempt(save_id, weights_stay=True, rest_stays=True))
 
     def are_weights_there(self, save_id: SaveId) -> bool:
