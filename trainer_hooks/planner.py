@@ -35,7 +35,7 @@ class Planner:
     """Decides what to save, on rank 0 where ranks could see it differently.
 
     Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
-    step where nothing is due, and no explorer decides, nothing is sent.
+    step where nothing is due, and no explorer decides or is waited for, nothing is sent.
 
     Args:
         decisions: how rank 0 tells the others.
@@ -98,6 +98,22 @@ class Planner:
         if not (driven or due):
             return Plan.NOTHING
         return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting))
+
+    def wait_for_explorers(self) -> None:
+        """Wait while the slowest explorer lags by more than the settings allow: rank 0 looks.
+
+        The others wait for its word, and not in a collective of the training: that has less time.
+
+        Raises:
+            SaveFailedError: rank 0 did not say.
+        """
+
+        def wait() -> Plan:
+            if self._explorers is not None:
+                self._explorers.wait_for_slowest()
+            return Plan.NOTHING
+
+        self._decisions.agree(wait)
 
     def sync(self, step: int) -> Plan:
         """What is to be done so that explorers get a step."""

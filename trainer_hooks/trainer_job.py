@@ -119,6 +119,8 @@ class TrainerJob:
         layout = JobLayout(root.absolute())
         storage = storage or Storage(layout.root)
         open_job(storage, layout)
+        # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
+        storage.refresh(layout.root)
         gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
         writer = RankWriter(
             storage,
@@ -139,6 +141,8 @@ class TrainerJob:
         if self._ranks.rank > 0:
             return Place(storage, layout, None, SaveLayout.FULL)
         open_job(storage, layout)
+        # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
+        storage.refresh(layout.root)
         writer = RankWriter(
             storage,
             layout,
