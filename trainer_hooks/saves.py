@@ -132,12 +132,7 @@ class Saves:
             error = f"step {step} is not saved: after {self._patience:g} s step {steps} still is"
             self.thread.fail(SaveFailedError(error))
         else:
-
-            def say_failed() -> int:
-                writer.say_failed(save_id)
-                return 0
-
-            self.thread.submit(step, say_failed)
+            self.thread.submit(step, lambda: writer.say_failed(save_id))
 
     def add_hugging_face(self, place: Place, save_id: SaveId) -> None:
         """Give a full checkpoint that is there its full weights too. Collective.
@@ -151,12 +146,11 @@ class Saves:
         if spool is None or writer is None:
             return
 
-        def work() -> int:
+        def work() -> None:
             try:
                 writer.add_hugging_face(save_id, spool)
             finally:
                 spool.close()
-            return 0
 
         self.thread.submit(save_id.step, work)
 
@@ -229,10 +223,7 @@ class Saves:
     def _rest(self) -> dict[str, Any]:
         """What is needed to resume, copied to host memory that is freed when it is written."""
         trained = self._trained
-        user_state = None if trained.user_state is None else trained.user_state()
-        rest: dict[str, Any] = {
-            "extra": host_copy(extra_state(scheduler=trained.scheduler, user_state=user_state))
-        }
+        rest: dict[str, Any] = {}
         if trained.optimizer is not None:
             rest["optimizer"] = host_copy(optimizer_state(trained.model, trained.optimizer))
         if trained.critic is not None:
@@ -240,7 +231,10 @@ class Saves:
             if trained.critic_optimizer is not None:
                 own = optimizer_state(trained.critic, trained.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)
-        return rest
+        # Last: what FSDP1 gathers takes all ranks, and this may be refused on one of them alone.
+        user_state = None if trained.user_state is None else trained.user_state()
+        extra = extra_state(scheduler=trained.scheduler, user_state=user_state)
+        return rest | {"extra": host_copy(extra)}
 
     def _gathered(self, place: Place, path: Path, state: Mapping[str, Any]) -> Spool | None:
         """The full state dict, on rank 0, on its way into a file. Collective."""
