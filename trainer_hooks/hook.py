@@ -237,8 +237,11 @@ class TrainerHook:
                 self.save_checkpoint(self._step, save_as_hf=hf is not SaveAsHf.NEVER)
         except SaveFailedError as error:
             failed = error
-        finally:
-            errors = self._end()
+        except BaseException:
+            for other in self._end():
+                log.error("%s", other)
+            raise
+        errors = self._end()
         if failed is not None:
             errors.insert(0, failed)
         for other in errors[1:]:

@@ -198,18 +198,23 @@ class Planner:
             return False
         if self._is_on_its_way(self.synced):
             return False  # whoever asks gets that
+        last = self._last_sync_step
+        if self.synced is not None and self._progress.has_failed(self.synced):
+            last = None  # nobody got that
         decision = self._explorers.decide(
-            self._settings, step=step or 0, last_sync_step=self._last_sync_step, waiting=waiting
+            self._settings, step=step or 0, last_sync_step=last, waiting=waiting
         )
         return decision.sync
 
     def _for_checkpoint(self, step: int, *, with_hf: bool) -> Plan:
         hugging_face = Plan.HUGGING_FACE if with_hf else Plan.NOTHING
-        if self._is_begun(self._full, step):
-            if not with_hf or self._is_begun(self._hugging_face, step):
+        full = self._full
+        if full is not None and self._is_begun(full, step):
+            lacks_it = not self._is_begun(self._hugging_face, step)
+            if not with_hf or not (lacks_it or self._progress.lacks_hugging_face(full)):
                 return Plan.NOTHING
             self._thread.wait(most=0, timeout=self._patience)
-            if self._full is not None and self._progress.is_checkpoint(self._full):
+            if self._progress.is_checkpoint(full):
                 return hugging_face
         plan = Plan.FULL | hugging_face
         synced = self.synced

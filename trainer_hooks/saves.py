@@ -141,7 +141,12 @@ class Saves:
             SaveFailedError: the ranks could not gather the weights.
         """
         path = place.layout.actor(save_id.step) / HUGGINGFACE / FULL_STATE_DICT
-        spool = self._gathered(place, path, sharded_state_dict(self._trained.model))
+        self._progress.adds_hugging_face(save_id)
+        try:
+            spool = self._gathered(place, path, sharded_state_dict(self._trained.model))
+        except BaseException:
+            self._progress.hugging_face_failed(save_id)
+            raise
         writer = place.writer
         if spool is None or writer is None:
             return
@@ -149,6 +154,9 @@ class Saves:
         def work() -> None:
             try:
                 writer.add_hugging_face(save_id, spool)
+            except BaseException:
+                self._progress.hugging_face_failed(save_id)
+                raise
             finally:
                 spool.close()
 

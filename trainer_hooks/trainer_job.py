@@ -189,9 +189,10 @@ class TrainerJob:
 
     def _weights_announced(self, save_id: SaveId) -> None:
         """In the thread, on rank 0: the pointer that explorers follow names them."""
-        self._progress.announced(save_id)
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
+        # Until then it is on its way: those who asked for it must not be told that nothing comes.
+        self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
         """In the thread, on rank 0: it can be resumed from, so older ones may go."""

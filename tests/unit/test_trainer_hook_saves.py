@@ -511,7 +511,27 @@ def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner
         hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
     assert latest_checkpoint(job.layout.root) == 4
     assert not (job.layout.step(4) / SAVING).exists()
+    del model.config
+    hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
+    assert (job.layout.actor(4) / "huggingface" / "model.safetensors").exists()
     hook.close()
+
+
+def test_what_failed_is_said_also_where_the_end_fails_otherwise(
+    job: Job, model: nn.Module, storage: RuledStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def user_state() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    hook = TrainerHook(
+        job.layout.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
+        storage=storage,
+    )  # fmt: skip
+    storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+    hook.after_step(4)
+    with pytest.raises(ZeroDivisionError):
+        hook.close()
+    assert "No space left" in caplog.text
 
 
 def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
@@ -617,6 +637,43 @@ def test_explorers_that_ask_decide(job: Job, model: nn.Module) -> None:
         assert "time/sync_weight" not in hook.sync_while_waiting()
         assert report(job).nothing_new == before + 1
     assert job.layout.state_pointer.read_text() == "3\n"
+
+
+def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
+    gate = Gate(RuledStorage(), "", "")
+
+    def hold(method: str, given: tuple[Any, ...]) -> None:
+        # The pointer names the save; the explorer is about to be answered.
+        is_report = method == "rename" and given[-1] == job.layout.trainer_report
+        if is_report and job.layout.state_pointer.exists() and not gate.reached.is_set():
+            gate.reached.set()
+            assert gate.opened.wait(DEADLINE)
+
+    with (
+        TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook,
+        ExplorerSynchronizer(job.layout.root, "explorer") as explorer,
+    ):
+        explorer.set_explorer_status(RunningStatus.RUNNING)
+        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        # A save of which it got nothing is made again.
+        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        hook.after_step(1)
+        over(hook)
+        storage.rules[:] = [hold]
+        with pytest.raises(SaveFailedError, match="step 1"):
+            hook.sync_while_waiting()
+        assert gate.reached.wait(DEADLINE)
+        waiting = threading.Thread(target=hook.sync_while_waiting)
+        waiting.start()
+        waiting.join(0.3)
+        gate.opened.set()
+        waiting.join(DEADLINE)
+        written(hook)
+        assert report(job).nothing_new == 0
+    assert job.layout.state_pointer.read_text() == "1\n"
 
 
 def test_storage_that_shows_no_explorers_stops_no_training(
