@@ -27,7 +27,7 @@ class SaveThread:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, Callable[[], int]]] = deque()
+        self._queue: deque[tuple[int, Callable[[], int | None]]] = deque()
         self._current: int | None = None
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
@@ -36,12 +36,12 @@ class SaveThread:
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, step: int, work: Callable[[], int]) -> None:
+    def submit(self, step: int, work: Callable[[], int | None]) -> None:
         """Do this after what is under way.
 
         Args:
             step: of which save it is.
-            work: returns how many bytes it wrote.
+            work: returns how many bytes it wrote; None where it is no save.
         """
         with self._changed:
             self._queue.append((step, work))
@@ -69,7 +69,7 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """The bytes of the last save that was written, once."""
+        """The bytes of the saves that were written since this was asked last; None of none."""
         with self._changed:
             written, self._written = self._written, None
             return written
@@ -115,14 +115,29 @@ class SaveThread:
                 written = work()
             except SaveFailedError as raised:
                 error = raised
-            except Exception as raised:  # noqa: BLE001 - the training thread raises it
-                error = SaveFailedError(f"the save of step {step} failed: {raised}")
+            except BaseException as raised:
+                # Raised by the training thread. Also a SystemExit, out of a tokenizer: nobody would
+                # miss this thread.
+                log.error("the save of step %d failed", step, exc_info=True)
+                why = str(raised) or type(raised).__name__
+                error = SaveFailedError(f"the save of step {step} failed: {why}")
                 error.__cause__ = raised
             del work  # and the memory of what it wrote
+            _let_go(error)
             with self._changed:
                 self._current = None
                 if error is not None:
                     self._errors.append(error)
-                else:
-                    self._written = written
+                elif written is not None:
+                    self._written = written + (self._written or 0)
                 self._changed.notify_all()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Free what the frames of an error hold: a copy of a state, whose room the next save needs.
+
+    Before the error is taken: a call raises it when it has made its own copy.
+    """
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.storage.fsio import Storage
+from trainer_hooks.agreement import Ranks
 from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
 from trainer_hooks.saves import Saves, Trained
-from trainer_hooks.settings import SaveAsHf, SaveSettings
+from trainer_hooks.settings import SaveAsHf, SaveSettings, WriteConcurrency
 from trainer_hooks.state.full_checkpoint import Stateful
 from trainer_hooks.trainer_job import TrainerJob, served
 from trainer_hooks.writing.model_files import Pretrained, model_files
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: save_timeouts that anything waits for one save: one to write it, one for the other ranks.
+#: save_timeouts that anything waits for one save (for each rank where they write in turns): one to
+#: write it, one for the other ranks.
 _PATIENCE: Final = 2
 #: Seconds: longer than any training; what locks take has a bound.
 _FOREVER: Final = 1e9
@@ -88,9 +90,9 @@ class TrainerHook:
         storage: Storage | None = None,
     ) -> None:
         self._settings = served(settings or SyncSettings(), model, memory_dir)
-        decisions = Decisions(timeout=_longest_wait(self._settings))
         self._saving = saving or SaveSettings()
-        self._patience = min(_PATIENCE * self._settings.save_timeout, _FOREVER)
+        self._patience = patience_of(self._settings, self._saving, Ranks().world_size)
+        decisions = Decisions(timeout=_longest_wait(self._settings, self._patience))
         self._progress = Progress()
         self._job = TrainerJob(
             job_dir,
@@ -133,6 +135,7 @@ class TrainerHook:
         self._step: int | None = None
         self._last_sync_time: float | None = None
         self._closed = False
+        self._has_ended = False
 
     # -- what a training loop calls --------------------------------------------------------------
 
@@ -146,14 +149,14 @@ class TrainerHook:
             Metrics, in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole.
+            SaveFailedError: an earlier save did not become whole; or the hook is closed.
         """
-        begun = time.monotonic()
+        begun = self._begun()
         self._step = step
         metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
-        if self._job.explorers is not None and self._settings.max_explorer_lag is not None:
+        if self._settings.max_explorer_lag is not None:
             waited = time.monotonic()
-            self._job.explorers.wait_for_slowest()
+            self._planner.wait_for_explorers()
             metrics["time/wait_for_explorers"] = time.monotonic() - waited
         return self._told(metrics, begun)
 
@@ -166,9 +169,9 @@ class TrainerHook:
             As :meth:`after_step`.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole.
+            SaveFailedError: an earlier save did not become whole; or the hook is closed.
         """
-        begun = time.monotonic()
+        begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
         return self._told(self._carry_out(plan, self._step), begun)
 
@@ -179,9 +182,9 @@ class TrainerHook:
             As :meth:`after_step`.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole.
+            SaveFailedError: an earlier save did not become whole; or the hook is closed.
         """
-        begun = time.monotonic()
+        begun = self._begun()
         self._step = step
         return self._told(self._carry_out(self._planner.sync(step), step), begun)
 
@@ -205,7 +208,7 @@ class TrainerHook:
             SaveFailedError: an earlier save did not become whole, or this one, if it was waited
                 for.
         """
-        begun = time.monotonic()
+        begun = self._begun()
         self._step = step
         with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf
         metrics = self._carry_out(self._planner.checkpoint(step, with_hf=with_hf), step)
@@ -219,7 +222,7 @@ class TrainerHook:
 
         Where full checkpoints are made (``save_interval``, or ``save_as_hf = last``) and the last
         step is none, one is made first: call it on all ranks. Waits at most twice the
-        ``save_timeout`` for each save.
+        ``save_timeout`` for each save; that for each rank, where they write one at a time.
 
         Raises:
             SaveFailedError: the last save did not become whole, or is not yet, and was given up.
@@ -234,8 +237,11 @@ class TrainerHook:
                 self.save_checkpoint(self._step, save_as_hf=hf is not SaveAsHf.NEVER)
         except SaveFailedError as error:
             failed = error
-        finally:
-            errors = self._end()
+        except BaseException:
+            for other in self._end():
+                log.error("%s", other)
+            raise
+        errors = self._end()
         if failed is not None:
             errors.insert(0, failed)
         for other in errors[1:]:
@@ -260,6 +266,12 @@ class TrainerHook:
             log.warning("%s", error)
 
     # -- what is done ------------------------------------------------------------------------------
+
+    def _begun(self) -> float:
+        """When a call has begun; what is closed would save nothing, and say nothing of it."""
+        if self._has_ended:
+            raise SaveFailedError("this hook is closed, and saves nothing any more")
+        return time.monotonic()
 
     def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
         """Copy what a plan says; returns how long training stood still for each part."""
@@ -311,6 +323,7 @@ class TrainerHook:
 
     def _end(self) -> list[SyncdError]:
         """Wait for what is under way, say that this trainer has stopped; returns what failed."""
+        self._has_ended = True
         thread = self._saves.thread
         left = thread.close(timeout=self._patience)
         if left:
@@ -331,6 +344,13 @@ class TrainerHook:
         return errors
 
 
-def _longest_wait(settings: SyncSettings) -> float:
+def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -> float:
+    """Seconds that anything waits for one save to come to its end."""
+    in_turns = saving.write_concurrency is WriteConcurrency.ONE_AT_A_TIME
+    turns = world_size if in_turns else 1  # each within the save_timeout
+    return min(_PATIENCE * settings.save_timeout * turns, _FOREVER)
+
+
+def _longest_wait(settings: SyncSettings, patience: float) -> float:
     """Seconds that the other ranks wait for rank 0: as long as it may wait for anything itself."""
-    return settings.sync_timeout + _PATIENCE * settings.save_timeout + _TORCH_TIMEOUT
+    return settings.sync_timeout + patience + _TORCH_TIMEOUT

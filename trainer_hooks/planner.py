@@ -35,7 +35,7 @@ class Planner:
     """Decides what to save, on rank 0 where ranks could see it differently.
 
     Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
-    step where nothing is due, and no explorer decides, nothing is sent.
+    step where nothing is due, and no explorer decides or is waited for, nothing is sent.
 
     Args:
         decisions: how rank 0 tells the others.
@@ -98,6 +98,22 @@ class Planner:
         if not (driven or due):
             return Plan.NOTHING
         return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting))
+
+    def wait_for_explorers(self) -> None:
+        """Wait while the slowest explorer lags by more than the settings allow: rank 0 looks.
+
+        The others wait for its word, and not in a collective of the training: that has less time.
+
+        Raises:
+            SaveFailedError: rank 0 did not say.
+        """
+
+        def wait() -> Plan:
+            if self._explorers is not None:
+                self._explorers.wait_for_slowest()
+            return Plan.NOTHING
+
+        self._decisions.agree(wait)
 
     def sync(self, step: int) -> Plan:
         """What is to be done so that explorers get a step."""
@@ -182,18 +198,23 @@ class Planner:
             return False
         if self._is_on_its_way(self.synced):
             return False  # whoever asks gets that
+        last = self._last_sync_step
+        if self.synced is not None and self._progress.has_failed(self.synced):
+            last = None  # nobody got that
         decision = self._explorers.decide(
-            self._settings, step=step or 0, last_sync_step=self._last_sync_step, waiting=waiting
+            self._settings, step=step or 0, last_sync_step=last, waiting=waiting
         )
         return decision.sync
 
     def _for_checkpoint(self, step: int, *, with_hf: bool) -> Plan:
         hugging_face = Plan.HUGGING_FACE if with_hf else Plan.NOTHING
-        if self._is_begun(self._full, step):
-            if not with_hf or self._is_begun(self._hugging_face, step):
+        full = self._full
+        if full is not None and self._is_begun(full, step):
+            lacks_it = not self._is_begun(self._hugging_face, step)
+            if not with_hf or not (lacks_it or self._progress.lacks_hugging_face(full)):
                 return Plan.NOTHING
             self._thread.wait(most=0, timeout=self._patience)
-            if self._full is not None and self._progress.is_checkpoint(self._full):
+            if self._progress.is_checkpoint(full):
                 return hugging_face
         plan = Plan.FULL | hugging_face
         synced = self.synced

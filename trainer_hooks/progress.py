@@ -18,6 +18,7 @@ class Progress:
         self._announced: SaveId | None = None
         self._checkpoint: SaveId | None = None
         self._failed: set[SaveId] = set()
+        self._without_hugging_face: set[SaveId] = set()
 
     def announced(self, save_id: SaveId) -> None:
         """Explorers may have its weights."""
@@ -33,6 +34,21 @@ class Progress:
         """It did not become whole."""
         with self._lock:
             self._failed.add(save_id)
+
+    def adds_hugging_face(self, save_id: SaveId) -> None:
+        """A full checkpoint that is whole is about to get its full weights."""
+        with self._lock:
+            self._without_hugging_face.discard(save_id)
+
+    def hugging_face_failed(self, save_id: SaveId) -> None:
+        """It did not get them."""
+        with self._lock:
+            self._without_hugging_face.add(save_id)
+
+    def lacks_hugging_face(self, save_id: SaveId) -> bool:
+        """Whether its full weights are to be added once more."""
+        with self._lock:
+            return save_id in self._without_hugging_face
 
     def has_failed(self, save_id: SaveId) -> bool:
         """Whether it did not become whole."""

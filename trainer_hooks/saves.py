@@ -132,12 +132,7 @@ class Saves:
             error = f"step {step} is not saved: after {self._patience:g} s step {steps} still is"
             self.thread.fail(SaveFailedError(error))
         else:
-
-            def say_failed() -> int:
-                writer.say_failed(save_id)
-                return 0
-
-            self.thread.submit(step, say_failed)
+            self.thread.submit(step, lambda: writer.say_failed(save_id))
 
     def add_hugging_face(self, place: Place, save_id: SaveId) -> None:
         """Give a full checkpoint that is there its full weights too. Collective.
@@ -146,17 +141,24 @@ class Saves:
             SaveFailedError: the ranks could not gather the weights.
         """
         path = place.layout.actor(save_id.step) / HUGGINGFACE / FULL_STATE_DICT
-        spool = self._gathered(place, path, sharded_state_dict(self._trained.model))
+        self._progress.adds_hugging_face(save_id)
+        try:
+            spool = self._gathered(place, path, sharded_state_dict(self._trained.model))
+        except BaseException:
+            self._progress.hugging_face_failed(save_id)
+            raise
         writer = place.writer
         if spool is None or writer is None:
             return
 
-        def work() -> int:
+        def work() -> None:
             try:
                 writer.add_hugging_face(save_id, spool)
+            except BaseException:
+                self._progress.hugging_face_failed(save_id)
+                raise
             finally:
                 spool.close()
-            return 0
 
         self.thread.submit(save_id.step, work)
 
@@ -237,10 +239,10 @@ class Saves:
             if trained.critic_optimizer is not None:
                 own = optimizer_state(trained.critic, trained.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)
-        # Last: it may fail on one rank alone, and under FSDP1 all of the above is collective.
+        # Last: what FSDP1 gathers takes all ranks, and this may be refused on one of them alone.
         user_state = None if trained.user_state is None else trained.user_state()
-        rest["extra"] = host_copy(extra_state(scheduler=trained.scheduler, user_state=user_state))
-        return rest
+        extra = extra_state(scheduler=trained.scheduler, user_state=user_state)
+        return rest | {"extra": host_copy(extra)}
 
     def _gathered(self, place: Place, path: Path, state: Mapping[str, Any]) -> Spool | None:
         """The full state dict, on rank 0, on its way into a file. Collective."""

@@ -119,6 +119,8 @@ class TrainerJob:
         layout = JobLayout(root.absolute())
         storage = storage or Storage(layout.root)
         open_job(storage, layout)
+        # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
+        storage.refresh(layout.root)
         gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
         writer = RankWriter(
             storage,
@@ -139,6 +141,8 @@ class TrainerJob:
         if self._ranks.rank > 0:
             return Place(storage, layout, None, SaveLayout.FULL)
         open_job(storage, layout)
+        # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
+        storage.refresh(layout.root)
         writer = RankWriter(
             storage,
             layout,
@@ -185,9 +189,10 @@ class TrainerJob:
 
     def _weights_announced(self, save_id: SaveId) -> None:
         """In the thread, on rank 0: the pointer that explorers follow names them."""
-        self._progress.announced(save_id)
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
+        # Until then it is on its way: those who asked for it must not be told that nothing comes.
+        self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
         """In the thread, on rank 0: it can be resumed from, so older ones may go."""

@@ -301,9 +301,9 @@ def test_a_save_on_a_full_disk_says_so_leaves_nothing_and_a_later_one_works(
     model = Constant(megabytes=8)
     little = 2_000_000 if kind == "bytes" else 5
     with trainer(job, model) as hook:
-        hook.after_step(1)
-        hook.after_step(2)
-        written(hook)
+        for step in (1, 2):
+            hook.after_step(step)
+            written(hook)
         assert layout.state_pointer.read_text() == "2\n"
         filler.fill(kind, leave=little if room == "a little" else 0)
         hook.after_step(3)

@@ -56,6 +56,13 @@ class RankProcess:
         assert found is not None, "the rank is gone"
         return found
 
+    def has_answered(self, *, within: float) -> bool:
+        try:
+            self._answers.put(self._answers.get(timeout=within))
+        except queue.Empty:
+            return False
+        return True
+
     def ask(self, command: str, *arguments: object) -> Answer:
         self.tell(command, *arguments)
         return self.answer()
@@ -137,6 +144,12 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
             assert answer["error"] == "JobUnavailableError", answer
             assert "nowhere" in answer["says"]
 
+        # Also where it can be read alone, and everything is there already.
+        second.ask("read_only")
+        answers = ranks.all("open", {})
+        assert {answer["error"] for answer in answers} == {"JobUnavailableError"}, answers
+        second.ask("heal")
+
         ranks.fine("open", {"save_timeout": 60, "sync_interval": 2})
         # Rank 0 waits for nobody.
         assert "time/sync_weight" in first.ask("step", 2)["metrics"]
@@ -186,6 +199,17 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
             assert all("time/sync_weight" in one for one in ranks.fine("wait_for_data"))
             ranks.fine("over")
         wait_for_step(job, 12)
+        ranks.fine("close")
+
+        # Rank 0 waits for an explorer that lags: the others wait for its word, in no collective.
+        ranks.fine("open", {"save_timeout": 60, "max_explorer_lag": 1, "sync_interval": 100})
+        with ExplorerSynchronizer(job, "explorer") as explorer:
+            explorer.set_explorer_status(RunningStatus.RUNNING)
+            for rank in ranks:
+                rank.tell("step", 12)
+            assert not any(rank.has_answered(within=0.2) for rank in ranks)
+        for rank in ranks:
+            assert rank.answer()["metrics"]["time/wait_for_explorers"] > 0.2
         ranks.fine("close")
 
         # Gathered on rank 0, into a memory folder; full checkpoints stay sharded in the job.

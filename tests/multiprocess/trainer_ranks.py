@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from syncd.protocol.errors import SyncdError
 from tests.hooks import DEADLINE, over
-from tests.storages import RuledStorage, once, refuse
+from tests.storages import CHANGES, RuledStorage, once, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 
 
@@ -84,6 +84,12 @@ class Rank:
 
     def full_disk(self, where: str) -> None:
         self._storage.rules.append(refuse("create", errno.ENOSPC, where=where))
+
+    def read_only(self) -> None:
+        for method in CHANGES:
+            # What a folder that is there already says comes first.
+            code = errno.EEXIST if method == "mkdir" else errno.EROFS
+            self._storage.rules.append(refuse(method, code))
 
     def die_at(self, method: str, where: str) -> None:
         def die(*_: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -429,6 +431,160 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
     assert job.layout.state_pointer.read_text() == "5\n"
 
 
+def test_a_gathered_file_that_the_pruner_took_is_not_announced(
+    job: Job, model: nn.Module, storage: RuledStorage, tmp_path: Path
+) -> None:
+    def prune(*_: Path) -> None:
+        job.layout.step(4).rename(tmp_path / "trash")
+
+    storage.rules.append(once("rename", prune, where="fsdp_config"))
+    saving = SaveSettings(layout=SaveLayout.FULL)
+    hook = TrainerHook(job.layout.root, model, saving=saving, storage=storage)
+    hook.after_step(4)
+    with pytest.raises(SaveFailedError, match=r"model\.safetensors is gone"):
+        hook.close()
+    assert not job.layout.state_pointer.exists()
+
+
+def test_a_save_that_failed_keeps_no_memory(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    shape = (3, 1, 4, 1, 5)
+    state = {"samples": torch.zeros(shape)}
+    hook = TrainerHook(job.layout.root, model, user_state=lambda: state, storage=storage)
+    storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
+    hook.save_checkpoint(4)
+    over(hook)
+    storage.rules.clear()
+    # Before the error is taken: by then the next save has been copied.
+    held = [one for one in gc.get_objects() if type(one) is torch.Tensor and one.shape == shape]
+    assert len(held) == 1
+    with pytest.raises(SaveFailedError):
+        hook.close()
+
+
+def test_a_library_that_would_exit_ends_its_save_alone(job: Job, model: nn.Module) -> None:
+    class Exits:
+        def save_pretrained(self, save_directory: str) -> None:
+            sys.exit(f"cannot write {save_directory[:1]}")
+
+    tokenizer = Exits()
+    hook = TrainerHook(job.layout.root, model, tokenizer=tokenizer)
+    hook.after_step(4)
+    over(hook)
+    with pytest.raises(SaveFailedError, match="step 4 failed: cannot write /"):
+        hook.close()
+
+
+def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    settings = SyncSettings(save_interval=4)
+    hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
+    storage.rules.append(refuse("unlink", errno.EACCES, where=SAVING))
+    hook.after_step(4)
+    over(hook)
+    storage.calls.clear()
+    hook.close()
+    assert latest_checkpoint(job.layout.root) == 4
+    assert storage.count("create", job.layout.actor(4)) == 0
+
+
+def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner(
+    job: Job,
+) -> None:
+    class Tied(Files):
+        def to_json_string(self) -> str:
+            return '{"tie_word_embeddings": true}'
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens = nn.Embedding(5, 3)
+            self.lm_head = nn.Linear(3, 5, bias=False)
+
+    model = Model()
+    model.config = Tied()  # type: ignore[assignment]
+    hook = TrainerHook(job.layout.root, model)
+    hook.save_checkpoint(4, block_until_saved=True)
+    with pytest.raises(SaveFailedError, match="tie_word_embeddings"):
+        hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
+    assert latest_checkpoint(job.layout.root) == 4
+    assert not (job.layout.step(4) / SAVING).exists()
+    del model.config
+    hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
+    assert (job.layout.actor(4) / "huggingface" / "model.safetensors").exists()
+    hook.close()
+
+
+def test_what_failed_is_said_also_where_the_end_fails_otherwise(
+    job: Job, model: nn.Module, storage: RuledStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    def user_state() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    hook = TrainerHook(
+        job.layout.root, model, settings=SyncSettings(save_interval=9), user_state=user_state,
+        storage=storage,
+    )  # fmt: skip
+    storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+    hook.after_step(4)
+    with pytest.raises(ZeroDivisionError):
+        hook.close()
+    assert "No space left" in caplog.text
+
+
+def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
+    job: Job, model: nn.Module
+) -> None:
+    asked: list[str] = []
+
+    class Notes:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def state_dict(self) -> dict[str, Any]:
+            asked.append(self._name)
+            return {}
+
+    def user_state() -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    hook = TrainerHook(
+        job.layout.root, model, optimizer=Notes("actor's"), scheduler=Notes("scheduler"),
+        critic=nn.Linear(2, 1), critic_optimizer=Notes("critic's"), user_state=user_state,
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        hook.save_checkpoint(4)
+    assert asked == ["actor's", "critic's"]
+    hook.close()
+
+
+def test_bytes_are_those_of_all_saves_since_they_were_told_last(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    gate = Gate(storage, "create", SHARD)
+    with TrainerHook(job.layout.root, model, storage=storage) as hook:
+        for step in (1, 2):
+            assert "sync/bytes" not in hook.save_state_dict(step)
+        gate.opened.set()
+        written(hook)
+        sizes = [(job.layout.actor(step) / SHARD).stat().st_size for step in (1, 2)]
+        assert hook.save_state_dict(2)["sync/bytes"] == sum(sizes)
+        assert "sync/bytes" not in hook.save_state_dict(2)
+
+
+def test_a_hook_that_is_closed_says_so(job: Job, model: nn.Module) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        hook.after_step(1)
+    for call in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
+        with pytest.raises(SaveFailedError, match="closed"):
+            call(2)
+    with pytest.raises(SaveFailedError, match="closed"):
+        hook.sync_while_waiting()
+    hook.close()
+
+
 # -- explorers ---------------------------------------------------------------------------------
 
 
@@ -481,6 +637,43 @@ def test_explorers_that_ask_decide(job: Job, model: nn.Module) -> None:
         assert "time/sync_weight" not in hook.sync_while_waiting()
         assert report(job).nothing_new == before + 1
     assert job.layout.state_pointer.read_text() == "3\n"
+
+
+def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
+    gate = Gate(RuledStorage(), "", "")
+
+    def hold(method: str, given: tuple[Any, ...]) -> None:
+        # The pointer names the save; the explorer is about to be answered.
+        is_report = method == "rename" and given[-1] == job.layout.trainer_report
+        if is_report and job.layout.state_pointer.exists() and not gate.reached.is_set():
+            gate.reached.set()
+            assert gate.opened.wait(DEADLINE)
+
+    with (
+        TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook,
+        ExplorerSynchronizer(job.layout.root, "explorer") as explorer,
+    ):
+        explorer.set_explorer_status(RunningStatus.RUNNING)
+        explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+        # A save of which it got nothing is made again.
+        storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
+        hook.after_step(1)
+        over(hook)
+        storage.rules[:] = [hold]
+        with pytest.raises(SaveFailedError, match="step 1"):
+            hook.sync_while_waiting()
+        assert gate.reached.wait(DEADLINE)
+        waiting = threading.Thread(target=hook.sync_while_waiting)
+        waiting.start()
+        waiting.join(0.3)
+        gate.opened.set()
+        waiting.join(DEADLINE)
+        written(hook)
+        assert report(job).nothing_new == 0
+    assert job.layout.state_pointer.read_text() == "1\n"
 
 
 def test_storage_that_shows_no_explorers_stops_no_training(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,13 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import SAVING
+from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from tests.hooks import DEADLINE
 from tests.jobs import Job
+from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
-from trainer_hooks.settings import WriteConcurrency
+from trainer_hooks import latest_checkpoint
+from trainer_hooks.hook import patience_of
+from trainer_hooks.settings import SaveSettings, WriteConcurrency
 from trainer_hooks.writing.writer import Contents, RankWriter
 
 RANKS = 3
@@ -132,6 +138,65 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
     assert weights(job, 1) == set()
     assert weights(job, 2) == {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)}
     assert job.leftovers() == []
+
+
+def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    timeout = 1.0
+    ranks = writers(
+        job,
+        WriteConcurrency.ONE_AT_A_TIME,
+        *(RuledStorage() for _ in range(RANKS)),
+        timeout=timeout,
+    )
+    # As when rank 0 still waits for all others to write the save before this one.
+    waiting = save_all(threads, ranks[1:], SaveId("run", 1, 0))
+    assert not waiting[0].done()
+    threading.Event().wait(1.3 * timeout)
+    ranks[0].save(SaveId("run", 1, 0), CONTENTS)
+    for done in waiting:
+        done.result(DEADLINE)
+    assert job.layout.state_pointer.read_text() == "1\n"
+
+
+def test_a_save_in_turns_is_waited_for_as_long_as_all_turns_may_take() -> None:
+    settings = SyncSettings(save_timeout=10)
+    in_turns = SaveSettings(write_concurrency=WriteConcurrency.ONE_AT_A_TIME)
+    assert patience_of(settings, SaveSettings(), 8) == 20
+    assert patience_of(settings, in_turns, 8) == 160
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_rank_0_may_have_announced_is_not_taken_back(
+    job: Job, threads: ThreadPoolExecutor, is_full: bool
+) -> None:
+    name = "full_rank_1.json" if is_full else "rank_1.json"
+    pointer = job.layout.checkpoint_pointer if is_full else job.layout.state_pointer
+    receipts = job.layout.actor(1) / ".receipts"
+
+    def refused_once_it_was_seen(method: str, given: tuple[object, ...]) -> None:
+        if method == "sync_folder" and given[0] == receipts and (receipts / name).exists():
+            wait_until(pointer.exists, "rank 0 has announced it")
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    failing = RuledStorage(refused_once_it_was_seen)
+    zero, one = (
+        RankWriter(storage, job.layout, rank, 2, save_timeout=DEADLINE, pauses=(0.0, 0.0))
+        for rank, storage in enumerate((RuledStorage(), failing))
+    )
+    contents = Contents(
+        model={"weight": torch.zeros(3)}, optimizer={"state": torch.zeros(3)}, is_full=is_full
+    )
+    save_id = SaveId("run", 1, 0)
+    announcing = threads.submit(zero.save, save_id, contents)
+    with pytest.raises(SaveFailedError, match="durable"):
+        one.save(save_id, contents)
+    announcing.result(DEADLINE)
+    assert pointer.read_text() == "1\n"
+    assert weights(job, 1) >= {f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)}
+    assert look_at_save(job.storage, job.layout.actor(1), 1).identity is not None
+    assert latest_checkpoint(job.layout.root) == (1 if is_full else None)
 
 
 def weights(job: Job, step: int) -> set[str]:

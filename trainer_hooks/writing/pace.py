@@ -36,7 +36,7 @@ class Pace:
     Args:
         concurrency: how many may write at a time.
         storage, layout: the job's.
-        rank: this rank.
+        rank, world_size: this rank, of how many.
         timeout: seconds that a rank may take for its part.
         stopped: ends a wait.
         hosts_folder: where the locks of this host are; the system's temporary folder by default.
@@ -48,6 +48,7 @@ class Pace:
         storage: Storage,
         layout: JobLayout,
         rank: int,
+        world_size: int,
         *,
         timeout: float,
         stopped: threading.Event,
@@ -57,6 +58,7 @@ class Pace:
         self._storage = storage
         self._layout = layout
         self._rank = rank
+        self._world_size = world_size
         self._timeout = timeout
         self._stopped = stopped
         self._hosts_folder = hosts_folder or Path(tempfile.gettempdir())
@@ -111,8 +113,9 @@ class Pace:
 
     def _wait_for(self, before: int, save_id: SaveId, receipt_of: Callable[[int], str]) -> None:
         notes = Notes(self._storage, self._layout.actor(save_id.step))
-        # Each of those before it may take the timeout.
-        until = time.monotonic() + self._timeout * self._rank
+        # Each of those before it may take the timeout; so may those after it, which are still
+        # at the weights when it has come to the rest, or at the save before this one.
+        until = time.monotonic() + self._timeout * self._world_size
         ours = f"rank {self._rank} did not write its part of the save of step {save_id.step}"
         while notes.written(receipt_of(before)) != save_id:
             for other in {before, 0}:

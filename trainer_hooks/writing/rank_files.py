@@ -114,8 +114,24 @@ class RankFiles:
                 files.extend(
                     write_model_files(self._storage, actor / HUGGINGFACE, contents.model_files)
                 )
-            notes.write_receipt(receipt_name(rank), self._receipt(save_id, files))
         return files
+
+    def vouch(self, save_id: SaveId, name: str, files: list[ReceiptFile]) -> None:
+        """Say by a receipt of this name that these files are whole and durable.
+
+        Raises:
+            OSError: storage refused; the receipt may have been seen all the same.
+        """
+        _, _, notes = self._places(save_id)
+        notes.write_receipt(name, self._receipt(save_id, files))
+
+    def is_vouched(self, save_id: SaveId, name: str) -> bool:
+        """Whether others can see that receipt; where storage does not say, they may."""
+        _, _, notes = self._places(save_id)
+        try:
+            return notes.written(name) == save_id
+        except OSError:
+            return True
 
     def begin_rest(self, save_id: SaveId) -> list[ReceiptFile]:
         """Protect a save whose weights are announced, to complete it.
@@ -140,15 +156,8 @@ class RankFiles:
             )
         return list(receipt.files)
 
-    def write_rest(
-        self, save_id: SaveId, contents: Contents, files: list[ReceiptFile]
-    ) -> list[ReceiptFile]:
+    def write_rest(self, save_id: SaveId, contents: Contents) -> list[ReceiptFile]:
         """What is needed to resume, beside the model's part.
-
-        Args:
-            save_id: which save.
-            contents: what it holds.
-            files: this rank's files of the weights.
 
         Returns:
             The files that were written now, the weights for ``huggingface/`` aside.
@@ -173,8 +182,6 @@ class RankFiles:
             if contents.critic is not None:
                 rest += self._write_critic(save_id, contents.critic, contents.critic_optimizer)
             self._write_hugging_face(save_id, contents)
-            receipt = self._receipt(save_id, [*files, *rest])
-            notes.write_receipt(full_receipt_name(rank), receipt)
         return rest
 
     def _write_critic(

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft, Storage
@@ -77,6 +78,7 @@ class Spool:
 
         Raises:
             OSError: storage refused; names the file.
+            SaveFailedError: the pruner took the folder away with the file in it.
             Exception: whatever ended the gathering.
         """
         self._thread.join()
@@ -87,6 +89,8 @@ class Spool:
         if not self._named:
             self._storage.rename(self._draft.temporary, self.path)
             self._named = True
+        elif not self._storage.exists(self.path):
+            raise SaveFailedError(f"{self.path} is gone, and what was gathered with it")
         self._storage.sync_folder(self.path.parent)
         return self._file
 

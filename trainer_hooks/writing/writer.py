@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import SAVING, JobLayout, receipt_name
-from syncd.protocol.records import SaveId
+from syncd.protocol.layout import SAVING, JobLayout, full_receipt_name, receipt_name
+from syncd.protocol.records import ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.steps import make_step_folder
@@ -84,8 +84,9 @@ class RankWriter:
         self._weights_announced = weights_announced
         self._checkpoint_announced = checkpoint_announced
         self._pace = Pace(
-            concurrency, storage, layout, rank, timeout=save_timeout, stopped=self._stopped
-        )
+            concurrency, storage, layout, rank, world_size,
+            timeout=save_timeout, stopped=self._stopped,
+        )  # fmt: skip
         self._announcer = Announcer(
             storage,
             layout,
@@ -131,8 +132,10 @@ class RankWriter:
         """
         try:
             self.again(save_id, lambda: self._files.add_hugging_face(save_id, weights))
-        except OSError as error:
+        except BaseException as error:
             self._remains.unprotect(save_id.step)
+            if not isinstance(error, OSError):
+                raise
             raise SaveFailedError(
                 f"the weights of step {save_id.step} could not be written as a Hugging Face model: "
                 f"{error}; its full checkpoint is whole all the same"
@@ -182,21 +185,71 @@ class RankWriter:
             files = self.again(save_id, lambda: self._files.begin_rest(save_id))
             written = 0
         else:
-            files = self.again(save_id, lambda: self._files.write_weights(save_id, contents))
+            files = self.again(save_id, lambda: self._write_weights(attempt, contents))
             written = sum(file.size for file in files)
             if self._rank > 0:
                 attempt.weights_stay = True
             elif not self._announce_weights(attempt):
                 return written
         if contents.is_full:
-            rest = self.again(save_id, lambda: self._files.write_rest(save_id, contents, files))
+            rest = self.again(save_id, lambda: self._write_rest(attempt, contents, files))
             written += sum(file.size for file in rest)
         if self._rank == 0:
             if contents.is_full and not self._announce_checkpoint(attempt):
                 return written
-            folder = self._layout.step(save_id.step)
-            self.again(save_id, lambda: self._storage.unlink_if_there(folder / SAVING))
+            saving = self._layout.step(save_id.step) / SAVING
+            try:
+                self.again(save_id, lambda: self._storage.unlink_if_there(saving))
+            except OSError as error:
+                # All is whole and pointed to: who took that for a failure would write it again.
+                log.warning("%s stays, and keeps the pruner away: %s", saving, error)
         return written
+
+    def _write_weights(self, attempt: Attempt, contents: Contents) -> list[ReceiptFile]:
+        files = self._files.write_weights(attempt.save_id, contents)
+        if not self._vouch(attempt, receipt_name(self._rank), files):
+            attempt.weights_stay = True
+            raise self._not_durable(attempt)
+        return files
+
+    def _write_rest(
+        self, attempt: Attempt, contents: Contents, files: list[ReceiptFile]
+    ) -> list[ReceiptFile]:
+        rest = self._files.write_rest(attempt.save_id, contents)
+        if not self._vouch(attempt, full_receipt_name(self._rank), [*files, *rest]):
+            attempt.rest_stays = True
+            raise self._not_durable(attempt)
+        return rest
+
+    def _vouch(self, attempt: Attempt, name: str, files: list[ReceiptFile]) -> bool:
+        """Write a receipt.
+
+        Returns:
+            False where storage refused to make it durable once others could see it: rank 0 may have
+            announced what it vouches for, of which nothing may be taken back, or written again.
+
+        Raises:
+            OSError: storage refused; nobody has seen it.
+        """
+        save_id = attempt.save_id
+        try:
+            self._files.vouch(save_id, name, files)
+        except OSError as error:
+            if self._rank == 0 or not self._files.is_vouched(save_id, name):
+                raise
+            log.warning("step %d: trying again: %s", save_id.step, error)
+            try:
+                self.again(save_id, lambda: self._files.vouch(save_id, name, files))
+            except OSError as again:
+                log.warning("step %d: %s", save_id.step, again)
+                return False
+        return True
+
+    def _not_durable(self, attempt: Attempt) -> SaveFailedError:
+        return SaveFailedError(
+            f"rank {self._rank} has written its part of the save of step {attempt.save_id.step}, "
+            "and storage does not make its receipt durable: see the log"
+        )
 
     def _announce_weights(self, attempt: Attempt) -> bool:
         save_id = attempt.save_id
