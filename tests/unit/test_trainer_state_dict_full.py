@@ -22,7 +22,6 @@ from tests.fsdp_models import Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
-from trainer_hooks.state.byte_pipe import Chunks
 from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
 
 DEADLINE = 30.0
@@ -72,27 +71,18 @@ def test_any_limit_of_memory_makes_the_same_file(tmp_path: Path, limit: int) -> 
 
 def test_between_the_threads_there_is_no_more_than_the_limit() -> None:
     """Of a large tensor, too: it is handed over in pieces."""
-    chunks = Chunks(1000)
-    stream = FullStateStream({"large": values(10_000)}, rank=0, limit=1, chunks=chunks)
+    stream = FullStateStream({"large": values(10_000)}, rank=0, limit=1000)
+    pipe = stream._pipe
     stuck = threading.Thread(target=stream.gather)
     stuck.start()
     try:
-        wait_until(lambda: len(chunks._made) == 8, "all of the memory is in use")
+        wait_until(lambda: len(pipe._ready) == 8, "all of the memory is in use")
         assert stuck.is_alive()
-        assert sum(memory.content.nbytes for memory in chunks._made) == 1000
+        assert sum(memory.content.nbytes for memory, _ in pipe._ready) == 1000
     finally:
         stream.abort(OSError("the writer's thread has ended"))
         stuck.join(DEADLINE)
     assert not stuck.is_alive()
-
-
-def test_streams_one_after_the_other_use_the_same_memory(tmp_path: Path) -> None:
-    chunks = Chunks(1000)
-    for number in range(3):
-        state = {"weight": torch.full((700,), number), "bias": torch.full((3,), number)}
-        put(state, tmp_path / str(number), chunks=chunks)
-        assert_equal(loaded(tmp_path / str(number)), state)
-    assert len(chunks._made) == 8
 
 
 # -- what the receipt says ---------------------------------------------------------------------

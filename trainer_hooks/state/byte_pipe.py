@@ -19,39 +19,19 @@ LIMIT: Final = 256 * 1024 * 1024
 _PIECES: Final = 8
 
 
-class Chunks:
-    """Host memory in pieces, made when they are first needed, for one stream after the other.
-
-    Args:
-        limit: how many bytes at most.
-    """
-
-    def __init__(self, limit: int = LIMIT) -> None:
-        self.size = max(1, limit // _PIECES)
-        self._most = max(1, limit // self.size)
-        self._made: list[HostMemory] = []
-
-    def all_for(self, source: torch.device) -> Iterator[HostMemory]:
-        """Each piece once, for copies from a device of this type."""
-        for number in range(self._most):
-            if number == len(self._made):
-                self._made.append(HostMemory(self.size, source))
-            yield self._made[number]
-
-
 class BytePipe:
     """The bytes of the tensors, end to end, from the thread that gathers to the one that writes.
 
     Args:
-        chunks: the memory between them; of this pipe alone until it has ended.
+        limit: how many bytes there may be between them.
     """
 
-    def __init__(self, chunks: Chunks) -> None:
+    def __init__(self, limit: int = LIMIT) -> None:
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._plan: FullPlan | None = None
-        self._chunks = chunks
-        self._unused: Iterator[HostMemory] | None = None
+        self._size = max(1, limit // _PIECES)
+        self._unmade = max(1, limit // self._size)
         self._free: deque[HostMemory] = deque()
         self._ready: deque[tuple[HostMemory, int]] = deque()
         # The gathering thread's own: what it fills, and how many bytes of that it has filled.
@@ -99,7 +79,7 @@ class BytePipe:
             self._sources.add(whole.device)
             self._filled += part.numel()
             flat = flat[part.numel() :]
-            if self._filled == self._chunks.size:
+            if self._filled == self._size:
                 self.flush()
 
     def flush(self) -> None:
@@ -125,12 +105,9 @@ class BytePipe:
     def _next_free(self, source: torch.device) -> HostMemory | None:
         """Memory to fill, or None where nobody will read it."""
         with self._changed:
-            if self._unused is None:
-                self._unused = self._chunks.all_for(source)
-            if not self._free and self._error is None:
-                unused = next(self._unused, None)
-                if unused is not None:
-                    return unused
+            if not self._free and self._error is None and self._unmade:
+                self._unmade -= 1
+                return HostMemory(self._size, source)
             self._changed.wait_for(lambda: self._free or self._error is not None)
             return self._free.popleft() if self._error is None else None
 

@@ -18,7 +18,7 @@ from syncd.protocol.errors import CoverageError, SaveFailedError
 from syncd.protocol.layout import FULL_STATE_DICT
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft
-from trainer_hooks.state.byte_pipe import LIMIT, BytePipe, Chunks
+from trainer_hooks.state.byte_pipe import LIMIT, BytePipe
 from trainer_hooks.state.full_plan import FullPlan, agree_on_plan
 from trainer_hooks.state.gather import full_tensor
 
@@ -43,7 +43,6 @@ class FullStateStream:
         limit: bytes of host memory between the two threads.
         tied: whether the model's config says that the output embedding is the input embedding (see
             :func:`ties_embeddings`): then it is left out, as the merge of shards does.
-        chunks: host memory that one stream after the other may use; made anew by default.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class FullStateStream:
         rank: int,
         limit: int = LIMIT,
         tied: bool = False,
-        chunks: Chunks | None = None,
     ) -> None:
         self._state = {
             name: value
@@ -62,7 +60,7 @@ class FullStateStream:
         }
         self._rank = rank
         self._tied = tied
-        self._pipe = BytePipe(chunks or Chunks(limit))
+        self._pipe = BytePipe(limit)
 
     @torch.no_grad()
     def gather(self) -> None:
