@@ -478,6 +478,24 @@ def test_what_is_of_another_model_is_refused(
         load_checkpoint(root, make())
 
 
+class Scaled(Net):
+    """Has a scale that is no buffer, and says so in its state dict, as quantizers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(
+            lambda _module, state, prefix, _local: state.update(
+                {f"{prefix}up.weight.scale": torch.ones(())}
+            )
+        )
+
+
+def test_a_model_with_names_that_torch_cannot_load_is_refused_by_name(root: Path) -> None:
+    write_full(root, 1, Net())
+    with pytest.raises(CheckpointError, match=r"no parameter or buffer of it .*'scale'"):
+        load_checkpoint(root, Scaled())
+
+
 def _with(model: nn.Module, name: str, value: torch.Tensor) -> nn.Module:
     model.register_buffer(name, value)
     return model

@@ -86,7 +86,13 @@ class ModelLoading(Loading):
 
     def prepare(self) -> None:
         """Collective for FSDP1, which makes copies; all else is filled where it is."""
-        self._state = get_model_state_dict(self._model)
+        try:
+            self._state = get_model_state_dict(self._model)
+        except AttributeError as error:
+            raise CheckpointError(
+                "the model's state dict has a name that is no parameter or buffer of it "
+                f"({error}), which torch cannot load: load the weights from a published version"
+            ) from error
         # Of tied tensors a full state dict has one name alone.
         for name, first in tied_by_fsdp1(self._model).items():
             self._state[name] = self._state[first]
