@@ -8,11 +8,11 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import RECEIPTS, failure_name
-from syncd.protocol.records import Receipt, SaveId, encode, parse
+from syncd.protocol.records import Receipt, SaveId, encode
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.reading import read_if_there
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,7 @@ class Notes:
         Raises:
             OSError: storage failed.
         """
-        path = self.folder / name
-        try:
-            return parse(Receipt, self._storage.read(path), path)
-        except RecordError as error:
-            log.warning("%s", error)
-            return None
-        except OSError as error:
-            if is_gone(error):
-                return None
-            raise
+        return read_if_there(self._storage, Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
         """The save that a receipt is of.
