@@ -196,7 +196,12 @@ def test_what_else_a_step_holds_is_seen(job: Job, scanner: Scanner) -> None:
     [plain] = scanner.scan(known).steps
     assert (plain.found, plain.has_receipts) == (identity, True)
     assert not any((plain.full, plain.retired, plain.saving, plain.resumable, plain.critic))
-    (job.layout.step(4) / "critic").mkdir()
+    critic = job.layout.step(4) / "critic"
+    critic.mkdir()
+    scanner.look_again()
+    [empty] = scanner.scan(known).steps
+    assert not empty.critic  # all that a full save leaves which had no room
+    (critic / "model_world_size_1_rank_0.pt").touch()
     (job.layout.actor(4) / "optim_world_size_1_rank_0.pt").touch()
     scanner.look_again()
     [step] = scanner.scan(known).steps
