@@ -53,6 +53,7 @@ class Row:
     register: float
     tick_median: float
     tick_max: float
+    tick_cpu_max: float
     slice_median: float
     counts: float
     status: float
@@ -173,12 +174,20 @@ def _crowd(job: Path, count: int) -> Iterator[_Crowd]:
 
 
 def _milliseconds(call: Callable[[], object], times: int) -> list[float]:
-    found = []
+    return _milliseconds_and_cpu(call, times)[0]
+
+
+def _milliseconds_and_cpu(
+    call: Callable[[], object], times: int
+) -> tuple[list[float], list[float]]:
+    """How long each call took, and for how long this thread had a processor meanwhile."""
+    found, cpu = [], []
     for _ in range(times):
-        begun = time.perf_counter()
+        begun, used = time.perf_counter(), time.thread_time()
         call()
         found.append(1000 * (time.perf_counter() - begun))
-    return found
+        cpu.append(1000 * (time.thread_time() - used))
+    return found, cpu
 
 
 def _slices(root: Path, layout: JobLayout) -> list[float]:
@@ -214,7 +223,7 @@ def _measure(root: Path, count: int) -> Row:
                     loop.run_once()
                     woken = crowd.wait_until_woken(step, count)
                     latencies += [1000 * (at - published) for at in woken]
-                ticks = _milliseconds(loop.run_once, _TICKS)
+                ticks, cpu = _milliseconds_and_cpu(loop.run_once, _TICKS)
             counts = _milliseconds(trainer.get_explorer_status_counts, 5)
             slices = _slices(root, layout)
             status = _milliseconds(lambda: look(Storage(root), layout), 3)
@@ -224,6 +233,7 @@ def _measure(root: Path, count: int) -> Row:
         register,
         statistics.median(ticks),
         max(ticks),
+        max(cpu),
         statistics.median(slices),
         statistics.median(counts),
         statistics.median(status),
@@ -255,8 +265,8 @@ def main() -> None:
     print_machine(machine)
     print("\nmilliseconds; explorers are threads, 50 to a process\n")
     print_table(
-        ("explorers", "all registered", "tick", "worst tick", "roster slice", "counts", "status",
-         "wake-up p50", "p99"),
+        ("explorers", "all registered", "tick", "worst tick", "worst CPU", "roster slice", "counts",
+         "status", "wake-up p50", "p99"),
         [tuple(f"{value:.4g}" for value in asdict(row).values()) for row in rows],
     )  # fmt: skip
 
