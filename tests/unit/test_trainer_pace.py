@@ -214,3 +214,19 @@ def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
     with pytest.raises(SaveFailedError, match="rank 1"):
         others[0].result(DEADLINE / 2)
     others[1].result(DEADLINE)
+
+
+def test_a_step_folder_that_other_ranks_replace_while_it_is_empty_fails_no_save(job: Job) -> None:
+    """Once for each rank at most; one attempt of a writer is enough, however many there are."""
+    folder, left = job.layout.step(1), 10
+
+    def replaced(method: str, given: tuple[object, ...]) -> None:
+        nonlocal left
+        if method == "mkdir" and given[0] == folder / "actor" and left:
+            left -= 1
+            folder.rmdir()  # what a rename over it does to who has it open
+
+    writer = RankWriter(RuledStorage(replaced), job.layout, 0, 1, save_timeout=DEADLINE, pauses=())
+    writer.save(SaveId("run", 1, 0), CONTENTS)
+    assert left == 0
+    assert job.layout.state_pointer.read_text() == "1\n"
