@@ -224,10 +224,11 @@ class SyncdCallback(TrainerCallback):
         except SaveFailedError as error:
             failed.append(error)
         self._hook = None
-        for error in failed[self._stop_on_failure :]:
+        raised = failed[:1] if self._stop_on_failure else []
+        for error in failed[len(raised) :]:
             log.error("%s", error)
-        if failed and self._stop_on_failure:
-            raise failed[0]
+        if raised:
+            raise raised[0]
 
     # -- small things ----------------------------------------------------------------------------
 
