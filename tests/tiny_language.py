@@ -16,10 +16,11 @@ WORDS: Final = (*_SPECIAL, *(f"w{number}" for number in range(98)))
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token a word."""
     words = {word: number for number, word in enumerate(WORDS)}
-    made = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    unknown, padding, end = _SPECIAL
+    made = Tokenizer(WordLevel(words, unk_token=unknown))
     made.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=made, unk_token=unknown, pad_token=padding, eos_token=end
     )
 
 

@@ -1,4 +1,4 @@
-"""``CheckpointCoordinator``: saves of one rank behind the training, and a pointer that waits for all."""
+"""``CheckpointCoordinator``: saves behind the training, and a pointer that waits for all ranks."""
 
 from __future__ import annotations
 

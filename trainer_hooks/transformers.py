@@ -225,8 +225,8 @@ class SyncdCallback(TrainerCallback):
             failed.append(error)
         self._hook = None
         raised = failed[:1] if self._stop_on_failure else []
-        for error in failed[len(raised) :]:
-            log.error("%s", error)
+        for other in failed[len(raised) :]:
+            log.error("%s", other)
         if raised:
             raise raised[0]
 

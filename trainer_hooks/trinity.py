@@ -118,8 +118,7 @@ def fsdp_upload_state_dict(
     whole = {
         name: tensor.detach().cpu()
         for name, value in sharded_state_dict(engine.module).items()
-        if isinstance(value, Tensor)
-        and (tensor := full_tensor(value, rank=ranks.rank)) is not None
+        if isinstance(value, Tensor) and (tensor := full_tensor(value, rank=ranks.rank)) is not None
     }
 
     def upload() -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from explorer_hooks import ExplorerHook, TorchModule
+from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import ExplorerReport, parse
 from syncd.storage.fsio import Storage
@@ -75,7 +76,8 @@ def _rank(
     rank: int, scenario: Callable[[Path], None], root: Path, world_size: int, backend: str
 ) -> None:
     # As torchrun says it: accelerate looks there, and takes the group that is there.
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank}
+    ranks |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     if world_size > 1 or backend != "gloo":
         os.environ.update({name: str(value) for name, value in ranks.items()})
         store = dist.FileStore(str(root / "store"), world_size)
@@ -95,7 +97,7 @@ def serve(scenarios: dict[str, Callable[[Path], None]]) -> None:
         error = ""
         try:
             mp.start_processes(_rank, arguments, nprocs=world_size, start_method="fork")
-        except mp.ProcessException as raised:
+        except (mp.ProcessRaisedException, mp.ProcessExitedException) as raised:
             error = str(raised)
         print("\n" + json.dumps({"error": error}), flush=True)
 
@@ -115,7 +117,7 @@ class Trainers:
             env={**ENVIRONMENT, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
             start_new_session=True,
         )
-        self._answers: queue.Queue[dict[str, str]] = queue.Queue()
+        self._answers: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
 
@@ -128,8 +130,14 @@ class Trainers:
 
     def wait(self) -> None:
         """Until the ranks are over; raises what one of them has raised."""
-        answer = self._answers.get(timeout=_PATIENCE)
-        assert not answer["error"], answer["error"]
+        error = self._answers.get(timeout=_PATIENCE)
+        assert not error, error
+
+    def check(self) -> None:
+        """Raise what a rank has raised by now."""
+        if not self._answers.empty():
+            self.wait()
+            self._answers.put("")
 
     def end(self) -> None:
         if self._process.poll() is None:
@@ -144,8 +152,8 @@ class Trainers:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith('{"error"'):
-                self._answers.put(json.loads(line))
-        self._answers.put({"error": "the trainer program is gone: see what it has said"})
+                self._answers.put(json.loads(line)["error"])
+        self._answers.put("the trainer program is gone: see what it has said")
 
 
 @contextmanager
@@ -157,12 +165,20 @@ def trainers(module: str) -> Iterator[Trainers]:
         found.end()
 
 
-def follow(job: Path, model: nn.Module, last_step: int, *, times: int = 1) -> Pulled:
+def follow(
+    program: Trainers, job: Path, model: nn.Module, last_step: int, *, times: int = 1
+) -> Pulled:
     """Pull until a step has come so many times; the steps and what the model then is."""
     pulled: Pulled = []
+    end = time.monotonic() + _PATIENCE
     with ExplorerHook(job, EXPLORER, TorchModule(model)) as hook:
         while [step for step, _ in pulled].count(last_step) < times:
-            version = hook.pull(_PATIENCE)
+            program.check()
+            try:
+                version = hook.pull(1)
+            except WaitTimeoutError:
+                assert time.monotonic() < end, [step for step, _ in pulled]
+                continue
             state = {name: value.detach().clone() for name, value in model.state_dict().items()}
             pulled.append((version.step, state))
     return pulled

@@ -42,7 +42,7 @@ def test_each_step_of_a_trainer_reaches_an_explorer_and_so_do_those_after_resumi
 ) -> None:
     with Daemon(job, "--keep", "20"):
         program.begin("alone", tmp_path)
-        pulled = follow(job, tiny_language.model(), 4, times=2)
+        pulled = follow(program, job, tiny_language.model(), 4, times=2)
         program.wait()
     # Two batches are one step; checkpoints, evaluations and the end publish nothing twice.
     assert [step for step, _ in pulled] == [0, 1, 2, 3, 4, 2, 3, 4]
@@ -71,7 +71,7 @@ def test_what_the_page_says_publishes_every_other_step_of_two_ranks_and_the_last
 ) -> None:
     with Daemon(job):
         program.begin("ranks", tmp_path, world_size=2)
-        pulled = follow(job, tiny_language.model(), 5)
+        pulled = follow(program, job, tiny_language.model(), 5)
         program.wait()
     assert [step for step, _ in pulled] == [2, 4, 5]
     assert_as_trained(pulled, tmp_path / "truth")
@@ -99,7 +99,7 @@ def test_a_loop_of_ones_own_over_fully_shard_is_followed_likewise(
 ) -> None:
     with Daemon(job):
         program.begin("by_hand", tmp_path, world_size=2)
-        pulled = follow(job, tiny_language.model(), 3)
+        pulled = follow(program, job, tiny_language.model(), 3)
         program.wait()
     assert [step for step, _ in pulled] == [1, 2, 3]
     assert_as_trained(pulled, tmp_path / "truth")
@@ -117,7 +117,7 @@ def test_a_trainer_in_fsdp_is_followed_likewise(
             world_size=torch.cuda.device_count(),
             backend="cpu:gloo,cuda:nccl",
         )
-        pulled = follow(job, tiny_language.model(), 4)
+        pulled = follow(program, job, tiny_language.model(), 4)
         program.wait()
     assert [step for step, _ in pulled] == [1, 2, 3, 4]
     assert_as_trained(pulled, tmp_path / "truth")
