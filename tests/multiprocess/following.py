@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 
 from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.layout import SAVING, JobLayout
 from syncd.protocol.records import ExplorerReport, parse
 from syncd.storage.fsio import Storage
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 
 #: The explorer that trainers wait for.
 EXPLORER: Final = "explorer"
@@ -57,13 +57,14 @@ def write_truth(folder: Path, step: int, model: nn.Module) -> None:
 
 
 def wait_for_explorer(job: Path, step: int) -> None:
-    """Wait until the explorer serves a step."""
-    path, end = JobLayout(job).explorer(EXPLORER), time.monotonic() + DEADLINE
-    while time.monotonic() < end:
-        if path.exists() and parse(ExplorerReport, Storage().read(path), path).step == step:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"the explorer does not serve step {step}")
+    """Wait until the explorer serves a step, and its save is over: the next one is not skipped."""
+    layout = JobLayout(job)
+    path = layout.explorer(EXPLORER)
+    wait_until(
+        lambda: path.exists() and parse(ExplorerReport, Storage().read(path), path).step == step,
+        f"the explorer serves step {step}",
+    )
+    wait_until(lambda: not (layout.step(step) / SAVING).exists(), f"step {step} is saved")
 
 
 def tell(root: Path, **facts: object) -> None:
