@@ -24,6 +24,8 @@ class Contents:
         critic, critic_optimizer: of a full checkpoint: another model, and its optimizer.
         hugging_face: rank 0 only: the full state dict, for ``huggingface/``.
         links_hugging_face: rank 0 only: that it is the file of ``full_model``.
+        written_by: writes the rank's shard itself, under its name in ``actor/``, instead of
+            ``model``; called again, from its start, where storage refused for a moment.
         completes: the weights of this very save are whole and announced already: only the rest of a
             full checkpoint is written.
     """
@@ -39,6 +41,7 @@ class Contents:
     critic_optimizer: Mapping[str, Any] | None = None
     hugging_face: Spool | None = None
     links_hugging_face: bool = False
+    written_by: Callable[[], object] | None = None
     completes: bool = False
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.torch_zip import central_directory_digest
+from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import HUGGINGFACE
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
@@ -75,6 +76,32 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
             size, digest = central_directory_digest(storage, draft.temporary)
             draft.commit()
         return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
+
+
+def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:
+    """Let someone else ``torch.save`` a shard in place, and make it durable.
+
+    Returns:
+        What a receipt says of the file.
+
+    Raises:
+        SaveFailedError: there is no such file afterwards.
+        ShardFormatError: it is not what ``torch.save`` writes.
+        OSError: storage refused.
+    """
+    # Whoever has the one before open goes on reading that one.
+    storage.unlink_if_there(path)
+    write()
+    if not storage.exists(path):
+        raise SaveFailedError(
+            f"{path} was not written by what was to write it: it must torch.save this rank's part "
+            "of the state dict to that path"
+        )
+    with storage.closing(storage.open_read(path)) as file:
+        storage.fsync(file)
+    storage.sync_folder(path.parent)
+    size, digest = central_directory_digest(storage, path)
+    return ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")
 
 
 def write_small(storage: Storage, path: Path, content: bytes) -> None:

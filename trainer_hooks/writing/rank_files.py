@@ -36,6 +36,7 @@ from trainer_hooks.writing.pace import Pace
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
+    shard_written_by,
     write_model_files,
     write_small,
     write_tensors,
@@ -106,6 +107,9 @@ class RankFiles:
             elif contents.model is not None:
                 path = actor / shard_name(world_size, rank)
                 files.append(write_tensors(self._storage, path, contents.model))
+            elif contents.written_by is not None:
+                path = actor / shard_name(world_size, rank)
+                files.append(shard_written_by(self._storage, path, contents.written_by))
             if rank == 0:
                 config: dict[str, int] = {"world_size": world_size}
                 if contents.fsdp_version is not None:

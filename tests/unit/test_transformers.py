@@ -1,0 +1,185 @@
+"""``SyncdCallback`` called as a Trainer calls it, in one process."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainerState
+
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.policy import RunningStatus, SyncSettings
+from syncd.protocol.records import TrainerReport, parse
+from syncd.storage.fsio import Storage
+from tests.hooks import over
+from tests.storages import RuledStorage, refuse
+from trainer_hooks import SaveSettings
+from trainer_hooks.settings import WhenBusy
+from trainer_hooks.transformers import SyncdCallback
+
+
+class Training:
+    """What a Trainer does, with a callback and a model whose weights are the step."""
+
+    def __init__(self, job: Path, *, best: bool = False, **given: Any) -> None:
+        self.storage = RuledStorage()
+        saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
+        self.callback = SyncdCallback(job, saving=saving, storage=self.storage, **given)
+        self.model = nn.Linear(2, 2)
+        self.state = TrainerState(best_model_checkpoint="checkpoint-1" if best else None)
+        self.args: Any = SimpleNamespace(load_best_model_at_end=best)
+        self._control: Any = SimpleNamespace()
+
+    def begin(self, model: nn.Module | None = None) -> None:
+        self.callback.on_train_begin(
+            self.args, self.state, self._control, model=model or self.model
+        )
+
+    def step(self, *, wait: bool = True) -> None:
+        self.state.global_step += 1
+        with torch.no_grad():
+            self.model.weight.fill_(self.state.global_step)
+        self.callback.on_step_end(self.args, self.state, self._control)
+        if wait and self.callback.hook is not None:
+            over(self.callback.hook)
+
+    def save(self) -> None:
+        self.callback.on_save(self.args, self.state, self._control)
+
+    def log(self, **logs: float) -> dict[str, float]:
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.callback.on_log(self.args, self.state, self._control, logs=logs)
+        return logs
+
+    def end(self) -> None:
+        self.callback.on_train_end(self.args, self.state, self._control)
+
+
+@pytest.fixture
+def job_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "job"
+    path.mkdir()
+    return path
+
+
+def pointed(job: Path) -> int | None:
+    path = JobLayout(job).state_pointer
+    return int(path.read_text()) if path.exists() else None
+
+
+def status(job: Path) -> str:
+    path = JobLayout(job).trainer_report
+    return parse(TrainerReport, Storage().read(path), path).status
+
+
+def test_full_checkpoints_are_left_to_the_trainer(job_dir: Path) -> None:
+    for given in (
+        {"settings": SyncSettings(save_interval=10)},
+        {"saving": SaveSettings(save_as_hf="last")},  # type: ignore[arg-type] # by its name
+    ):
+        with pytest.raises(InvalidSettingsError, match="makes no full checkpoints"):
+            SyncdCallback(job_dir, **given)  # type: ignore[arg-type] # one of the two
+
+
+def test_a_model_that_deepspeed_has_emptied_is_refused(job_dir: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.weight.ds_id = 0  # type: ignore[assignment] # as ZeRO-3 marks what it takes out
+    with pytest.raises(InvalidSettingsError, match="ZeRO-3"):
+        Training(job_dir).begin(model)
+
+
+def test_what_a_trainer_saves_and_its_last_step_are_published_too(job_dir: Path) -> None:
+    training = Training(job_dir, settings=SyncSettings(sync_interval=100))
+    training.step()  # before the training begins nothing is done
+    training.begin()
+    training.step()
+    assert pointed(job_dir) is None
+    training.save()
+    assert training.callback.hook is not None
+    over(training.callback.hook)
+    assert pointed(job_dir) == 2
+    training.step()
+    assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.RUNNING)
+    training.end()
+    assert (pointed(job_dir), status(job_dir)) == (3, RunningStatus.STOPPED)
+    training.end()  # nothing more
+
+
+def test_a_best_model_that_was_loaded_is_not_the_last_step(job_dir: Path) -> None:
+    training = Training(job_dir, best=True, settings=SyncSettings(sync_interval=2))
+    training.begin()
+    for _ in range(3):
+        training.step()
+    training.end()
+    assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.STOPPED)
+
+
+def test_a_log_has_the_metrics_since_the_one_before(job_dir: Path) -> None:
+    training = Training(job_dir)
+    training.begin()
+    training.step()
+    training.step()
+    training.step()
+    logs = training.log(loss=1.0)
+    assert logs["loss"] == 1.0
+    assert logs["sync/announced_step"] == 2  # of the call before
+    size = next(JobLayout(job_dir).actor(1).glob("*.pt")).stat().st_size
+    assert logs["sync/bytes"] == 2 * size  # of the two saves that were written by then
+    assert logs["time/stall"] >= logs["time/sync_weight"] > 0
+    assert training.state.log_history[-1] == {**logs, "step": 3}
+    assert training.log(loss=1.0) == {"loss": 1.0}  # nothing since
+    training.end()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, stops: bool) -> None:
+    training = Training(job_dir, stop_on_failure=stops)
+    training.begin()
+    training.step()
+    training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+    training.step()
+    training.storage.rules.clear()
+    if stops:
+        with training.callback, pytest.raises(SaveFailedError, match="step 2"):
+            training.step()
+        assert training.callback.hook is None
+        assert status(job_dir) == RunningStatus.STOPPED
+        return
+    training.step()
+    assert training.log()["sync/failed"] == 1
+    assert pointed(job_dir) == 3
+    training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+    training.step()
+    training.end()
+    assert (pointed(job_dir), status(job_dir)) == (3, RunningStatus.STOPPED)
+
+
+def test_the_last_save_that_failed_is_an_error_of_the_end(job_dir: Path) -> None:
+    training = Training(job_dir)
+    training.begin()
+    training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
+    training.step(wait=False)
+    with pytest.raises(SaveFailedError, match="step 1"):
+        training.end()
+    assert training.callback.hook is None
+    assert status(job_dir) == RunningStatus.STOPPED
+
+
+def test_a_training_that_begins_again_after_a_failure_needs_no_other_name(job_dir: Path) -> None:
+    training = Training(job_dir, publish_first=True)
+    training.begin()
+    training.step()
+    first = training.callback.hook
+    training.begin()  # without an end: train() has raised, and is called again
+    assert training.callback.hook is not first
+    with pytest.raises(SaveFailedError, match="closed"):
+        first.after_step(9)  # type: ignore[union-attr] # it was there
+    training.step()
+    training.end()
+    assert pointed(job_dir) == 2

@@ -1,0 +1,277 @@
+"""``CheckpointCoordinator``: saves behind the training, and a pointer that waits for all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.policy import SyncMethod, SyncSettings
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from trainer_hooks.agreement import Ranks
+from trainer_hooks.background import LIMIT, SaveThread
+from trainer_hooks.decisions import Decisions
+from trainer_hooks.hook import patience_of
+from trainer_hooks.progress import Progress
+from trainer_hooks.settings import SaveSettings
+from trainer_hooks.state.host_buffers import HostBuffers
+from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
+from trainer_hooks.trainer_job import TrainerJob
+from trainer_hooks.writing.contents import Contents
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from trainer_hooks.writing.writer import RankWriter
+
+log = logging.getLogger(__name__)
+
+#: Seconds for a save that is given up to be put away.
+_LAST: Final = 30.0
+
+
+class CheckpointCoordinator:
+    """One rank's saves, written one after the other by a thread, as Trinity-RFT's has them.
+
+    Trinity's asks a Ray actor, the CheckpointMonitor, which counts threads, and moves
+    ``latest_state_dict_iteration.txt`` when as many have finished as were registered. Here each
+    rank vouches for its own shard by a receipt, and rank 0 moves the pointer when it has seen those
+    of all ranks: nothing is registered, and nobody is asked.
+
+    Promised: the pointer names a step only when every rank's shard of one save is whole and
+    durable; what fails on a rank is raised by that rank's next call, once, and on rank 0, too. Not
+    promised: that a save is announced when a call returns (:meth:`wait_all` waits for that), nor
+    that the checkpoint pointer, ``latest_checkpointed_iteration.txt``, ever moves.
+
+    Construct it and call its methods on every rank alike, in the same order.
+
+    Args:
+        job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
+        settings: ``save_timeout`` and ``method``, which must be ``checkpoint``, are looked at.
+        name: of the trainer, of which a job has one.
+        storage: the seam for tests.
+
+    Raises:
+        JobUnavailableError: the job directory is missing or cannot be written, on some rank.
+        NameTakenError: another trainer works in this job; to know may take a lease time.
+        InvalidSettingsError: another method.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        *,
+        settings: SyncSettings | None = None,
+        name: str = "trainer",
+        storage: Storage | None = None,
+    ) -> None:
+        settings, saving = settings or SyncSettings(), SaveSettings()
+        if settings.method is not SyncMethod.CHECKPOINT:
+            raise InvalidSettingsError(
+                f"CheckpointCoordinator saves with method checkpoint, not {settings.method}"
+            )
+        self._patience = patience_of(settings, saving, Ranks().world_size)
+        self._progress = Progress()
+        ranks = Decisions(timeout=self._patience).ranks
+        self._rank = ranks.rank
+        self._job = TrainerJob(
+            job_dir, None, name, ranks, settings, saving, self._progress, storage=storage
+        )
+        self._thread = SaveThread()
+        self._buffers = deque(HostBuffers() for _ in range(LIMIT))
+        self._counter = 0
+        self._closed = False
+
+    # -- what a trainer calls --------------------------------------------------------------------
+
+    def save_async(
+        self,
+        name: str,
+        save_fn: Callable[[], object],
+        global_step: int,
+        is_state_dict: bool = False,
+    ) -> None:
+        """Do something behind the training; of a state dict, announce it once all ranks have.
+
+        Args:
+            name: what it is, for messages.
+            save_fn: does the work. It is called once what was begun before is over, and again, from
+                its start, where storage refuses for a moment. Of a state dict it must
+                ``torch.save`` this rank's part to
+                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, of tensors that training
+                does not change meanwhile; the folder is there.
+            global_step: the step.
+            is_state_dict: whether the pointer is to name the step, once all ranks have said so of
+                theirs. If not, nothing is announced.
+
+        Raises:
+            SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
+        """
+        self._check_open()
+        save_id = self._next_id(global_step) if is_state_dict else None
+        if not self._has_room(global_step, name):
+            if save_id is not None:
+                self._leave_out(save_id)
+        elif save_id is not None:
+            self._submit(save_id, Contents(written_by=save_fn))
+        else:
+            self._thread.submit(global_step, lambda: _done(save_fn))
+        self._raise_failure()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        global_step: int,
+        *,
+        model_files: tuple[Callable[[Path], object], ...] = (),
+    ) -> None:
+        """Copy this rank's part of a model to host memory, and have it written and announced.
+
+        Args:
+            model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism. Collective for
+                FSDP1.
+            global_step: the step.
+            model_files: on rank 0: each writes config or tokenizer into the folder it is given.
+
+        Raises:
+            SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
+        """
+        self._check_open()
+        save_id = self._next_id(global_step)
+        # Where there is no room, too: the other ranks of FSDP1 gather.
+        state = sharded_state_dict(model)
+        if not self._has_room(global_step, "the state dict"):
+            self._leave_out(save_id)
+        else:
+            buffers = self._buffers.pop()
+            try:
+                contents = Contents(
+                    model=buffers.copy(state),
+                    model_files=model_files if self._rank == 0 else (),
+                    fsdp_version=fsdp_version(model),
+                )
+            except BaseException:  # no memory for the copy, say: nobody must wait for this rank
+                self._buffers.append(buffers)
+                self._leave_out(save_id)
+                raise
+            self._submit(save_id, contents, buffers)
+        self._raise_failure()
+
+    def check_path(self, local_path: str | Path, global_step: int) -> None:
+        """Check that a folder is where the daemon looks for the step.
+
+        Raises:
+            InvalidSettingsError: it is another one.
+        """
+        actor = self._job.place.layout.actor(global_step)
+        if Path(local_path).absolute() != actor:
+            raise InvalidSettingsError(
+                f"step {global_step} cannot be saved to {local_path}: the daemon looks for it in "
+                f"{actor}. Give that path, or another job_dir to the CheckpointCoordinator"
+            )
+
+    def wait_all(self) -> None:
+        """Wait until all that was begun is over: on rank 0 announced, on other ranks written.
+
+        Raises:
+            SaveFailedError: a save did not become whole, or is not yet, after twice the
+                ``save_timeout`` for each.
+        """
+        if not self._thread.wait(most=0, timeout=LIMIT * self._patience):
+            raise SaveFailedError(f"{self._under_way()} is still being written; it goes on")
+        self._raise_failure()
+
+    def close(self) -> None:
+        """Wait for what is under way, and say that this trainer has stopped. Safe to call twice.
+
+        Raises:
+            SaveFailedError: a save did not become whole, or is not yet, and was given up.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        left = self._thread.close(timeout=self._patience)
+        if left:
+            self._job.stop_waiting()
+            self._thread.close(timeout=_LAST)
+        self._job.close()
+        self._raise_failure()
+        if left:
+            steps = " and ".join(map(str, left))
+            raise SaveFailedError(f"step {steps} was still being written, and was given up")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        # Training failed: the other ranks may never write their part of what is under way.
+        self._job.stop_waiting()
+        try:
+            self.close()
+        except SaveFailedError as error:
+            log.warning("%s", error)
+
+    # -- what is done ----------------------------------------------------------------------------
+
+    @property
+    def _writer(self) -> RankWriter:
+        writer = self._job.place.writer
+        assert writer is not None  # noqa: S101 # of a job directory every rank has one
+        return writer
+
+    def _submit(
+        self, save_id: SaveId, contents: Contents, buffers: HostBuffers | None = None
+    ) -> None:
+        def work() -> int:
+            try:
+                try:
+                    self._writer.again(save_id, lambda: self._job.begin_save(save_id.step))
+                except BaseException:
+                    self._writer.say_failed(save_id)
+                    raise
+                return self._writer.save(save_id, contents)
+            finally:
+                if buffers is not None:
+                    self._buffers.append(buffers)
+
+        self._thread.submit(save_id.step, work)
+
+    def _leave_out(self, save_id: SaveId) -> None:
+        """Let nobody wait for this rank's part of a save that it does not write."""
+        self._thread.submit(save_id.step, lambda: self._writer.say_failed(save_id))
+
+    def _has_room(self, step: int, name: str) -> bool:
+        """Wait until at most one save is under way; what is not in time is a failure."""
+        if self._thread.wait(most=LIMIT - 1, timeout=self._patience):
+            return True
+        error = f"{name} of step {step} is not saved: {self._under_way()} still is"
+        self._thread.fail(SaveFailedError(error))
+        return False
+
+    def _under_way(self) -> str:
+        return "step " + " and ".join(map(str, self._thread.under_way))
+
+    def _next_id(self, step: int) -> SaveId:
+        self._counter += 1
+        return SaveId(self._job.run_id, step, self._counter)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveFailedError("this coordinator is closed, and saves nothing any more")
+
+    def _raise_failure(self) -> None:
+        error = self._thread.take_error()
+        if error is not None:
+            raise error
+
+
+def _done(save_fn: Callable[[], object]) -> None:
+    """What the thread does of that which is no save of ours."""
+    save_fn()

@@ -1,0 +1,269 @@
+"""``SyncdCallback``: explorers follow a model that a Trainer of transformers, or of TRL, trains."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from transformers import TrainerCallback
+
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.policy import SyncSettings
+from syncd.storage.fsio import Storage
+from trainer_hooks.hook import TrainerHook
+from trainer_hooks.settings import SaveAsHf, SaveSettings
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from trainer_hooks.writing.model_files import Pretrained
+
+log = logging.getLogger(__name__)
+
+#: Metrics of which a log tells the sum since the log before it; of all others the last value.
+_SUMMED: Final = frozenset(
+    {
+        "time/stall",
+        "time/sync_weight",
+        "time/wait_for_explorers",
+        "sync/bytes",
+        "sync/failed",
+    }
+)
+
+
+class SyncdCallback(TrainerCallback):
+    """Lets a Trainer sync its model after the optimizer steps that are due, on every rank.
+
+    It wraps :class:`~trainer_hooks.hook.TrainerHook`, and lets it look at each optimizer step
+    (``state.global_step``); what else is published: what the Trainer saves, and the weights of the
+    last step. Checkpoints to resume from are the Trainer's own, and so is resuming from them.
+
+    Promised: what explorers get is the model that was trained, by the names of the plain model,
+    whatever accelerate has wrapped it in (DDP, FSDP1, FSDP2), whole and as it was after the step;
+    nothing of it waits for storage. ``load_best_model_at_end`` publishes nothing: what it loads is
+    not the last step's. Not promised: that a rank whose training fails says so, unless its
+    ``train`` is called inside ``with callback:``; without, it counts as dead a lease time later.
+
+    Give it to the Trainer of every rank: as ``callbacks=[callback]``, by
+    ``trainer.add_callback(callback)``, or, so that its metrics reach W&B and the like, by
+    :meth:`add_to`.
+
+    Args:
+        job_dir: an existing folder on storage that all ranks, the daemon and the explorers share;
+            not the Trainer's ``output_dir``.
+        settings: when to sync; the same on all ranks. ``save_interval`` must be 0.
+        saving: how saves are written; likewise. ``save_as_hf`` must be ``never``.
+        memory_dir: with method ``memory``: see :class:`~trainer_hooks.hook.TrainerHook`.
+        publish_first: publish the weights before the first step, too: step 0, or, where the Trainer
+            resumes, the step that it resumes from. For explorers that have no weights yet.
+        stop_on_failure: whether a save that failed ends the training. If not, it is logged, and
+            counted in ``sync/failed``; the version before it stays, and the next step that is due
+            is saved as usual.
+        name: of the trainer, of which a job has one.
+        storage: the seam for tests.
+
+    Raises:
+        InvalidSettingsError: the settings ask for full checkpoints, which the Trainer makes.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        *,
+        settings: SyncSettings | None = None,
+        saving: SaveSettings | None = None,
+        memory_dir: str | Path | None = None,
+        publish_first: bool = False,
+        stop_on_failure: bool = True,
+        name: str = "trainer",
+        storage: Storage | None = None,
+    ) -> None:
+        self._job_dir = job_dir
+        self._settings = settings or SyncSettings()
+        self._saving = saving or SaveSettings()
+        self._memory_dir = memory_dir
+        self._publish_first = publish_first
+        self._stop_on_failure = stop_on_failure
+        self._name = name
+        self._storage = storage
+        self._hook: TrainerHook | None = None
+        self._metrics: dict[str, float] = {}
+        if self._settings.save_interval or self._saving.save_as_hf is not SaveAsHf.NEVER:
+            raise InvalidSettingsError(
+                "SyncdCallback makes no full checkpoints, which a Trainer could not resume from: "
+                "leave save_interval at 0 and save_as_hf at never, and set save_steps of the "
+                "TrainingArguments"
+            )
+
+    @property
+    def hook(self) -> TrainerHook | None:
+        """The hook of the training that goes on; None before and after it."""
+        return self._hook
+
+    def add_to(self, trainer: Trainer) -> Self:
+        """Add it in front of what reports to W&B, TensorBoard and the like.
+
+        ``add_callback`` adds behind these, which have then told a log before the metrics are in it.
+        """
+        trainer.callback_handler.callbacks.insert(0, self)
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._abandon(kind or RuntimeError)
+
+    # -- what the Trainer calls ------------------------------------------------------------------
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,  # noqa: ARG002 # the Trainer's signature, here and below
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        model: nn.Module | None = None,
+        processing_class: Pretrained | None = None,
+        **_: Any,
+    ) -> None:
+        """Register as the job's trainer. Collective.
+
+        Raises:
+            JobUnavailableError: the job directory is missing or cannot be written, on some rank.
+            NameTakenError: another trainer works in this job.
+            InvalidSettingsError: settings or a model that cannot be served.
+        """
+        # Of a training that failed before, or whose batch was too large (auto_find_batch_size).
+        self._abandon(RuntimeError)
+        self._metrics = {}
+        self._hook = TrainerHook(
+            self._job_dir,
+            _trained(model),
+            tokenizer=processing_class,
+            settings=self._settings,
+            saving=self._saving,
+            memory_dir=self._memory_dir,
+            name=self._name,
+            storage=self._storage,
+        )
+        if self._publish_first:
+            self._call(self._hook.save_state_dict, state.global_step)
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **_: Any,
+    ) -> None:
+        """Sync, if that is due by the settings.
+
+        Raises:
+            SaveFailedError: an earlier save did not become whole, and ``stop_on_failure``.
+        """
+        if self._hook is not None:
+            self._call(self._hook.after_step, state.global_step)
+
+    def on_save(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **_: Any,
+    ) -> None:
+        """Sync what the Trainer has saved, unless that is done already.
+
+        Raises:
+            SaveFailedError: an earlier save did not become whole, and ``stop_on_failure``.
+        """
+        if self._hook is not None:
+            self._call(self._hook.save_state_dict, state.global_step)
+
+    def on_log(
+        self,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Put the metrics since the last log into this one, and into ``state.log_history``."""
+        if logs is None or not self._metrics:
+            return
+        logs.update(self._metrics)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(self._metrics)
+        self._metrics = {}
+
+    def on_train_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,  # noqa: ARG002
+        **_: Any,
+    ) -> None:
+        """Sync the last step, unless that is done; wait for it, and say that training has stopped.
+
+        Raises:
+            SaveFailedError: a save did not become whole, and ``stop_on_failure``.
+        """
+        hook = self._hook
+        if hook is None:
+            return
+        failed: list[SaveFailedError] = []
+        if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
+            try:
+                self._add(hook.save_state_dict(state.global_step))
+            except SaveFailedError as error:
+                failed.append(error)
+        try:
+            hook.close()
+        except SaveFailedError as error:
+            failed.append(error)
+        self._hook = None
+        raised = failed[:1] if self._stop_on_failure else []
+        for other in failed[len(raised) :]:
+            log.error("%s", other)
+        if raised:
+            raise raised[0]
+
+    # -- small things ----------------------------------------------------------------------------
+
+    def _call(self, method: Callable[[int], dict[str, float]], step: int) -> None:
+        try:
+            self._add(method(step))
+        except SaveFailedError as error:
+            if self._stop_on_failure:
+                raise
+            log.error("training goes on: %s", error)
+            self._add({"sync/failed": 1.0})
+
+    def _add(self, metrics: dict[str, float]) -> None:
+        for key, value in metrics.items():
+            before = self._metrics.get(key, 0.0) if key in _SUMMED else 0.0
+            self._metrics[key] = before + value
+
+    def _abandon(self, kind: type[BaseException]) -> None:
+        """End a hook whose training has failed, without waiting for other ranks."""
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook.__exit__(kind)
+
+
+def _trained(model: nn.Module | None) -> nn.Module:
+    """The model, where its weights are in it.
+
+    Raises:
+        InvalidSettingsError: DeepSpeed has taken them out.
+    """
+    if model is None:
+        raise InvalidSettingsError("the Trainer has no model that could be published")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise InvalidSettingsError(
+            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so that nothing of "
+            "it can be published: train with FSDP, or with ZeRO-1 or ZeRO-2"
+        )
+    return model

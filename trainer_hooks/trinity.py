@@ -1,0 +1,259 @@
+"""Trinity-RFT's FSDP helpers, over receipts and files: a port is a change of import.
+
+Names, arguments and meaning are those of ``trinity.trainer.verl.fsdp_engine``; ``docs/trinity.md``
+says what differs. An engine is verl's ``FSDPEngine``, or anything that has ``module``, and where
+they are needed ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy``.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncd.coordination.trainer import TrainerSynchronizer
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import SaveId
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from trainer_hooks.agreement import Ranks
+from trainer_hooks.coordinator import CheckpointCoordinator
+from trainer_hooks.state.gather import full_tensor
+from trainer_hooks.state.state_dict import sharded_state_dict
+from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.model_files import Pretrained, model_files, unwrapped
+from trainer_hooks.writing.writer import RankWriter
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "CheckpointCoordinator",
+    "FSDPEngine",
+    "StateDictWriter",
+    "fsdp_save_state_dict",
+    "fsdp_state_dict_meta",
+    "fsdp_sync_weight_nccl",
+    "fsdp_upload_state_dict",
+]
+
+
+class FSDPEngine(Protocol):
+    """What is needed of verl's engine.
+
+    Attributes:
+        module: the model as it is trained: in FSDP1 or FSDP2, or plain.
+    """
+
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+
+
+def fsdp_save_state_dict(
+    engine: FSDPEngine,
+    local_path: str | Path | None,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: logging.Logger,
+) -> None:
+    """Save each rank's shard of the model, and let explorers have it. Call it on all ranks.
+
+    The original writes rank 0's shard behind the training, and the other ranks' while it waits;
+    ours copies to host memory on every rank and writes behind the training. Rank 0's also has the
+    config, and the tokenizer of ``engine.checkpoint_manager.processing_class``.
+
+    Args:
+        engine: the FSDPEngine (``engine.actor.engine`` of a worker).
+        local_path: ``JOB/global_step_N/actor``; None to do nothing.
+        global_step: the step, N.
+        coordinator: of this rank.
+        logger: is told that the save has begun.
+
+    Raises:
+        InvalidSettingsError: another path: the daemon would not find it.
+        SaveFailedError: an earlier save did not become whole.
+    """
+    if local_path is None:
+        return
+    coordinator.check_path(local_path, global_step)
+    _without_nameless_code(engine.module)
+    files = model_files(engine.module, _processing_class(engine))
+    coordinator.save_model(engine.module, global_step, model_files=files)
+    logger.info("step %d: its state dict is being written to %s", global_step, local_path)
+
+
+def fsdp_upload_state_dict(
+    engine: FSDPEngine,
+    synchronizer: TrainerSynchronizer | None,
+    global_step: int,
+    logger: logging.Logger,
+) -> None:
+    """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
+
+    Rank 0 has all of it in host memory, and training waits until it is written: a
+    :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` does neither.
+
+    Args:
+        engine: as in :func:`fsdp_save_state_dict`.
+        synchronizer: rank 0's, of syncd, with a :class:`StateDictWriter`; other ranks have none. A
+            Ray actor is not one.
+        global_step: the step; of step 0 nothing is uploaded.
+        logger: is told that it is done.
+
+    Raises:
+        InvalidSettingsError: on all ranks: rank 0 has none, or none of syncd's.
+        SaveFailedError: on all ranks: it was not written.
+    """
+    if global_step == 0:
+        return
+    ranks = Ranks()
+    whole = {
+        name: tensor.detach().cpu()
+        for name, value in sharded_state_dict(engine.module).items()
+        if isinstance(value, Tensor) and (tensor := full_tensor(value, rank=ranks.rank)) is not None
+    }
+
+    def upload() -> None:
+        if ranks.rank > 0:
+            return
+        if not isinstance(synchronizer, TrainerSynchronizer):
+            raise InvalidSettingsError(
+                f"step {global_step} cannot be uploaded to {type(synchronizer).__name__}: rank 0 "
+                "needs a syncd.coordination.TrainerSynchronizer, with a StateDictWriter"
+            )
+        synchronizer.set_model_state_dict(whole, global_step)
+
+    # In place of the original's barrier: what fails on rank 0 fails everywhere, and nobody hangs.
+    ranks.together(upload)
+    logger.info("step %d: its state dict is uploaded", global_step)
+
+
+@torch.no_grad()
+def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGroup | None) -> None:
+    """Broadcast the full weights, tensor by tensor. Call it on all ranks.
+
+    All ranks take part in each gathering, and rank 0 alone in the broadcasts. The order is that of
+    :func:`fsdp_state_dict_meta`, which receivers need to know.
+
+    Args:
+        engine: as in :func:`fsdp_save_state_dict`; with ``_strategy`` other than ``fsdp`` (FSDP1),
+            the weights are those of ``engine.get_per_tensor_param()``, if it has that.
+        model_update_group: of the trainer's rank 0, which must be rank 0 there too, and the
+            receivers; NCCL or any other. Of other ranks it is not looked at.
+
+    Raises:
+        RuntimeError: a collective failed, as torch says it.
+    """
+    device: torch.device | None = None
+    for _, weight in _full_weights(engine):
+        if weight is not None:
+            device = weight.device
+            dist.broadcast(weight.contiguous(), 0, group=model_update_group)
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, ...]]]:
+    """What :func:`fsdp_sync_weight_nccl` broadcasts, in its order. Call it on all ranks.
+
+    Returns:
+        On rank 0 the name, the dtype (``bfloat16``) and the whole shape of each tensor, as
+        Trinity's ``get_weight_sync_info`` gives them; nothing on other ranks.
+    """
+    return [
+        (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
+        for name, weight in _full_weights(engine)
+        if weight is not None
+    ]
+
+
+class StateDictWriter:
+    """Writes the state dicts that a ``TrainerSynchronizer`` is given, and moves the pointer.
+
+    Promised: the pointer names a step only when its weights are whole and durable. Rank 0 has one;
+    it needs no process group.
+
+    Args:
+        job_dir: the job directory.
+        model: whose config becomes part of each version.
+        tokenizer: likewise.
+        save_timeout: seconds that a save may wait for its turn.
+        storage: the seam for tests.
+
+    Raises:
+        JobUnavailableError: the job directory is missing or cannot be written.
+    """
+
+    def __init__(
+        self,
+        job_dir: str | Path,
+        *,
+        model: nn.Module | None = None,
+        tokenizer: Pretrained | None = None,
+        save_timeout: float = 300.0,
+        storage: Storage | None = None,
+    ) -> None:
+        layout = JobLayout(Path(job_dir).absolute())
+        storage = storage or Storage(layout.root)
+        open_job(storage, layout)
+        self._writer = RankWriter(storage, layout, 0, 1, save_timeout=save_timeout)
+        self._files: tuple[Callable[[Path], object], ...] = ()
+        if model is not None:
+            _without_nameless_code(model)
+            self._files = model_files(model, tokenizer)
+        self._run_id = secrets.token_hex(6)
+        self._counter = 0
+
+    def __call__(self, state_dict: Mapping[str, Any], step: int) -> None:
+        """Write a full state dict of tensors in host memory.
+
+        Raises:
+            SaveFailedError: it did not become whole; the version before it stays.
+        """
+        self._counter += 1
+        save_id = SaveId(self._run_id, step, self._counter)
+        self._writer.save(save_id, Contents(model=dict(state_dict), model_files=self._files))
+
+
+def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:
+    """Each weight's name, and on rank 0 the whole of it; gathered one by one. Collective."""
+    rank = Ranks().rank
+    for name, weight in _weights(engine):
+        whole = full_tensor(weight, rank=rank)
+        yield name, None if whole is None else whole.detach()
+
+
+def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:
+    """This rank's part of each weight, in the order of the state dict."""
+    per_tensor_param = getattr(engine, "get_per_tensor_param", None)
+    if getattr(engine, "_strategy", "fsdp") != "fsdp" and per_tensor_param is not None:
+        # It knows what is to be renamed, split and merged; it may have gathered already.
+        weights, _ = per_tensor_param()
+        yield from weights
+        return
+    for name, value in sharded_state_dict(engine.module).items():
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+def _processing_class(engine: FSDPEngine) -> Pretrained | None:
+    """The tokenizer or processor that the engine's checkpoints have, if they have one."""
+    checkpoint_manager = getattr(engine, "checkpoint_manager", None)
+    return getattr(checkpoint_manager, "processing_class", None)
+
+
+def _without_nameless_code(model: nn.Module) -> None:
+    """Of some models verl's ``auto_map`` has None as a key, which no JSON has."""
+    config = getattr(unwrapped(model), "config", None)
+    auto_map = getattr(config, "auto_map", None)
+    if config is not None and isinstance(auto_map, dict) and None in auto_map:
+        config.auto_map = {name: code for name, code in auto_map.items() if name is not None}
