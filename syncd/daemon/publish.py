@@ -159,6 +159,7 @@ class Publisher:
                 max_file_size=self._config.max_shard_size,
                 threads=self._config.copy_threads,
                 cast=self._config.cast,
+                prefix=self._config.dcp_prefix,
                 cancel=self._cancel,
                 clock=self._clock,
             )
@@ -344,7 +345,14 @@ class Publisher:
         if free.bytes is not None and free.bytes < needed and save.remote is None:
             # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
             if self._sized is None or self._sized[0] != save.identity:
-                size = weights_size(self._storage, actor, save, cast=cast, cancel=self._cancel)
+                size = weights_size(
+                    self._storage,
+                    actor,
+                    save,
+                    cast=cast,
+                    prefix=self._config.dcp_prefix,
+                    cancel=self._cancel,
+                )
                 self._sized = save.identity, size
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
