@@ -42,12 +42,10 @@ class ChunkedSave:
     Attributes:
         indexes: of each open file.
         sources: the open files, in the same order.
-        is_model_only: whether the save is known to hold nothing else than the model.
     """
 
     indexes: Sequence[ShardIndex]
     sources: Sequence[Source]
-    is_model_only: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,23 @@ def open_dcp(given: Opening) -> ChunkedSave:
         files.append(file)
         found.append(parts)
     whole = {name: (dtype, shape) for name, (dtype, shape, _) in contents.tensors.items()}
-    return ChunkedSave(_indexes(labels, found, whole), files, contents.is_model_only)
+    return ChunkedSave(_indexes(labels, found, whole), files)
+
+
+def holds_model_only(
+    storage: Storage, actor: Path, *, prefix: str | None, cancel: Callable[[], None]
+) -> bool:
+    """Whether a folder of ``torch.distributed.checkpoint`` is known to hold nothing but a model.
+
+    False in any doubt, and where it cannot be read.
+    """
+    path = actor / DCP_METADATA
+    try:
+        data = storage.read(path, PICKLE_LIMIT)
+        with IsolatedParser(cancel=cancel) as parser:
+            return parser.read_metadata(data, str(path), prefix=prefix).is_model_only
+    except (CheckpointError, OSError):
+        return False  # whoever merges it says why
 
 
 def open_hugging_face(given: Opening) -> ChunkedSave:
@@ -135,7 +149,6 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     prefix = given.prefix or ""
     found: dict[str, list[Chunked]] = {}
     sources = []
-    is_all = True
     for label in given.files:
         given.cancel()
         offsets: dict[str, Shape] = {}
@@ -152,7 +165,6 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
             for entry in file.entries
             if entry.name.startswith(prefix) and entry.name != prefix
         ]
-        is_all = is_all and len(found[label]) == len(file.entries)
         for entry, _ in found[label]:
             if given.prefix is None and entry.name.startswith(_NO_MODEL):
                 raise CheckpointError(
@@ -175,7 +187,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
         }
         for chunks in found.values()
     ]
-    return ChunkedSave(_indexes(given.files, parts, whole), sources, is_all)
+    return ChunkedSave(_indexes(given.files, parts, whole), sources)
 
 
 def _local(entry: Entry, begin: Shape, whole: Shape) -> Local:

@@ -111,6 +111,11 @@ def distcp_order(name: str) -> tuple[int, int, str]:
     return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
 
 
+def is_dcp_file(name: str) -> bool:
+    """Whether a name is that of a file that ``torch.distributed.checkpoint`` writes for a save."""
+    return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
+
+
 def is_rank_metadata(name: str) -> bool:
     """Whether a name is that of the metadata of one rank alone, which DCP writes on request."""
     return _RANK_METADATA.fullmatch(name) is not None
