@@ -73,7 +73,7 @@ def announce_dcp(
 def _link_into(
     storage: Storage, layout: JobLayout, step: int, source: Path, files: list[str]
 ) -> None:
-    """Give the files second names in the step's folder; ``.metadata`` first goes, and comes last."""
+    """Give the files second names in the step's folder; ``.metadata`` goes first, comes last."""
     make_step_folder(storage, layout, step)
     actor = layout.actor(step)
     storage.make_folder(actor, below=layout.root)

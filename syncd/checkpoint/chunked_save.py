@@ -89,7 +89,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
         if error.errno != errno.EFBIG:
             raise
         raise ShardFormatError(
-            f"{path} has over {_METADATA_MIB} MiB: save the model's own state dict, from fewer ranks"
+            f"{path} has over {_METADATA_MIB} MiB: save the model by itself, from fewer ranks"
         ) from None
     contents = given.parser.read_metadata(data, str(path), prefix=given.prefix)
     chunks = _by_file(contents.tensors)

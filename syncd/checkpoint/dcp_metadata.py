@@ -1,4 +1,4 @@
-"""The ``.metadata`` of a ``torch.distributed.checkpoint`` folder: which bytes are which tensor. Pure.
+"""The ``.metadata`` of ``torch.distributed.checkpoint``: which bytes are which tensor. Pure.
 
 It is a pickle, and is read as inert records (:mod:`~syncd.checkpoint.inert_pickle`). An *item* is
 what DCP wrote by one ``torch.save``: a *chunk* of a tensor, at an offset in one of the ``.distcp``

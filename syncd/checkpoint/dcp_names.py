@@ -22,7 +22,7 @@ Keys = tuple[str, ...]
 #: The place of a dict that is no model's.
 _NO_MODEL: Final = re.compile(
     r"(optim|lr_?sched|sched|data_?loader|train_?state|trainer|rng|random|grad_?scaler|scaler).*"
-    r"|opt|step|meta|metadata|extra_?state",
+    r"|opt|step|meta|metadata|(.*_)?extra_?state",
     re.IGNORECASE | re.DOTALL,
 )
 #: What is no weight, and left out: that of TransformerEngine, say.
@@ -60,10 +60,10 @@ def select_model(entries: Mapping[str, Entry], prefix: str | None, where: str) -
     """Tell the model's tensors from all others.
 
     With a prefix, they are those whose names begin with it, without it; with an empty one, those at
-    the top level. Without, they are the tensors of the one parent that can be a model's: optimizers,
-    schedulers, data loaders and the like are told by what their place is called, and what is at the
-    top level beside a dict of tensors must have dimensions. Of several, it is the one called
-    ``model``.
+    the top level. Without, they are the tensors of the one parent that can be a model's: an
+    optimizer, a scheduler, a data loader and the like are told by what their place is called, and
+    what is at the top level beside a dict of tensors must have dimensions. Of several, it is the
+    one called ``model``.
 
     Args:
         entries: by name, in the order of the checkpoint.
@@ -78,22 +78,32 @@ def select_model(entries: Mapping[str, Entry], prefix: str | None, where: str) -
         found = {name: name.removeprefix(prefix) for name in chosen}
     else:
         parent = () if prefix == "" else _parent(entries, where)
-        found = {
-            name: entry.path[-1] for name, entry in entries.items() if entry.path[:-1] == parent
-        }
-        if not parent:  # a step count beside the model's tensors is none of them
-            found = {name: own for name, own in found.items() if _is_tensor(entries[name])}
-    tensors = {name: own for name, own in found.items() if _is_tensor(entries[name])}
-    weights = {name: own for name, own in tensors.items() if not own.endswith(EXTRA_STATE)}
+        found = {name: own for name in entries if (own := _own_name(entries[name], parent))}
+    weights = {
+        name: own for name, own in found.items() if _is_tensor(entries[name]) and not _is_extra(own)
+    }
     if not weights:
         what = "at its top level" if not prefix else f"whose name begins with {shown(prefix)!r}"
         raise CheckpointError(
             f"{where} has no tensor {what}: give another --prefix (dcp_prefix); {_told(entries)}"
         )
-    others = tuple(
-        name for name, own in found.items() if name not in tensors and not own.endswith(EXTRA_STATE)
-    )
-    return Selected(weights, others, is_all=len(found) == len(entries))
+    others = [name for name, own in found.items() if name not in weights and not _is_extra(own)]
+    return Selected(weights, tuple(others), is_all=len(found) == len(entries))
+
+
+def _own_name(entry: Entry, parent: Keys) -> str:
+    """The name of something in the model's dict; nothing where it is in another one."""
+    within = entry.path[len(parent) :]
+    own = ".".join(within)
+    if entry.path[: len(parent)] != parent or not (len(within) == 1 or _is_extra(own)):
+        return ""
+    # At the top level there may be a step count and the like, which is none of the model's.
+    return own if parent or _is_tensor(entry) or _is_extra(own) else ""
+
+
+def _is_extra(name: str) -> bool:
+    """Whether it is what a module keeps besides tensors, or something in that."""
+    return f"{EXTRA_STATE}." in f"{name}."
 
 
 def _is_tensor(entry: Entry) -> bool:

@@ -362,7 +362,7 @@ def load_inert(data: bytes, where: str, *, intact: bool) -> object:
     try:
         unpickler = (_Fast if intact else _Frugal)(_Peekable(data))
         unpickler.where = where
-        return unpickler.load()  # type: ignore[no-any-return]  # anything at all
+        return unpickler.load()
     except SyncdError:
         raise
     except Exception as error:

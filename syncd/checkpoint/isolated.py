@@ -166,7 +166,8 @@ class IsolatedParser:
             return wire.read_contents(rows)
         except ValueError as error:
             raise ShardFormatError(
-                f"{where}: the process that reads it gave an impossible answer ({error}): save again"
+                f"{where} made the process that reads it give an impossible answer ({error}): save "
+                "it again"
             ) from None
 
     def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
