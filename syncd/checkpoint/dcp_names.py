@@ -95,8 +95,10 @@ def _own_name(entry: Entry, parent: Keys) -> str:
     """The name of something in the model's dict; nothing where it is in another one."""
     within = entry.path[len(parent) :]
     own = ".".join(within)
-    if entry.path[: len(parent)] != parent or not (len(within) == 1 or _is_extra(own)):
+    if entry.path[: len(parent)] != parent or not within:
         return ""
+    if len(within) > 1 and not within[0].endswith(EXTRA_STATE):
+        return ""  # in another dict, which may be inside
     # At the top level there may be a step count and the like, which is none of the model's.
     return own if parent or _is_tensor(entry) or _is_extra(own) else ""
 

@@ -1,11 +1,11 @@
-"""Checkpoints of any chunks come out whole; whatever the bytes are, it is that or an error of ours."""
+"""Checkpoints of any chunks come out whole; of any bytes, they do or it is an error of ours."""
 
 from __future__ import annotations
 
 import itertools
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -158,8 +158,8 @@ def edits() -> st.SearchStrategy[Edit]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield small().write(tmp_path_factory.mktemp("small"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small().write(tmp_path_factory.mktemp("small"))
 
 
 @FUZZ
