@@ -26,6 +26,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import Entry
 from syncd.checkpoint.source_reader import Part, Source
 from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.layout import DCP_METADATA
 from syncd.storage.fsio import Storage
@@ -73,6 +74,7 @@ class Opening:
     stack: ExitStack
 
 
+@uncollected()
 def open_dcp(given: Opening) -> ChunkedSave:
     """Open a folder of ``.metadata`` and ``.distcp`` files, and look up all of the model's items.
 

@@ -15,9 +15,11 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
+from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.dcp_names import Entry, select_model
 from syncd.checkpoint.save import Save, look_at_save
 from syncd.cli import cli
+from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
     CheckpointError,
     CoverageError,
@@ -25,9 +27,12 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     ShardFormatError,
 )
+from syncd.protocol.layout import is_resumable_state
+from syncd.protocol.records import SaveOutcome
 from syncd.storage.fsio import Storage
 from tests.dcp import FILE, Checkpoint, floats, made, properties, size, small
 from tests.fsdp_models import CARRIED, TRAINED, values
+from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.shards import Built, Named
 from trainer_hooks.dcp import announce_dcp
@@ -489,3 +494,49 @@ def test_a_save_on_another_filesystem_cannot_be_announced(tmp_path: Path) -> Non
     ):
         announce_dcp(tmp_path / "job", 3, folder=own, storage=OtherDisk(durable=False))
     assert not (tmp_path / "job" / "latest_state_dict_iteration.txt").exists()
+
+
+# -- what is never deleted ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_a_checkpoint_counts_as_all_there_is_unless_it_was_seen_to_be_a_model_alone(
+    tmp_path: Path, *, model_only: bool
+) -> None:
+    small().write(tmp_path / "actor")
+    outcome = SaveOutcome(identity="x", outcome="published", model_only=model_only)
+    seen = look_at_step(STORAGE, tmp_path, 1, outcome)
+    assert seen is not None
+    assert seen.resumable is not model_only
+    # Whatever else is there to resume from.
+    (tmp_path / "actor" / "optim_world_size_1_rank_0.pt").touch()
+    seen = look_at_step(STORAGE, tmp_path, 1, outcome)
+    assert seen is not None
+    assert seen.resumable
+
+
+def test_each_file_of_a_checkpoint_says_that_it_is_one() -> None:
+    for name in (".metadata", "__0_0.distcp", "__0.metadata", "x.distcp"):
+        assert is_resumable_state(name)
+    for name in ("metadata", "model.safetensors", "shard-00001-model-00001-of-00001.safetensors"):
+        assert not is_resumable_state(name)
+
+
+def test_a_model_alone_is_told_from_one_with_anything_else(tmp_path: Path) -> None:
+    def is_alone(checkpoint: Checkpoint, prefix: str | None = None) -> bool:
+        checkpoint.write(tmp_path)
+        return holds_model_only(STORAGE, tmp_path, prefix=prefix, cancel=nothing)
+
+    assert is_alone(small())
+    checkpoint = small()
+    checkpoint.add_bytes("model", "a._extra_state")
+    assert is_alone(checkpoint)
+    checkpoint.add_bytes("train_state", "step")
+    assert not is_alone(checkpoint)
+    assert not is_alone(checkpoint, "other.")
+    checkpoint = small()
+    checkpoint.add(("optim", "m"), floats(1), (1,))
+    assert not is_alone(checkpoint)
+    assert not is_alone(checkpoint, "model.")
+    (tmp_path / ".metadata").write_bytes(b"torn")
+    assert not holds_model_only(STORAGE, tmp_path, prefix=None, cancel=nothing)
