@@ -22,7 +22,7 @@ from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.safetensors_header import Entry as Field
 from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.tiling import Run, leaves
-from syncd.checkpoint.wire import contents_rows, read_contents
+from syncd.checkpoint.wire import contents_rows, read_bare, read_chunked, read_contents
 from syncd.protocol.errors import CheckpointError
 from syncd.storage.fsio import Storage
 from tests.dcp import Checkpoint, floats, small, strides
@@ -238,3 +238,27 @@ def test_any_names_are_told_apart_or_an_error_of_ours(
             assert not any(
                 entry.path[0] == "optim" and len(entry.path) > 1 for entry in entries.values()
             )
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2**64)
+    | st.sampled_from(["", "w", "F32", "a.distcp"]),
+    lambda inner: st.lists(inner, max_size=5),
+    max_leaves=12,
+)
+
+
+@FUZZ
+@given(st.lists(st.just([True]) | st.just(["w", "F32", [2, 2]]) | JSON, max_size=4))
+def test_a_child_that_was_taken_over_says_nothing_that_is_believed(rows: list[object]) -> None:
+    for read in (read_contents, read_chunked, read_bare):
+        try:
+            found = read(rows)  # type: ignore[operator]  # whatever the rows are
+        except ValueError:
+            continue
+        if isinstance(found, Contents):
+            for tensor in found.tensors.values():
+                assert all(len(chunk.shape) == len(tensor.shape) for chunk in tensor.chunks)
+                assert all("/" not in chunk.file for chunk in tensor.chunks)
