@@ -56,7 +56,12 @@ def merge(
 
 
 def build(
-    actor: Path, out: Path, *, max_file_size: int = 10**9, cast: Cast | None = None
+    actor: Path,
+    out: Path,
+    *,
+    max_file_size: int = 10**9,
+    cast: Cast | None = None,
+    prefix: str | None = None,
 ) -> Manifest:
     """Merge a whole save into a new folder, as ``syncd merge`` does."""
     out.mkdir()
@@ -70,6 +75,7 @@ def build(
         digests=True,
         max_file_size=max_file_size,
         cast=cast,
+        prefix=prefix,
         cancel=nothing,
     )
 

@@ -41,6 +41,7 @@ def build_model_folder(
     digests: bool,
     max_file_size: int,
     cast: Cast | None = None,
+    prefix: str | None = None,
     threads: int = 1,
     cancel: Callable[[], None],
     progress: Progress = unheard,
@@ -62,6 +63,8 @@ def build_model_folder(
         digests: whether the manifest carries digests.
         max_file_size: the most bytes of tensors in one file.
         cast: what floating tensors are to become; None for what they are.
+        prefix: what the model's names begin with, in a save of ``torch.distributed.checkpoint``;
+            None to find out.
         threads: how many files are written at a time, and no more than there are processors.
         cancel: called between chunks; raises to stop.
         progress: called with the bytes of tensors that are done, and those of all.
@@ -80,7 +83,7 @@ def build_model_folder(
     try:
         with (
             _judged_at_rest(storage, actor, save),
-            open_save(storage, actor, save, cancel=cancel) as opened,
+            open_save(storage, actor, save, prefix=prefix, cancel=cancel) as opened,
             ExitStack() as stack,
         ):
             confirm_unchanged(storage, actor, save)
@@ -169,6 +172,7 @@ def weights_size(
     save: Save,
     *,
     cast: Cast | None = None,
+    prefix: str | None = None,
     cancel: Callable[[], None] = lambda: None,
 ) -> int:
     """How many bytes of weights are written for the version of a whole save.
@@ -180,7 +184,7 @@ def weights_size(
     """
     with (
         _judged_at_rest(storage, actor, save),
-        open_save(storage, actor, save, cancel=cancel) as opened,
+        open_save(storage, actor, save, prefix=prefix, cancel=cancel) as opened,
     ):
         contents = look_inside(opened, cancel)
         plan = contents.plan(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
@@ -12,9 +12,8 @@ from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.source_reader import Source
+from syncd.checkpoint.source_reader import Part, Source
 from syncd.checkpoint.tensor_rules import Cast
-from syncd.checkpoint.torch_zip import Record
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import Kind
@@ -72,28 +71,22 @@ class Contents:
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
         """What the plan reads: of an adapter beside its base model, the adapter's records alone."""
         if opened.full is not None:
-            return [_Part(opened.full.path, opened.full.fd)]
+            return [Part(opened.full.path, opened.full.fd)]
         if self.adapter is None:
-            return opened.shards
+            return opened.sources
         return [
-            _Part(
-                shard.path,
-                shard.fd,
-                shard.has_crc,
-                {name: shard.records[name] for name in _records(index, self.adapter, bias)},
+            Part(
+                source.path,
+                source.fd,
+                source.has_crc,
+                {
+                    name: source.records[name]
+                    for name in _records(index, self.adapter, bias)
+                    if name in source.records  # safetensors files have none
+                },
             )
-            for shard, index in zip(opened.shards, self.indexes, strict=True)
+            for source, index in zip(opened.sources, self.indexes, strict=True)
         ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A file of which only some records are read and checked, or none has a check."""
-
-    path: Path
-    fd: int
-    has_crc: bool = False
-    records: Mapping[str, Record] = field(default_factory=dict)
 
 
 def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
@@ -115,14 +108,14 @@ def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> Contents:
     if opened.full is not None:
         _check_one_file(opened.full, is_adapter=opened.save.is_adapter)
         return Contents("adapter" if opened.save.is_adapter else "full", [_index(opened.full)])
-    indexes = []
+    indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
     for shard in opened.shards:
         cancel()
         indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
     names = dict.fromkeys(name for index in indexes for name in index.tensors)
     adapter = find_adapter(names)
     if adapter is None and is_peft_model(names):
-        raise _of_another_method(opened.shards[0].path.parent)
+        raise _of_another_method(opened.sources[0].path.parent)
     return Contents("full" if adapter is None else "adapter", indexes, adapter)
 
 

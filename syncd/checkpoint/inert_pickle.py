@@ -151,6 +151,15 @@ def _inert(name: str, *, unordered: bool = False) -> type[Inert]:
     return type(name, (Inert,), {"__slots__": (), "unordered": unordered})
 
 
+class _Fields(Inert):
+    """Of a class whose state is a tuple: its values are kept by their places."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        self.state = dict(enumerate(state)) if isinstance(state, tuple) else attributes(state)
+
+
 class DTensor(Inert):
     """``torch.distributed.tensor.DTensor``, as a type."""
 
@@ -232,7 +241,7 @@ _OPAQUE: Final = {
     "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta",
     "torch.distributed._shard.metadata": "ShardMetadata",
     "torch.distributed._shard.sharded_tensor.metadata": (
-        "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties"
+        "MEM_FORMAT_ENCODING ShardedTensorMetadata"
     ),
     "torch.distributed._shard.sharded_tensor.shard": "Shard",
     "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
@@ -242,7 +251,19 @@ _OPAQUE: Final = {
     "torch._tensor": "Tensor",
     "torch.nn.parameter": "Parameter Buffer",
     "_io": "BytesIO",  # in an _extra_state of TransformerEngine, which is left out
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+        "StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    # Where torch.distributed.checkpoint was told to write, in its metadata; the second of 3.13.
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",
 }
+_TUPLES: Final = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed._shard.sharded_tensor.metadata",
+)
 
 
 def _allowed() -> dict[tuple[str, str], object]:
@@ -271,6 +292,8 @@ def _allowed() -> dict[tuple[str, str], object]:
         table.update({(module, name): _inert(name, unordered=old) for name in _PLACEMENTS})
     for module, names in _OPAQUE.items():
         table.update({(module, name): _inert(name) for name in names.split()})
+    for module in _TUPLES:
+        table[module, "TensorProperties"] = type("TensorProperties", (_Fields,), {"__slots__": ()})
     for name in _DTYPES:
         table["torch", name] = DType(name)
     for name, dtype in _STORAGES.items():
@@ -324,6 +347,32 @@ class _Peekable(io.BytesIO):
         return self.getvalue()[at : at + count]
 
 
+def load_inert(data: bytes, where: str, *, intact: bool) -> object:
+    """What a pickle holds, with inert records for all that is not plain Python.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message.
+        intact: whether a CRC-32 says that these are the bytes that were pickled.
+
+    Raises:
+        ShardFormatError: it is broken, takes more memory than there is, or names a global that is
+            not in the table.
+    """
+    try:
+        unpickler = (_Fast if intact else _Frugal)(_Peekable(data))
+        unpickler.where = where
+        return unpickler.load()
+    except SyncdError:
+        raise
+    except Exception as error:
+        # Whatever it is, the bytes brought it about: nothing else takes part, not even a disk.
+        raise ShardFormatError(
+            f"{where} has a pickle that cannot be read ({type(error).__name__}: "
+            f"{shown(str(error))}): save it again"
+        ) from error
+
+
 def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
     """The state dict that a ``data.pkl`` holds, with inert records for tensors.
 
@@ -333,21 +382,9 @@ def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
         intact: whether a CRC-32 says that these are the bytes that were pickled.
 
     Raises:
-        ShardFormatError: it is broken, is no dict, takes more memory than there is, or names a
-            global that is not in the table.
+        ShardFormatError: as :func:`load_inert`, or it is no dict.
     """
-    try:
-        unpickler = (_Fast if intact else _Frugal)(_Peekable(data))
-        unpickler.where = where
-        found = unpickler.load()
-    except SyncdError:
-        raise
-    except Exception as error:
-        # Whatever it is, the bytes brought it about: nothing else takes part, not even a disk.
-        raise ShardFormatError(
-            f"{where} has a pickle that cannot be read ({type(error).__name__}: "
-            f"{shown(str(error))}): save it again"
-        ) from error
+    found = load_inert(data, where, intact=intact)
     if not isinstance(found, dict):
         raise ShardFormatError(
             f"{where} holds a {type(found).__name__}, not a state dict: save model.state_dict()"

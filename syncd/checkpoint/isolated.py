@@ -18,11 +18,13 @@ from typing import Final, NoReturn, Self
 
 from syncd.checkpoint import wire
 from syncd.checkpoint.child_process import ChildProcess, EndedError, described
+from syncd.checkpoint.dcp_metadata import Contents
+from syncd.checkpoint.hf_dcp import Chunked
 from syncd.checkpoint.parser_child import EXIT_MEMORY
 from syncd.checkpoint.pieces import Piece, Pieces
 from syncd.checkpoint.placement import Position
 from syncd.checkpoint.safetensors_header import Entry
-from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 
 _MIB: Final = 1024 * 1024
@@ -131,6 +133,59 @@ class IsolatedParser:
         """
         found: list[Entry] = []
         self._ask(wire.HEADER, header, where, "header", lambda r: found.append(wire.read_entry(r)))
+        return found
+
+    def read_tensor(self, data: bytes, where: str, name: str) -> Piece:
+        """As :func:`syncd.checkpoint.pieces.read_tensor` does, within the limits.
+
+        Raises:
+            ShardFormatError: also where it takes more than the limits, or makes the child fail.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        found: list[Piece] = []
+
+        def take(row: wire.Row) -> None:
+            found.append(wire.read_bare(row))
+
+        self._ask(wire.TENSOR, wire.asked(name, data), where, "data.pkl", take)
+        if len(found) != 1:
+            raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save it again")
+        return found[0]
+
+    def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> Contents:
+        """As :func:`syncd.checkpoint.dcp_metadata.read_metadata` does, within the limits.
+
+        Raises:
+            ShardFormatError: also where it takes more than the limits, or makes the child fail.
+            PlacementError, CoverageError, CheckpointError: as there.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        rows: list[wire.Row] = []
+        self._ask(wire.METADATA, wire.asked(prefix, data), where, "pickle", rows.append)
+        try:
+            return wire.read_contents(rows)
+        except ValueError as error:
+            raise ShardFormatError(
+                f"{where} made the process that reads it give an impossible answer ({error}): save "
+                "it again"
+            ) from None
+
+    def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
+        """As :func:`syncd.checkpoint.hf_dcp.read_chunked_fields` does, within the limits.
+
+        Raises:
+            ShardFormatError: also where it takes more than the limits, or makes the child fail.
+            PlacementError: as there.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        found: list[Chunked] = []
+        self._ask(
+            wire.CHUNKED_HEADER,
+            header,
+            where,
+            "header",
+            lambda row: found.append(wire.read_chunked(row)),
+        )
         return found
 
     def _ask(

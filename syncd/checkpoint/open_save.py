@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from syncd.checkpoint.chunked_save import ChunkedSave, Opening, open_dcp, open_hugging_face
 from syncd.checkpoint.isolated import IsolatedParser, Limits
 from syncd.checkpoint.pieces import read_pieces
 from syncd.checkpoint.placement import Chunks, Local
@@ -15,6 +16,7 @@ from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.save import PICKLED_ADAPTER, Save
 from syncd.checkpoint.shard_file import ReadPieces, ShardFile
+from syncd.checkpoint.source_reader import Source
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
@@ -26,7 +28,8 @@ class OpenSave:
 
     Attributes:
         save: which.
-        shards: the open shards, in rank order; none where the weights are one file.
+        shards: the open shards, in rank order; none where the weights are something else.
+        chunked: the open files of a save of ``torch.distributed.checkpoint``.
         full: the one file, open: a full state dict or an adapter.
         parse: reads the shards' pickles: those of another trainer in a child process.
         limits: what reading may take.
@@ -34,17 +37,24 @@ class OpenSave:
 
     save: Save
     shards: list[ShardFile] = field(default_factory=list)
+    chunked: ChunkedSave | None = None
     full: SafetensorsFile | None = None
     parse: ReadPieces = read_pieces
     limits: Limits = field(default_factory=Limits)
     _found: int = 0
 
     @property
+    def sources(self) -> Sequence[Source]:
+        """The open files of several ranks, whatever they are."""
+        return self.shards if self.chunked is None else self.chunked.sources
+
+    @property
     def checked(self) -> Literal["receipt", "crc32", "stillness"]:
         """How the merge can tell that these bytes are what the trainer wrote."""
         if self.save.receipts:
             return "receipt"
-        return "crc32" if self.shards and all(s.has_crc for s in self.shards) else "stillness"
+        has_crc = bool(self.sources) and all(source.has_crc for source in self.sources)
+        return "crc32" if has_crc else "stillness"
 
     def tensors(self, shard: ShardFile) -> Mapping[str, Local | Chunks]:
         """The tensors of one of the shards; asked for once each.
@@ -70,6 +80,7 @@ def open_save(
     actor: Path,
     save: Save,
     *,
+    prefix: str | None = None,
     cancel: Callable[[], None] = lambda: None,
     limits: Limits | None = None,
 ) -> Iterator[OpenSave]:
@@ -81,13 +92,15 @@ def open_save(
         storage: the shared storage.
         actor: the ``actor/`` folder of the save.
         save: as it was looked at last.
+        prefix: what the model's names begin with, in a save of ``torch.distributed.checkpoint``;
+            None to find out.
         cancel: called often; it raises to stop.
         limits: what reading may take.
 
     Raises:
         SaveNotReadyError: a file is gone, or is another one than its receipt says: look again.
         ShardFormatError: a file is not one that can be read.
-        CheckpointError: the adapter is a pickle.
+        CheckpointError: the adapter is a pickle; or as :mod:`~syncd.checkpoint.chunked_save` says.
         OSError: as the storage says, or no child can be started.
     """
     if save.weights == (PICKLED_ADAPTER,):
@@ -105,7 +118,19 @@ def open_save(
             parser = stack.enter_context(IsolatedParser(cancel=cancel, limits=limits))
             opened.parse, read_header = parser.read_pieces, parser.read_fields
         try:
-            for name in save.weights:
+            if save.is_dcp or save.is_in_parts:
+                given = Opening(
+                    storage=storage,
+                    actor=actor,
+                    files=save.weights[save.is_dcp :],
+                    parser=parser,
+                    prefix=prefix,
+                    tensor_limit=limits.tensors,
+                    cancel=cancel,
+                    stack=stack,
+                )
+                opened.chunked = (open_dcp if save.is_dcp else open_hugging_face)(given)
+            for name in () if opened.chunked else save.weights:
                 cancel()
                 file: ShardFile | SafetensorsFile
                 if save.is_one_file:

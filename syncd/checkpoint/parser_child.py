@@ -15,20 +15,31 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from syncd.checkpoint.pieces import read_pieces
+from syncd.checkpoint.dcp_metadata import read_metadata
+from syncd.checkpoint.hf_dcp import read_chunked_fields
+from syncd.checkpoint.pieces import read_pieces, read_tensor
 from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.wire import (
+    CHUNKED_HEADER,
     ERRORS,
+    HEADER,
+    METADATA,
     OUT_OF_MEMORY,
     PICKLE,
     READY,
     REQUEST,
+    TENSOR,
+    Row,
+    chunked_row,
+    contents_rows,
     failure,
     frame,
     frames,
     piece_row,
+    read_asked,
 )
 
 #: Exit status when there is not even memory to say so.
@@ -104,20 +115,44 @@ def _address_space() -> int:
 
 def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
     try:
-        # Messages begin with the file's name, which the parent knows better.
-        if kind == PICKLE:
-            # In C also where no CRC-32 vouches for the bytes: the limit holds what a damaged memo
-            # index makes it take.
-            pieces = read_pieces(data, "", intact=True)
-            answer = frames(piece_row(name, piece) for name, piece in pieces.items())
-        else:
-            answer = frames(read_fields(data, ""))
-        for part in answer:
+        for part in frames(_ROWS[kind](data)):
             _send(answers, part)
     except tuple(ERRORS.values()) as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from None
         _send(answers, failure(type(error).__name__, str(error)))
+
+
+# Messages begin with the file's name, which the parent knows better. Pickles are read in C also
+# where no CRC-32 vouches for the bytes: the limit holds what a damaged memo index makes it take.
+
+
+def _pieces(data: bytes) -> Iterable[Row]:
+    pieces = read_pieces(data, "", intact=True)
+    return (piece_row(name, piece) for name, piece in pieces.items())
+
+
+def _tensor(data: bytes) -> Iterable[Row]:
+    name, pickled = read_asked(data)
+    return [piece_row("", read_tensor(pickled, "", name or "", intact=True))]
+
+
+def _metadata(data: bytes) -> Iterable[Row]:
+    prefix, pickled = read_asked(data)
+    return contents_rows(read_metadata(pickled, "", prefix=prefix, intact=True))
+
+
+def _chunked_fields(data: bytes) -> Iterable[Row]:
+    return (chunked_row(*chunk) for chunk in read_chunked_fields(data, ""))
+
+
+_ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
+    PICKLE: _pieces,
+    TENSOR: _tensor,
+    METADATA: _metadata,
+    HEADER: lambda data: read_fields(data, ""),
+    CHUNKED_HEADER: _chunked_fields,
+}
 
 
 def _take(requests: io.FileIO, count: int) -> bytes:

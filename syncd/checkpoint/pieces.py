@@ -20,6 +20,7 @@ from syncd.checkpoint.inert_pickle import (
     ShardedTensorRef,
     StorageRef,
     TensorRef,
+    load_inert,
     load_state_dict,
 )
 from syncd.checkpoint.placement import Order, Position, Shape, Sharding, place
@@ -119,6 +120,50 @@ def read_pieces(
     }
 
 
+def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
+    """The one piece of a pickle that is a tensor by itself, and no state dict.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message, which begins with it.
+        name: of the tensor, for the message.
+        intact: whether a CRC-32 says that these are the bytes that were pickled.
+
+    Raises:
+        ShardFormatError: as :func:`read_pieces`, or it is something else.
+    """
+    return _Reader(where).bare(name, load_inert(data, where, intact=intact))
+
+
+def check_name(name: object, where: str) -> str:
+    """A tensor's name, where it is one that can be merged.
+
+    Args:
+        name: as the file has it.
+        where: the file, for the message, which begins with it.
+
+    Raises:
+        ShardFormatError: it is no text that safetensors files can have for a name.
+        PlacementError: it is what FSDP1 calls parameters end to end.
+    """
+    fault = name_fault(name)
+    if not isinstance(name, str) or fault is not None:
+        raise _wrong(where, name, fault or "")
+    if not name.isprintable() and any(ord(letter) < 32 for letter in name):
+        raise _wrong(where, name, "is a name with control characters")
+    if name.endswith(_FLAT_PARAMETER) and name.rpartition(".")[2] == _FLAT_PARAMETER:
+        raise PlacementError(
+            f"{where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does "
+            "not say what tensors it is made of: save with StateDictType.SHARDED_STATE_DICT"
+        )
+    return name
+
+
+def _wrong(where: str, name: object, what: str) -> ShardFormatError:
+    text = f"'{shown(name)}'" if isinstance(name, str) else shown(name)
+    return ShardFormatError(f"{where}: {text} {what}")
+
+
 def is_plain(value: object) -> bool:
     """Whether a value is None, a bool, a number or text, or a list or tuple of such."""
     if type(value) in {list, tuple}:
@@ -158,17 +203,7 @@ class _Reader:
 
     def piece(self, name: object, value: object) -> Piece | Pieces:
         """What one entry of the state dict is."""
-        fault = name_fault(name)
-        if not isinstance(name, str) or fault is not None:
-            raise self._wrong(name, fault or "")
-        if not name.isprintable() and any(ord(letter) < 32 for letter in name):
-            raise self._wrong(name, "is a name with control characters")
-        if name.endswith(_FLAT_PARAMETER) and name.rpartition(".")[2] == _FLAT_PARAMETER:
-            raise PlacementError(
-                f"{self._where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), "
-                "which does not say what tensors it is made of: save with "
-                "StateDictType.SHARDED_STATE_DICT"
-            )
+        name = check_name(name, self._where)
         match value:
             case DTensorRef():
                 return self._dtensor(name, value)
@@ -178,9 +213,14 @@ class _Reader:
                 return self._sharded(name, value)
         raise self._wrong(name, f"is a {type(value).__name__}, not a tensor: leave it out")
 
+    def bare(self, name: str, value: object) -> Piece:
+        """What a tensor by itself is."""
+        if not isinstance(value, TensorRef):
+            raise self._wrong(name, f"is a {type(value).__name__}, not a tensor")
+        return Piece(*self._part(name, value), None)
+
     def _wrong(self, name: object, what: str) -> ShardFormatError:
-        text = f"'{shown(name)}'" if isinstance(name, str) else shown(name)
-        return ShardFormatError(f"{self._where}: {text} {what}")
+        return _wrong(self._where, name, what)
 
     def _dtensor(self, name: str, tensor: DTensorRef) -> Piece | Pieces:
         local = tensor.state.get("_local_tensor")

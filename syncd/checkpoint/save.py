@@ -8,7 +8,7 @@ the names, sizes, inodes and times of its files, and it must not change.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -20,12 +20,18 @@ from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.layout import (
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
+    DCP_METADATA,
+    DCP_SUFFIX,
+    DCP_UNFINISHED,
     FSDP_CONFIG,
     FULL_STATE_DICT,
     HUGGINGFACE,
     LORA_ADAPTER,
     RECEIPTS,
     TEMPORARY,
+    distcp_order,
+    is_rank_metadata,
+    parse_part_name,
     parse_shard_name,
     receipt_name,
     shard_name,
@@ -82,6 +88,19 @@ class Save:
         Shards may turn out to hold an adapter too.
         """
         return self.weights in {(ADAPTER,), (PICKLED_ADAPTER,)}
+
+    @property
+    def is_dcp(self) -> bool:
+        """Whether the weights are in a folder of ``torch.distributed.checkpoint``.
+
+        Then the first file is its ``.metadata``.
+        """
+        return self.weights[:1] == (DCP_METADATA,)
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether the weights are several safetensors files, of whole tensors or of chunks."""
+        return bool(self.weights) and parse_part_name(self.weights[0]) is not None
 
     @property
     def is_one_file(self) -> bool:
@@ -188,7 +207,7 @@ def _adapter_of(names: Container[str]) -> str | None:
 
 
 def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
-    """A save of another trainer: all shards of one world size, or one file.
+    """A save of another trainer: all shards of one world size, or one file, or what DCP writes.
 
     An adapter beside shards stands for them, but it counts only when they are whole too: its
     trainer may be writing both.
@@ -217,16 +236,66 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     adapter = None
     if LORA_ADAPTER in names:
         adapter = _adapter_of([f"{LORA_ADAPTER}/{n}" for n in storage.names(actor / LORA_ADAPTER)])
+    beside: tuple[str, ...] = shards
+    if not shards and FULL_STATE_DICT not in names:
+        chunked = _dcp_files(names) or (() if adapter is not None else _parts(names))
+        if isinstance(chunked, str):
+            return Save(step, None, f"{actor} {chunked}")
+        beside = chunked
     if adapter is not None:
         weights: tuple[str, ...] = (adapter,)
-    elif shards:
-        weights = shards
-    elif FULL_STATE_DICT in names:
-        weights = (FULL_STATE_DICT,)
+    elif beside:
+        weights = beside
     else:
-        return Save(step, None, f"{actor} holds no weights yet")
-    still = tuple(dict.fromkeys((*weights, *shards)))
+        weights = (FULL_STATE_DICT,)
+    still = tuple(dict.fromkeys((*weights, *beside)))
     return Save(step, _fingerprint(storage, actor, still), weights=weights)
+
+
+def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
+    """The files of a folder of ``torch.distributed.checkpoint``; or why it is none yet.
+
+    Nothing where there is no trace of one. All ``.distcp`` files count: which of them the metadata
+    names is only known once it is parsed.
+    """
+    files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
+    if DCP_UNFINISHED in names:
+        return f"has a {DCP_UNFINISHED}: torch.distributed.checkpoint has not finished this save"
+    if DCP_METADATA in names:
+        return (DCP_METADATA, *files)
+    if any(map(is_rank_metadata, names)):
+        return (
+            f"has a metadata file of each rank, and no {DCP_METADATA} of all: save without "
+            "use_collectives=False"
+        )
+    if files:
+        return f"has no {DCP_METADATA} yet, which torch.distributed.checkpoint writes last"
+    return ()
+
+
+def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
+    """The files of a Hugging Face model of which each says of how many it is one; or why not.
+
+    Those of ranks do not say how many ranks there were: a gap in their numbers is a missing file,
+    and one behind the last cannot be seen.
+    """
+    found = {name: parsed for name in names if (parsed := parse_part_name(name)) is not None}
+    whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
+    used = whole or found  # chunks beside whole tensors are what these were made of
+    if not used:
+        return "holds no weights yet"
+    counts = {files for _, _, files in used.values()}
+    if len(counts) > 1:
+        told = " and ".join(map(str, sorted(counts)[:5]))
+        return f"holds model files of {told} in all: remove those of an older save"
+    shards = {shard for shard, _, _ in used.values() if shard is not None}
+    numbers = {number for _, number, _ in used.values()}
+    (count,) = counts
+    for wanted, there, what in ((count, numbers, "file"), (max(shards, default=0), shards, "rank")):
+        missing = _missing_rank(wanted, {number - 1 for number in there})
+        if missing is not None:
+            return f"has nothing of {what} {missing + 1} of {wanted} yet"
+    return tuple(sorted(used, key=lambda name: (used[name][0] or 0, used[name][1])))
 
 
 def _missing_rank(world_size: int, found: set[int]) -> int | None:

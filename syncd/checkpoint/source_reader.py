@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -34,6 +35,16 @@ class Source(Protocol):
     @property
     def records(self) -> Mapping[str, Record]:
         """The zip's records by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file of which only some records are read and checked, or none has a check."""
+
+    path: Path
+    fd: int
+    has_crc: bool = False
+    records: Mapping[str, Record] = field(default_factory=dict)
 
 
 class SourceReader:

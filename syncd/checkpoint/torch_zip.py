@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import xxhash
 
@@ -37,6 +37,13 @@ _ENCRYPTED: Final = 0x1
 _SIZES_FOLLOW: Final = 0x8
 _FULL16: Final = 0xFFFF
 _FULL32: Final = 0xFFFFFFFF
+
+
+class Bytes(Protocol):
+    """What a zip is read through: storage, or what shows a part of a file as if it were all."""
+
+    def pread_all(self, fd: int, count: int, offset: int) -> bytes:
+        """``count`` bytes from an offset; fewer only at the end."""
 
 
 class Record(NamedTuple):
@@ -92,7 +99,7 @@ def central_directory_digest(storage: Storage, path: Path) -> tuple[int, str]:
         storage.release(fd)
 
 
-def read_directory(storage: Storage, fd: int, size: int, path: Path) -> Directory:
+def read_directory(storage: Bytes, fd: int, size: int, path: Path) -> Directory:
     """Find and read the central directory of a file of ``size`` bytes.
 
     Raises:
@@ -138,7 +145,7 @@ def read_directory(storage: Storage, fd: int, size: int, path: Path) -> Director
 
 @uncollected()
 def read_records(
-    storage: Storage,
+    storage: Bytes,
     fd: int,
     directory: Directory,
     path: Path,

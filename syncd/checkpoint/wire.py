@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+from syncd.checkpoint.dcp_metadata import Chunk, Contents, Stored, is_distcp
 from syncd.checkpoint.pieces import Piece, Pieces
 from syncd.checkpoint.placement import Position, Shape
 from syncd.checkpoint.safetensors_header import Entry, checked_entry
@@ -22,11 +23,20 @@ from syncd.checkpoint.tensor_rules import (
     shape_of,
     shown,
 )
-from syncd.protocol.errors import CoverageError, PlacementError, ShardFormatError
+from syncd.protocol.errors import (
+    CheckpointError,
+    CoverageError,
+    PlacementError,
+    ShardFormatError,
+)
 
 REQUEST: Final = struct.Struct("<cQ")
 PICKLE: Final = b"P"
 HEADER: Final = b"H"
+#: A safetensors header with the places of chunks in it; the other two begin with :func:`asked`.
+CHUNKED_HEADER: Final = b"C"
+TENSOR: Final = b"T"
+METADATA: Final = b"M"
 
 FRAME: Final = struct.Struct("<cI")
 READY: Final = b"+"
@@ -39,13 +49,28 @@ _BATCH: Final = 64 * 1024
 _TEXT_LIMIT: Final = 200
 
 #: What a child says by ``FAILED``. Others are a mistake of ours or a lie, and of no kind.
-ERRORS: Final = {kind.__name__: kind for kind in (ShardFormatError, PlacementError, CoverageError)}
+ERRORS: Final = {
+    kind.__name__: kind
+    for kind in (ShardFormatError, PlacementError, CoverageError, CheckpointError)
+}
 OUT_OF_MEMORY: Final = "MemoryError"
 
 _encode: Final = json.JSONEncoder(separators=(",", ":")).encode
 
 #: Any JSON.
 Row = Any
+
+
+def asked(word: str | None, data: bytes) -> bytes:
+    """The bytes of a request that says a word besides."""
+    return _encode(word).encode() + b"\n" + data
+
+
+def read_asked(request: bytes) -> tuple[str | None, bytes]:
+    """The word and the bytes of such a request."""
+    word, _, data = request.partition(b"\n")
+    told: str | None = json.loads(word)
+    return told, data
 
 
 def frames(rows: Iterable[Row]) -> Iterator[bytes]:
@@ -145,6 +170,19 @@ def read_piece(row: Row, known: dict[Hashable, Position]) -> tuple[str, Piece | 
     raise ValueError("is no piece of a tensor")
 
 
+def read_bare(row: Row) -> Piece:
+    """The piece of a row that is a tensor by itself.
+
+    Raises:
+        ValueError: it is none, or has a name or a place in another tensor.
+    """
+    if isinstance(row, list) and row[:1] == [""]:
+        piece = _read_piece(row[1:], {})
+        if piece.position is None:
+            return piece
+    raise ValueError("is no tensor by itself")
+
+
 def _read_piece(fields: Row, known: dict[Hashable, Position]) -> Piece:
     if isinstance(fields, list) and len(fields) == 5:
         dtype, sizes, key, offset, where = fields
@@ -172,6 +210,75 @@ def read_entry(row: Row) -> Entry:
     if entry is None:
         raise ValueError("is no entry of a header")
     return entry
+
+
+def chunked_row(entry: Entry, offsets: Shape) -> Row:
+    """An entry of a header, and where it lies in its tensor, as JSON."""
+    return [*entry, offsets]
+
+
+def read_chunked(row: Row) -> tuple[Entry, Shape]:
+    """The entry of a row, and its offsets.
+
+    Raises:
+        ValueError: it is not what :func:`chunked_row` writes.
+    """
+    if isinstance(row, list) and row:
+        entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
+        if offsets is not None and len(offsets) == len(entry.shape):
+            return entry, offsets
+    raise ValueError("is no chunk of a header")
+
+
+def contents_rows(contents: Contents) -> Iterator[Row]:
+    """What a checkpoint has of a model, as JSON: each tensor before its chunks."""
+    yield [contents.is_model_only]
+    for name, (dtype, shape, chunks) in contents.tensors.items():
+        yield [name, dtype, shape]
+        yield from map(list, chunks)
+
+
+def read_contents(rows: Sequence[Row]) -> Contents:
+    """What all rows of an answer say.
+
+    Raises:
+        ValueError: they are not what :func:`contents_rows` writes.
+    """
+    found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
+    match rows:
+        case [[bool(is_model_only)], *rest]:
+            pass
+        case _:
+            raise ValueError("is no account of a checkpoint")
+    name = ""
+    for row in rest:
+        match row:
+            case [str(name), str(dtype), list(sizes)]:
+                shape = shape_of(sizes)
+                known = name_fault(name) is None and name not in found and dtype in ITEMSIZE
+                if shape is None or not known:
+                    raise ValueError("is no tensor of a checkpoint")
+                found[name] = dtype, shape, []
+            case [begin, sizes, str(file), at, length] if name in found:
+                chunk = _chunk(begin, sizes, file, at, length)
+                if chunk is None or len(chunk.shape) != len(found[name][1]):
+                    raise ValueError("is no chunk of a checkpoint")
+                found[name][2].append(chunk)
+            case _:
+                raise ValueError("is nothing of a checkpoint")
+    tensors = {
+        name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in found.items()
+    }
+    return Contents(tensors, is_model_only)
+
+
+def _chunk(begin: Row, sizes: Row, file: str, at: Row, length: Row) -> Chunk | None:
+    offsets, shape = shape_of(begin), shape_of(sizes)
+    if offsets is None or shape is None or len(offsets) != len(shape):
+        return None
+    if not is_distcp(file) or not is_offset(at) or not is_offset(length):
+        return None
+    return Chunk(offsets, shape, file, at, length)
 
 
 def _position(row: Row, shape: Shape, known: dict[Hashable, Position]) -> Position:

@@ -29,6 +29,11 @@ from syncd.storage.fsio import Storage
 @options.max_shard_size
 @options.copy_threads
 @click.option(
+    "--prefix",
+    default=None,
+    help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
+)
+@click.option(
     "--fsync/--no-fsync",
     default=True,
     show_default=True,
@@ -41,10 +46,13 @@ def command(
     cast: Cast | None,
     max_shard_size: int,
     copy_threads: int,
+    prefix: str | None,
     *,
     fsync: bool,
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
+
+    ACTOR_DIR may be a folder of torch.distributed.checkpoint too.
 
     Where they are of a PEFT model, or an adapter is beside them in lora_adapter/, OUT_DIR becomes
     the folder of that LoRA adapter.
@@ -70,6 +78,7 @@ def command(
                 max_file_size=max_shard_size,
                 threads=copy_threads,
                 cast=cast,
+                prefix=prefix,
                 cancel=lambda: None,
                 progress=progress,
             )

@@ -47,6 +47,11 @@ log = logging.getLogger(__name__)
     metavar="SECONDS",
     help="How long a step without weights and without a remote path is waited for.",
 )
+@click.option(
+    "--dcp-prefix",
+    default=None,
+    help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
+)
 @options.digest
 @options.dtype
 @options.max_shard_size

@@ -22,6 +22,8 @@ class DaemonConfig(BaseModel):
         digests: whether versions carry xxh3-128 digests, which explorers check.
         cast: what floating tensors of versions become: ``bf16``, ``fp16`` or ``fp32``, rounded as
             torch does; None for what the trainer saved. Integers, bool and fp8 stay.
+        dcp_prefix: what the names of the model's tensors begin with in saves of
+            ``torch.distributed.checkpoint``, e.g. ``model.``; it is taken away. None to find out.
         max_shard_size: the most bytes of tensors in one file of a version.
         copy_threads: how many files of a version are written at a time, and no more than there are
             processors.
@@ -49,6 +51,7 @@ class DaemonConfig(BaseModel):
     keep: Annotated[int, Field(ge=1)] = 2
     digests: bool = True
     cast: Cast | None = None
+    dcp_prefix: str | None = None
     max_shard_size: Annotated[int, Field(ge=1)] = 1_000_000_000
     copy_threads: Annotated[int, Field(ge=1, le=64)] = 4
     prune_steps: bool = True

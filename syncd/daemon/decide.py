@@ -51,6 +51,7 @@ class StepSeen:
         found: the identity of what is in the folder now; None where it is not a whole save.
         has_receipts: whether our hook wrote it.
         full, retired, saving, resumable, critic, pinned: what else is in the folder.
+        model_only: whether that save is on record as one of a model alone.
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepSeen:
     resumable: bool
     critic: bool
     pinned: bool = False
+    model_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

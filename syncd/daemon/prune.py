@@ -107,7 +107,11 @@ class Pruner:
         except FileNotFoundError:
             return not self._storage.exists(folder)
         outcome = SaveOutcome.model_validate(
-            {"identity": action.seen.recorded, "outcome": action.seen.outcome}
+            {
+                "identity": action.seen.recorded,
+                "outcome": action.seen.outcome,
+                "model_only": action.seen.model_only,
+            }
         )
         try:
             found = self._look_anew(trash, step, outcome)

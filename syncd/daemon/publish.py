@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import build_model_folder, weights_size
+from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import Save
@@ -130,7 +131,12 @@ class Publisher:
         # A later save of that step may have been quarantined: it is not tried again.
         if recorded is None or recorded.outcome != "quarantined":
             outcome = SaveOutcome(
-                identity=served.save_id, outcome="published", sequence=served.sequence
+                identity=served.save_id,
+                outcome="published",
+                sequence=served.sequence,
+                model_only=recorded is not None
+                and recorded.identity == served.save_id
+                and recorded.model_only,
             )
             self._put_on_record(served.step, outcome)
 
@@ -159,14 +165,26 @@ class Publisher:
                 max_file_size=self._config.max_shard_size,
                 threads=self._config.copy_threads,
                 cast=self._config.cast,
+                prefix=self._config.dcp_prefix,
                 cancel=self._cancel,
                 clock=self._clock,
             )
 
+        model_only = save.is_dcp and holds_model_only(
+            self._storage,
+            self._layout.actor(save.step),
+            prefix=self._config.dcp_prefix,
+            cancel=self._cancel,
+        )
         manifest = self._make_version(save.step, build)
         self._put_on_record(
             save.step,
-            SaveOutcome(identity=save.identity, outcome="published", sequence=manifest.sequence),
+            SaveOutcome(
+                identity=save.identity,
+                outcome="published",
+                sequence=manifest.sequence,
+                model_only=model_only,
+            ),
         )
         return manifest
 
@@ -344,7 +362,14 @@ class Publisher:
         if free.bytes is not None and free.bytes < needed and save.remote is None:
             # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
             if self._sized is None or self._sized[0] != save.identity:
-                size = weights_size(self._storage, actor, save, cast=cast, cancel=self._cancel)
+                size = weights_size(
+                    self._storage,
+                    actor,
+                    save,
+                    cast=cast,
+                    prefix=self._config.dcp_prefix,
+                    cancel=self._cancel,
+                )
                 self._sized = save.identity, size
             needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:

@@ -20,6 +20,7 @@ from syncd.protocol.layout import (
     RETIRED,
     SAVING,
     JobLayout,
+    is_dcp_file,
     is_resumable_state,
     parse_step_folder,
 )
@@ -159,7 +160,11 @@ def look_at_step(
         return None
     actor_names = storage.names(folder / "actor")
     retired, full = RETIRED in names, FULL in names
-    resumable = any(is_resumable_state(name) for name in actor_names) or (
+    # What DCP writes says only in a pickle what it is: it counts as all there is, in any doubt.
+    resumable = any(
+        is_resumable_state(name) and not (outcome.model_only and is_dcp_file(name))
+        for name in actor_names
+    ) or (
         # What else such a trainer leaves may say where to resume from.
         REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
     )
@@ -181,4 +186,5 @@ def look_at_step(
         resumable=resumable,
         critic=critic,
         pinned=PINNED in names,
+        model_only=outcome.model_only,
     )

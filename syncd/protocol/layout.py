@@ -6,6 +6,7 @@ The picture of a job directory is in ``docs/protocol.md``.
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,6 +27,10 @@ RECEIPTS: Final = ".receipts"
 #: Someone wants it kept: a file in a step folder, or in the lease folder of a version.
 PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
+#: What torch.distributed.checkpoint writes last into its folder; and what it has before that.
+DCP_METADATA: Final = ".metadata"
+DCP_UNFINISHED: Final = ".metadata.tmp"
+DCP_SUFFIX: Final = ".distcp"
 HUGGINGFACE: Final = "huggingface"
 #: Of trainers whose weights are elsewhere: a line that says where.
 REMOTE_PATH: Final = "remote_sampler_path.txt"
@@ -46,7 +51,15 @@ _SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6}
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 #: What a step folder must not hold, for the pruner: it could be resumed from, or is not ours.
-_RESUMABLE = re.compile(r"(optim|extra_state)_.*", re.ASCII | re.DOTALL)
+#: A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is its too.
+_RESUMABLE = re.compile(
+    r"(optim|extra_state)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
+)
+_DISTCP = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp", re.ASCII)
+_RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)
+_PART = re.compile(
+    r"(?:shard-([0-9]{5,9})-)?model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII
+)
 
 
 def step_folder(step: int) -> str:
@@ -90,6 +103,38 @@ def parse_shard_name(name: str) -> tuple[int, int] | None:
     """``(world_size, rank)`` of a model shard's name, or None where it is not one."""
     match = _SHARD.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
+
+
+def distcp_order(name: str) -> tuple[int, int, str]:
+    """How ``.distcp`` files are sorted: by rank and number, where their names say these."""
+    match = _DISTCP.fullmatch(name)
+    return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
+
+
+def is_dcp_file(name: str) -> bool:
+    """Whether a name is that of a file that ``torch.distributed.checkpoint`` writes for a save."""
+    return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
+
+
+def is_rank_metadata(name: str) -> bool:
+    """Whether a name is that of the metadata of one rank alone, which DCP writes on request."""
+    return _RANK_METADATA.fullmatch(name) is not None
+
+
+def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
+    """``(shard, file, files)`` of a Hugging Face file's name that says of how many it is one.
+
+    The shard is None where it holds whole tensors: ``model-00001-of-00002.safetensors``. With
+    ``shard-00001-`` before it is what a rank wrote through ``HuggingFaceStorageWriter``. None where
+    the name is of another kind.
+    """
+    match = _PART.fullmatch(name)
+    if match is None:
+        return None
+    shard, file, files = match[1], int(match[2]), int(match[3])
+    if not 1 <= file <= files or shard == "00000":
+        return None
+    return (None if shard is None else int(shard), file, files)
 
 
 def receipt_name(rank: int) -> str:

@@ -285,13 +285,19 @@ class Receipt(Record):
 
 
 class SaveOutcome(BaseModel):
-    """What became of one save, by its identity."""
+    """What became of one save, by its identity.
+
+    Attributes:
+        model_only: of a save of ``torch.distributed.checkpoint``: whether it was seen to hold
+            nothing but a model, and so is none to resume from.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     identity: str
     outcome: Literal["published", "skipped", "quarantined"]
     sequence: Sequence | None = None
+    model_only: bool = False
 
 
 class Saves(Record):

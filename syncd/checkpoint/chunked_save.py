@@ -1,0 +1,235 @@
+"""Opening the saves of ``torch.distributed.checkpoint``: files that hold chunks of tensors.
+
+Both kinds, ``.distcp`` files with their ``.metadata`` and Hugging Face's safetensors, become what a
+merge is planned from: for each file, which of its bytes are which part of which tensor. The plan
+proves that the parts of every tensor cover it exactly once.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from syncd.checkpoint.dcp_file import DcpFile, OneByOne
+from syncd.checkpoint.dcp_metadata import Chunk, Stored
+from syncd.checkpoint.hf_dcp import Chunked, whole_shapes
+from syncd.checkpoint.isolated import IsolatedParser
+from syncd.checkpoint.pieces import PICKLE_LIMIT
+from syncd.checkpoint.placement import Chunks, Local, Position, Shape
+from syncd.checkpoint.plan import ShardIndex
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import Entry
+from syncd.checkpoint.source_reader import Part, Source
+from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.uncollected import uncollected
+from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
+from syncd.protocol.layout import DCP_METADATA
+from syncd.storage.fsio import Storage
+
+_METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
+#: How a name begins that is no weight's, where nothing else says what was saved.
+_NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedSave:
+    """What a merge is planned from, and reads.
+
+    Attributes:
+        indexes: of each open file.
+        sources: the open files, in the same order.
+    """
+
+    indexes: Sequence[ShardIndex]
+    sources: Sequence[Source]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What both kinds of save are opened with.
+
+    Attributes:
+        storage: what is read through.
+        actor: the folder.
+        files: the names of all of the save's files in it, ``.metadata`` aside, in rank order.
+        parser: reads what anyone may have written.
+        prefix: what the model's names begin with; None to find out.
+        tensor_limit: the most chunks of all files together.
+        cancel: called often; it raises to stop.
+        stack: closes the files.
+    """
+
+    storage: Storage
+    actor: Path
+    files: Sequence[str]
+    parser: IsolatedParser
+    prefix: str | None
+    tensor_limit: int
+    cancel: Callable[[], None]
+    stack: ExitStack
+
+
+@uncollected()
+def open_dcp(given: Opening) -> ChunkedSave:
+    """Open a folder of ``.metadata`` and ``.distcp`` files, and look up all of the model's items.
+
+    Raises:
+        ShardFormatError: a file cannot be read, or is not what the metadata says.
+        PlacementError, CoverageError: as the metadata, or an item, says.
+        CheckpointError: which tensors are the model's cannot be told.
+        OSError: as the storage says.
+    """
+    path = given.actor / DCP_METADATA
+    try:
+        data = given.storage.read(path, PICKLE_LIMIT)
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ShardFormatError(
+            f"{path} has over {_METADATA_MIB} MiB: save the model by itself, from fewer ranks"
+        ) from None
+    contents = given.parser.read_metadata(data, str(path), prefix=given.prefix)
+    chunks = _by_file(contents.tensors)
+    _check_count(path, sum(map(len, chunks.values())), given)
+    for name in sorted(chunks.keys() - set(given.files)):
+        raise CoverageError(
+            f"{given.actor / name} is not there, and {DCP_METADATA} says that it holds "
+            f"'{shown(chunks[name][0][0])}': a rank's file is missing; save again"
+        )
+    # One at least, so that a model of nothing but empty tensors has a place in the plan.
+    labels = [name for name in given.files if name in chunks] or list(given.files[:1])
+    parse = OneByOne(given.parser.read_tensor)
+    files: list[DcpFile] = []
+    found: list[dict[str, list[Local]]] = []
+    for label in labels:
+        file = DcpFile.open(given.storage, given.actor / label)
+        given.stack.callback(file.close)
+        parts: dict[str, list[Local]] = defaultdict(list)
+        for name, chunk in sorted(chunks.get(label, ()), key=lambda one: one[1].at):
+            given.cancel()
+            dtype, shape, _ = contents.tensors[name]
+            parts[name].append(file.look_up(name, dtype, shape, chunk, parse=parse))
+        files.append(file)
+        found.append(parts)
+    whole = {name: (dtype, shape) for name, (dtype, shape, _) in contents.tensors.items()}
+    return ChunkedSave(_indexes(labels, found, whole), files)
+
+
+def holds_model_only(
+    storage: Storage, actor: Path, *, prefix: str | None, cancel: Callable[[], None]
+) -> bool:
+    """Whether a folder of ``torch.distributed.checkpoint`` is known to hold nothing but a model.
+
+    False in any doubt, and where it cannot be read.
+    """
+    path = actor / DCP_METADATA
+    try:
+        data = storage.read(path, PICKLE_LIMIT)
+        with IsolatedParser(cancel=cancel) as parser:
+            return parser.read_metadata(data, str(path), prefix=prefix).is_model_only
+    except (CheckpointError, OSError):
+        return False  # whoever merges it says why
+
+
+def open_hugging_face(given: Opening) -> ChunkedSave:
+    """Open the files of ``HuggingFaceStorageWriter``.
+
+    They do not say where in a state dict a tensor was: without a prefix all names are the model's.
+
+    Raises:
+        ShardFormatError: a file is no whole safetensors file, or does not say where its chunks lie.
+        PlacementError: a tensor is one of FSDP1's flat parameters.
+        CoverageError: files disagree on what a tensor is.
+        CheckpointError: no name begins with the prefix.
+        OSError: as the storage says.
+    """
+    prefix = given.prefix or ""
+    found: dict[str, list[Chunked]] = {}
+    sources = []
+    for label in given.files:
+        given.cancel()
+        offsets: dict[str, Shape] = {}
+
+        def parse(header: bytes, where: str, told: dict[str, Shape] = offsets) -> list[Entry]:
+            chunked = given.parser.read_chunked_fields(header, where)
+            told.update((entry.name, begin) for entry, begin in chunked)
+            return [entry for entry, _ in chunked]
+
+        file = SafetensorsFile.open(given.storage, given.actor / label, parse=parse)
+        given.stack.callback(file.close)
+        found[label] = [
+            (entry._replace(name=entry.name.removeprefix(prefix)), offsets[entry.name])
+            for entry in file.entries
+            if entry.name.startswith(prefix) and entry.name != prefix
+        ]
+        for entry, _ in found[label]:
+            if given.prefix is None and entry.name.startswith(_NO_MODEL):
+                raise CheckpointError(
+                    f"{file.path} holds '{shown(entry.name)}' too, which is no weight: save the "
+                    "model alone, or say by --prefix (dcp_prefix) what its names begin with"
+                )
+        sources.append(Part(file.path, file.fd))
+        _check_count(file.path, sum(map(len, found.values())), given)
+    whole = whole_shapes(found)
+    if prefix and not whole:
+        raise CheckpointError(
+            f"{given.actor} has no tensor whose name begins with {shown(prefix)!r}: give another "
+            "--prefix (dcp_prefix)"
+        )
+    parts = [
+        {
+            entry.name: [_local(entry, begin, whole[entry.name][1])]
+            for entry, begin in chunks
+            if 0 not in entry.shape
+        }
+        for chunks in found.values()
+    ]
+    return ChunkedSave(_indexes(given.files, parts, whole), sources)
+
+
+def _local(entry: Entry, begin: Shape, whole: Shape) -> Local:
+    _, dtype, shape, at, end = entry
+    return Local(dtype, shape, at, end - at, "", Position(whole, begin))
+
+
+def _by_file(tensors: Mapping[str, Stored]) -> dict[str, list[tuple[str, Chunk]]]:
+    """The chunks in each file, and of which tensor each one is."""
+    found: dict[str, list[tuple[str, Chunk]]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            found[chunk.file].append((name, chunk))
+    return found
+
+
+def _indexes(
+    labels: Sequence[str],
+    parts: Sequence[Mapping[str, Sequence[Local]]],
+    whole: Mapping[str, tuple[str, Shape]],
+) -> list[ShardIndex]:
+    """What each file has; the first has all names, in their order, be it with no part of them.
+
+    So the plan keeps the order, and misses what no file has a part of.
+    """
+    return [
+        ShardIndex(
+            label,
+            {
+                name: Chunks(*whole[name], tuple(held.get(name, ())))
+                for name in (held if number else whole)
+            },
+        )
+        for number, (label, held) in enumerate(zip(labels, parts, strict=True))
+    ]
+
+
+def _check_count(path: Path, count: int, given: Opening) -> None:
+    if count > given.tensor_limit:
+        raise ShardFormatError(
+            f"{path}: the save has over {given.tensor_limit} chunks of tensors, which would take "
+            "gigabytes of memory to merge: save the model's own state dict, from fewer ranks"
+        )

@@ -1,0 +1,109 @@
+"""One rank of a trainer that saves by docs/dcp.md: ``python -m tests.multiprocess.dcp_trainer``.
+
+Each step is saved another way, and its truth written beside; training goes on when it is published.
+Rank 1 is killed in the middle of the last save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from syncd.cli.demo_model import TinyTransformer, batch
+from tests.multiprocess.processes import wait_for_step
+from tests.pages import code_of
+from trainer_hooks.dcp import announce_dcp
+
+KILLED_AT = 6
+
+
+class Killed(dcp.FileSystemWriter):
+    """Writes its files, and does not live to say so."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        super().write_data(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Manager:
+    """What torchtitan's CheckpointManager is to the code on the page."""
+
+    def __init__(self, folder: Path, everything: Any) -> None:
+        self._folder = folder
+        self._everything = everything
+
+    def _create_checkpoint_id(self, step: int) -> str:
+        return str(self._folder / f"step-{step}")
+
+    def save(self, curr_step: int, *, last_step: bool = False) -> None:
+        del last_step
+        dcp.save(self._everything(), checkpoint_id=self._create_checkpoint_id(curr_step))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--job", "--truth", "--own", "--rendezvous"):
+        parser.add_argument(name, type=Path, required=True)
+    parser.add_argument("--rank", type=int, required=True)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{given.rendezvous}", rank=given.rank, world_size=2
+    )
+    page: dict[str, Any] = {}
+    for block in code_of("dcp.md"):
+        exec(compile(block, "docs/dcp.md", "exec"), page)  # noqa: S102 - the page's own code
+    model = TinyTransformer()
+    for block_ in model.blocks:
+        fully_shard(block_)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def everything() -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        # As torchtitan has it: the model's own keys at the top.
+        return {**weights, "optimizer": moments, "train_state": {"step": torch.tensor(3)}}
+
+    manager = Manager(given.own, everything)
+    page["announce_saves"](manager, given.job)
+    for step in range(1, KILLED_AT + 1):
+        optimizer.zero_grad()
+        model(batch(step, given.rank)).sum().backward()
+        optimizer.step()
+        state = get_model_state_dict(model)
+        truth = {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            for name, value in state.items()
+        }
+        if given.rank == 0:
+            save_file(truth, given.truth / f"{step}.safetensors")
+        if step == 1:
+            page["save"](given.job, model, step)
+        elif step == 2:
+            page["save_async"](given.job, model, step).result()
+        elif step in {3, 5}:
+            manager.save(step)
+        else:
+            weights, moments = get_state_dict(model, optimizer)
+            writer = Killed if (step, given.rank) == (KILLED_AT, 1) else dcp.FileSystemWriter
+            folder = given.job / f"global_step_{step}" / "actor"
+            dcp.save({"model": weights, "optim": moments}, storage_writer=writer(folder))
+            if given.rank == 0:
+                announce_dcp(given.job, step)
+        wait_for_step(given.job, step)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()

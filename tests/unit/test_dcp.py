@@ -1,0 +1,542 @@
+"""Folders of torch.distributed.checkpoint: exactly what was saved, or an error that says what."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+from syncd.checkpoint.chunked_save import holds_model_only
+from syncd.checkpoint.dcp_names import Entry, select_model
+from syncd.checkpoint.save import Save, look_at_save
+from syncd.cli import cli
+from syncd.daemon.steps import look_at_step
+from syncd.protocol.errors import (
+    CheckpointError,
+    CoverageError,
+    InvalidSettingsError,
+    SaveNotReadyError,
+    ShardFormatError,
+)
+from syncd.protocol.layout import is_resumable_state
+from syncd.protocol.records import SaveOutcome
+from syncd.storage.fsio import Storage
+from tests.dcp import FILE, Checkpoint, floats, made, properties, size, small
+from tests.fsdp_models import CARRIED, TRAINED, values
+from tests.jobs import nothing
+from tests.merging import STORAGE, assert_equal, build, loaded
+from tests.shards import Built, Named
+from trainer_hooks.dcp import announce_dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(state: dict[str, object], folder: Path) -> Path:
+    """``dcp.save`` of one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def save_hf(state: dict[str, torch.Tensor], folder: Path, **options: object) -> Path:
+    """The same through ``HuggingFaceStorageWriter``."""
+    writer = dcp.HuggingFaceStorageWriter(str(folder), **options)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    return folder
+
+
+def difficult() -> dict[str, torch.Tensor]:
+    """Every dtype, and every kind of shape."""
+    return {
+        **{str(dtype): values(5, 3, dtype=dtype) for dtype in (*TRAINED, *CARRIED)},
+        **{f"{dtype} by itself": values(dtype=dtype) for dtype in (*TRAINED, *CARRIED)},
+        "nothing": torch.empty(0, 3),
+        "nothing wide": torch.empty(3, 0, dtype=torch.int64),
+        "one": torch.ones(1, 1, 1),
+        "unusual": torch.tensor([float("nan"), float("-inf"), -0.0, 1e-40]),
+        "a view": torch.arange(40.0).reshape(10, 4)[3:7],
+        "long": torch.arange(700_000),
+    }
+
+
+# -- exact ----------------------------------------------------------------------------------------
+
+
+def test_every_dtype_and_shape_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    state = difficult()
+    folder = save({"model": state, "optim": {"state": state}}, tmp_path / "save")
+    assert build(folder, tmp_path / "out").checked == "crc32"
+    assert_equal(loaded(tmp_path / "out"), state)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_every_dtype_and_shape_comes_out_of_hugging_face_files(
+    tmp_path: Path, *, distributed: bool
+) -> None:
+    state = difficult()
+    folder = save_hf(state, tmp_path / "save", save_distributed=distributed)
+    assert build(folder, tmp_path / "out").checked == "stillness"
+    assert_equal(loaded(tmp_path / "out"), state)
+
+
+def test_torchs_own_consolidation_of_hugging_face_files_is_not_exact(tmp_path: Path) -> None:
+    """Why there is another: where this fails, torch has mended it."""
+    for name, value in {"number": torch.tensor(3.5), "integers": torch.arange(5)}.items():
+        folder = save_hf({name: value}, tmp_path / name, save_distributed=True)
+        (tmp_path / f"{name}-torch").mkdir()
+        try:
+            consolidate_safetensors_files(
+                str(folder), str(tmp_path / f"{name}-torch"), fqn_to_index_mapping={name: 1}
+            )
+        except TypeError as error:
+            assert "finfo" in str(error)  # noqa: PT017 - one of the two is raised
+        else:
+            assert not torch.equal(loaded(tmp_path / f"{name}-torch")[name], value)
+        build(folder, tmp_path / f"{name}-out")
+        assert_equal(loaded(tmp_path / f"{name}-out"), {name: value})
+
+
+def test_what_no_file_has_is_an_error_and_not_zeros(tmp_path: Path) -> None:
+    checkpoint = small()
+    checkpoint.chunks["model.weight"].pop()
+    with pytest.raises(CoverageError, match="weight: rows 2 to 3 are in no file"):
+        build(checkpoint.write(tmp_path / "rows"), tmp_path / "out1")
+    checkpoint.chunks["model.weight"].clear()
+    with pytest.raises(CoverageError, match="weight: rows 0 to 3 are in no file"):
+        build(checkpoint.write(tmp_path / "all"), tmp_path / "out2")
+    checkpoint = small()
+    checkpoint.places.pop()
+    with pytest.raises(CoverageError, match=r"the chunk of 'model\.scale' at \(\) is in no file"):
+        build(checkpoint.write(tmp_path / "scalar"), tmp_path / "out3")
+
+
+def test_tensors_keep_the_order_of_the_state_dict(tmp_path: Path) -> None:
+    checkpoint = Checkpoint()
+    for number in range(6):
+        checkpoint.add(("w", f"t{number}"), floats(number), (1,), file=f"__{5 - number}_0.distcp")
+    manifest = build(checkpoint.write(tmp_path / "save"), tmp_path / "out", max_file_size=4)
+    assert [tensor.name for tensor in manifest.tensors] == [f"t{number}" for number in range(6)]
+
+
+def test_a_tensor_that_is_not_contiguous_is_an_error(tmp_path: Path) -> None:
+    folder = save({"model": {"turned": torch.ones(3, 2).t()}}, tmp_path / "save")
+    with pytest.raises(ShardFormatError, match=r"'turned' is not contiguous .*: save a copy"):
+        build(folder, tmp_path / "out")
+
+
+def test_without_crc_the_files_must_lie_still(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        folder = save({"model": {"w": torch.arange(9.0)}}, tmp_path / "save")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert build(folder, tmp_path / "out").checked == "stillness"
+    assert_equal(loaded(tmp_path / "out"), {"w": torch.arange(9.0)})
+
+
+# -- which tensors are the model's ----------------------------------------------------------------
+
+OPTIMIZER = {"optim.state.w.exp_avg": Entry(("optim", "state", "w", "exp_avg"), 2)}
+
+
+def chosen(*paths: str, prefix: str | None = None, **more: Entry) -> dict[str, str]:
+    """The names that are chosen; a path is written a/b/c, and that of a number ends with ``#``."""
+    entries = dict(OPTIMIZER)
+    for path in paths:
+        keys = tuple(path.rstrip("#").split("/"))
+        entries[".".join(keys)] = Entry(keys, 0 if path.endswith("#") else 2)
+    return dict(select_model(entries | more, prefix, "F").names)
+
+
+def test_the_model_is_found_wherever_it_was_put() -> None:
+    assert chosen("model/a.w", "model/b") == {"model.a.w": "a.w", "model.b": "b"}
+    assert chosen("app/model/a.w", "app/optimizer/x") == {"app.model.a.w": "a.w"}
+    assert chosen("state_dict/a.w", "lr_scheduler/x#") == {"state_dict.a.w": "a.w"}
+    # As torchtitan has it: the model's own keys at the top.
+    assert chosen("model.layers.0.w", "lm_head", "train_state/step#", "dataloader/x") == {
+        "model.layers.0.w": "model.layers.0.w",
+        "lm_head": "lm_head",
+    }
+    assert chosen("model/w", "step#") == {"model.w": "w"}
+    assert chosen("model/w", "ema/w") == {"model.w": "w"}
+    assert chosen("model/w", "extra_state/w", "trainer/w") == {"model.w": "w"}
+    assert chosen("step#") == {"step": "step"}
+
+
+def test_what_is_ambiguous_is_an_error_that_names_the_option() -> None:
+    for paths in (("actor/w", "critic/w"), ("model/w", "other"), ("a/model/w", "b/model/w")):
+        with pytest.raises(CheckpointError, match=r"give --prefix \(dcp_prefix\)"):
+            chosen(*paths)
+    with pytest.raises(
+        CheckpointError, match=r"holds no tensors of a model: .* 'optim\.state\.w\.'"
+    ):
+        chosen()
+
+
+def test_a_prefix_says_which() -> None:
+    assert chosen("actor/w", "critic/w", prefix="actor.") == {"actor.w": "w"}
+    assert chosen("model/a/w", "model/b/w", prefix="model.") == {
+        "model.a.w": "a.w",
+        "model.b.w": "b.w",
+    }
+    assert chosen("model/w", "other", prefix="") == {"other": "other"}
+    for prefix in ("ref.", ""):
+        with pytest.raises(CheckpointError, match="has no tensor"):
+            chosen("model/w", prefix=prefix)
+
+
+def test_extra_state_is_left_out_and_anything_else_in_the_model_is_an_error(tmp_path: Path) -> None:
+    extra = Entry(("model", "a._extra_state"), None)
+    nested = Entry(("model", "_extra_state", "amax"), 1)
+    assert chosen("model/w", extra=extra, nested=nested) == {"model.w": "w"}
+    checkpoint = small()
+    checkpoint.add_bytes("model", "a._extra_state")
+    checkpoint.add_bytes("lr_scheduler", "x")
+    build(checkpoint.write(tmp_path / "fine"), tmp_path / "out")
+    checkpoint.add_bytes("model", "config")
+    with pytest.raises(ShardFormatError, match=r"'model\.config' is no tensor"):
+        build(checkpoint.write(tmp_path / "wrong"), tmp_path / "out2")
+
+
+def test_without_a_planners_word_names_are_as_they_are(tmp_path: Path) -> None:
+    checkpoint = small()
+    checkpoint.paths = None
+    build(checkpoint.write(tmp_path / "save"), tmp_path / "out")
+    assert loaded(tmp_path / "out").keys() == {"model.weight", "model.scale"}
+    build(tmp_path / "save", tmp_path / "out2", prefix="model.")
+    assert loaded(tmp_path / "out2").keys() == {"weight", "scale"}
+
+
+def test_merge_takes_a_prefix(tmp_path: Path) -> None:
+    checkpoint = small()
+    checkpoint.add(("critic", "weight"), floats(9), (1,))
+    folder = checkpoint.write(tmp_path / "save")
+    out = tmp_path / "out"
+    result = CliRunner().invoke(cli, ["merge", str(folder), str(out), "--prefix", "critic."])
+    assert result.exit_code == 0, result.output
+    assert_equal(loaded(out), {"weight": torch.tensor([9.0])})
+
+
+def test_an_optimizer_in_hugging_face_files_is_an_error_without_a_prefix(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"w": torch.ones(2)}}
+    folder = save_hf(state, tmp_path / "save", save_distributed=True)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"holds 'optim\.w' too"):
+        build(folder, tmp_path / "out")
+    build(folder, tmp_path / "out2", prefix="model.")
+    assert_equal(loaded(tmp_path / "out2"), {"w": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"no tensor whose name begins with 'actor\.'"):
+        build(folder, tmp_path / "out3", prefix="actor.")
+
+
+# -- when it is whole -----------------------------------------------------------------------------
+
+
+def look(folder: Path) -> Save:
+    return look_at_save(STORAGE, folder, 1)
+
+
+def test_a_save_is_whole_when_its_metadata_is_there(tmp_path: Path) -> None:
+    folder = small().write(tmp_path)
+    assert look(folder).weights == (".metadata", "__0_0.distcp", "__1_0.distcp")
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+    assert "has not finished this save" in look(folder).reason
+    (folder / ".metadata.tmp").unlink()
+    assert "no .metadata yet" in look(folder).reason
+    (folder / "__0.metadata").touch()
+    assert "use_collectives=False" in look(folder).reason
+
+
+def test_another_save_in_the_same_folder_is_another_identity(tmp_path: Path) -> None:
+    folder = small().write(tmp_path)
+    known = {look(folder).identity}
+    for name in (".metadata", "__1_0.distcp"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content + b" ")
+        known.add(look(folder).identity)
+    (folder / "__2_0.distcp").touch()
+    known.add(look(folder).identity)
+    assert len(known) == 4
+    assert None not in known
+
+
+def test_other_weights_in_the_folder_come_first(tmp_path: Path) -> None:
+    folder = small().write(tmp_path)
+    (folder / "model.safetensors").touch()
+    assert look(folder).is_full_state_dict
+    (folder / "lora_adapter").mkdir()
+    (folder / "lora_adapter" / "adapter_model.safetensors").touch()
+    assert look(folder).is_adapter
+    (folder / "model.safetensors").unlink()
+    assert look(folder).is_adapter
+    before = look(folder).identity
+    (folder / "__1_0.distcp").write_bytes(b"changed")
+    assert look(folder).identity != before
+    (folder / ".metadata").unlink()
+    assert look(folder).identity is None
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["shard-00002-model-00001-of-00001"], "nothing of rank 1 of 2"),
+        (["shard-00001-model-00002-of-00002"], "nothing of file 1 of 2"),
+        (["model-00001-of-00002"], "nothing of file 2 of 2"),
+        (["model-00001-of-00001", "model-00001-of-00002"], "model files of 1 and 2 in all"),
+        (["model-00000-of-00001"], "holds no weights"),
+        (["model-00003-of-00002", "shard-00000-model-00001-of-00001"], "holds no weights"),
+    ],
+)
+def test_hugging_face_files_are_waited_for(tmp_path: Path, names: list[str], said: str) -> None:
+    for name in names:
+        (tmp_path / f"{name}.safetensors").touch()
+    assert said in look(tmp_path).reason
+
+
+def test_consolidated_files_stand_for_those_that_they_were_made_of(tmp_path: Path) -> None:
+    for name in (
+        "model-00002-of-00002",
+        "model-00001-of-00002",
+        "shard-00001-model-00001-of-00001",
+    ):
+        (tmp_path / f"{name}.safetensors").touch()
+    assert look(tmp_path).weights == (
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    )
+
+
+# -- files that were made to do harm --------------------------------------------------------------
+
+
+def _place(**changed: object) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.places[0][2].update(changed)
+
+
+def _store(name: str, **changed: object) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.stored[name].state.update(changed)
+
+
+def _chunk(**changed: object) -> Callable[[Checkpoint], None]:
+    return lambda checkpoint: checkpoint.chunks["model.weight"][0].state.update(changed)
+
+
+def _cut(count: int) -> Callable[[Checkpoint], None]:
+    def cut(checkpoint: Checkpoint) -> None:
+        del checkpoint.files[FILE][-count:]
+
+    return cut
+
+
+def _swap(checkpoint: Checkpoint) -> None:
+    checkpoint.places[0][2]["offset"], checkpoint.places[2][2]["offset"] = (
+        checkpoint.places[2][2]["offset"],
+        checkpoint.places[0][2]["offset"],
+    )
+
+
+def _again(checkpoint: Checkpoint) -> None:
+    checkpoint.places.append(checkpoint.places[0])
+
+
+WRONG: dict[str, tuple[Callable[[Checkpoint], None], str]] = {
+    "cut by one": (_cut(1), r"the file has only \d+ bytes"),
+    "cut by an item": (_cut(400), "the file has only"),
+    "upwards": (_place(relative_path="../x.distcp"), "no .distcp file of this folder"),
+    "absolute": (_place(relative_path="/etc/x.distcp"), "no .distcp file of this folder"),
+    "in a folder": (_place(relative_path="a/x.distcp"), "no .distcp file of this folder"),
+    "hidden": (_place(relative_path=".x.distcp"), "no .distcp file of this folder"),
+    "another kind": (_place(relative_path="x.pt"), "no .distcp file of this folder"),
+    "no name": (_place(relative_path=3), "lies in 'a int', which is no .distcp file"),
+    "not there": (_place(relative_path="__7_0.distcp"), "__7_0.distcp is not there"),
+    "negative": (_place(offset=-1), "impossible offset"),
+    "negative length": (_place(length=-1), "impossible offset"),
+    "too large": (_place(offset=2**63 - 1), "impossible offset"),
+    "sum too large": (_place(offset=2**62, length=2**62), "impossible offset"),
+    "beyond the file": (_place(offset=2**62), "the file has only"),
+    "true": (_place(offset=True), "impossible offset"),
+    "overlap": (_place(offset=1), "overlap in __0_0.distcp"),
+    "other bytes": (_place(length=40), "cannot be read"),
+    "nothing": (_place(length=0), "cannot be read"),
+    "swapped": (_swap, "overlap|cannot be read|is F32"),
+    "twice": (_again, "lists an item of 'model.weight' twice"),
+    "compressed": (_place(transform_descriptors=["zstd"]), "was transformed as it was written"),
+    "another dtype": (_store("model.weight", properties=properties("int32")), r"is F32 \(2, 2\)"),
+    "no dtype": (_store("model.weight", properties=None), "cannot be read"),
+    "a dtype that is none": (
+        _store("model.weight", properties=properties("complex64")),
+        "has dtype complex64, which syncd does not merge",
+    ),
+    "no shape": (_store("model.weight", size=None), "has no shape"),
+    "another shape": (_store("model.weight", size=size((4, 3))), "in no file|makes it"),
+    "smaller": (_store("model.weight", size=size((3, 2))), "has only 3"),
+    "huge": (_store("model.weight", size=size((2**62, 2**62))), "in no file"),
+    "fewer dimensions": (_store("model.weight", size=size((8,))), "a chunk of another tensor's"),
+    "another chunk": (_chunk(sizes=size((1, 4))), r"is F32 \(2, 2\), and .metadata says"),
+    "a chunk elsewhere": (_chunk(offsets=size((1, 0))), r"at \(1, 0\) is in no file"),
+    "a chunk of no kind": (_chunk(offsets=None), "a chunk of another tensor's kind"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_wrong_is_an_error_that_says_what(tmp_path: Path, kind: str) -> None:
+    break_it, said = WRONG[kind]
+    checkpoint = small()
+    break_it(checkpoint)
+    folder = checkpoint.write(tmp_path / "save")
+    with pytest.raises(CheckpointError, match=said) as caught:
+        build(folder, tmp_path / "out")
+    assert len(str(caught.value)) < 700 + len(str(folder))
+
+
+def test_a_pickle_that_asks_for_code_runs_nothing(tmp_path: Path) -> None:
+    evil = Built(Named("os", "system"), (f"touch {tmp_path}/ran",))
+    folder = small().write(tmp_path / "save", version=evil)
+    with pytest.raises(ShardFormatError, match=r"asks for os\.system, refused, nothing was run"):
+        build(folder, tmp_path / "out")
+    folder = small().write(tmp_path / "fine")
+    content = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(content.replace(b"_rebuild_tensor_v2", b"_rebuild_tensor_v9"))
+    with pytest.raises(ShardFormatError, match="does not match its CRC-32"):
+        build(folder, tmp_path / "out2")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"N.", b"}.", b"no pickle", Built, made],
+    ids=["empty", "none", "dict", "no", "x", "y"],
+)
+def test_what_is_no_metadata_is_an_error(tmp_path: Path, content: object) -> None:
+    folder = small().write(tmp_path / "save")
+    if isinstance(content, bytes):
+        (folder / ".metadata").write_bytes(content)
+    else:
+        small().write(folder, storage_data=None if content is Built else [1])
+    with pytest.raises(ShardFormatError, match=r"no metadata of torch|cannot be read"):
+        build(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", [FILE, ".metadata"])
+def test_links_are_not_followed(tmp_path: Path, name: str) -> None:
+    folder = small().write(tmp_path / "save")
+    (folder / name).rename(tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", folder / name)
+    with pytest.raises((CheckpointError, SaveNotReadyError, OSError)):
+        build(folder, tmp_path / "out")
+
+
+def test_every_bit_of_the_model_is_checked_and_none_of_the_optimizer(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.arange(3000.0)}, "optim": {"m": torch.arange(3000.0) + 5000}}
+    folder = save(state, tmp_path / "save")
+    content = (folder / FILE).read_bytes()
+    for name, value in (("w", 2999.0), ("m", 7999.0)):
+        at = content.index(floats(value - 1, value))
+        (folder / FILE).write_bytes(content[:at] + b"\1" + content[at + 1 :])
+        if name == "m":
+            build(folder, tmp_path / "out")
+            assert_equal(loaded(tmp_path / "out"), {"w": torch.arange(3000.0)})
+        else:
+            match = re.escape("data/0 of 'w' at byte") + r" \d+ does not match its CRC-32"
+            with pytest.raises(ShardFormatError, match=match):
+                build(folder, tmp_path / "out-w")
+
+
+# -- announcing -----------------------------------------------------------------------------------
+
+
+def test_a_save_is_announced_once_it_is_done(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    job.mkdir()
+    with pytest.raises(SaveNotReadyError, match="announce a save when it is done"):
+        announce_dcp(job, 3)
+    small().write(job / "global_step_3" / "actor")
+    announce_dcp(job, 3)
+    assert (job / "latest_state_dict_iteration.txt").read_text() == "3\n"
+    assert not (job / "latest_checkpointed_iteration.txt").exists()
+
+
+def test_a_save_elsewhere_is_announced_by_second_names(tmp_path: Path) -> None:
+    job, own = tmp_path / "job", small().write(tmp_path / "step-3")
+    job.mkdir()
+    actor = job / "global_step_3" / "actor"
+    for _ in range(2):
+        announce_dcp(job, 3, folder=own)
+        assert {path.name for path in actor.iterdir()} == {".metadata", FILE, "__1_0.distcp"}
+        assert (actor / FILE).samefile(own / FILE)
+    assert (actor.parent / ".retired").exists()
+    assert (job / "latest_checkpointed_iteration.txt").read_text() == "3\n"
+
+
+def test_a_save_on_another_filesystem_cannot_be_announced(tmp_path: Path) -> None:
+    own = small().write(tmp_path / "step-3")
+    (tmp_path / "job").mkdir()
+
+    class OtherDisk(Storage):
+        def link(self, source: Path, target: Path) -> None:
+            if target.name.endswith(".distcp"):
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+            super().link(source, target)
+
+    with pytest.raises(
+        InvalidSettingsError, match=r"cannot have a second name .* link\): save into"
+    ):
+        announce_dcp(tmp_path / "job", 3, folder=own, storage=OtherDisk(durable=False))
+    assert not (tmp_path / "job" / "latest_state_dict_iteration.txt").exists()
+
+
+# -- what is never deleted ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_only", [True, False])
+def test_a_checkpoint_counts_as_all_there_is_unless_it_was_seen_to_be_a_model_alone(
+    tmp_path: Path, *, model_only: bool
+) -> None:
+    small().write(tmp_path / "actor")
+    outcome = SaveOutcome(identity="x", outcome="published", model_only=model_only)
+    seen = look_at_step(STORAGE, tmp_path, 1, outcome)
+    assert seen is not None
+    assert seen.resumable is not model_only
+    # Whatever else is there to resume from.
+    (tmp_path / "actor" / "optim_world_size_1_rank_0.pt").touch()
+    seen = look_at_step(STORAGE, tmp_path, 1, outcome)
+    assert seen is not None
+    assert seen.resumable
+
+
+def test_each_file_of_a_checkpoint_says_that_it_is_one() -> None:
+    for name in (".metadata", "__0_0.distcp", "__0.metadata", "x.distcp"):
+        assert is_resumable_state(name)
+    for name in ("metadata", "model.safetensors", "shard-00001-model-00001-of-00001.safetensors"):
+        assert not is_resumable_state(name)
+
+
+def test_a_model_alone_is_told_from_one_with_anything_else(tmp_path: Path) -> None:
+    def is_alone(checkpoint: Checkpoint, prefix: str | None = None) -> bool:
+        checkpoint.write(tmp_path)
+        return holds_model_only(STORAGE, tmp_path, prefix=prefix, cancel=nothing)
+
+    assert is_alone(small())
+    checkpoint = small()
+    checkpoint.add_bytes("model", "a._extra_state")
+    assert is_alone(checkpoint)
+    checkpoint.add_bytes("train_state", "step")
+    assert not is_alone(checkpoint)
+    assert not is_alone(checkpoint, "other.")
+    checkpoint = small()
+    checkpoint.add(("optim", "m"), floats(1), (1,))
+    assert not is_alone(checkpoint)
+    assert not is_alone(checkpoint, "model.")
+    (tmp_path / ".metadata").write_bytes(b"torn")
+    assert not holds_model_only(STORAGE, tmp_path, prefix=None, cancel=nothing)

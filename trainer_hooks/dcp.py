@@ -1,0 +1,94 @@
+"""For trainers that save with ``torch.distributed.checkpoint``: letting explorers have a save."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
+from syncd.protocol.layout import (
+    DCP_METADATA,
+    DCP_UNFINISHED,
+    RETIRED,
+    JobLayout,
+    is_dcp_file,
+    parse_part_name,
+)
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from syncd.storage.steps import make_step_folder, point
+from trainer_hooks.writing.parts import make_mark
+
+
+def announce_dcp(
+    job_dir: str | Path,
+    step: int,
+    *,
+    folder: str | Path | None = None,
+    storage: Storage | None = None,
+) -> None:
+    """Let explorers have what ``dcp.save`` has written: move the pointer that the daemon follows.
+
+    For one rank, once ``dcp.save`` has returned, or the future of ``dcp.async_save`` has a result:
+    then all ranks have written. The save is in ``JOB/global_step_N/actor``, or in ``folder`` on the
+    same filesystem, whose files then get second names there (hard links: nothing is copied, and
+    what the trainer deletes later is deleted for itself alone). Such a step counts as a checkpoint
+    that may go when a newer one is announced: the trainer keeps its own names.
+
+    Promised: the pointer moves, by one rename, only to a folder with DCP's own commit point.
+    Not promised: that the save can be merged; the daemon says so where it cannot.
+
+    Args:
+        job_dir: the job directory; ``.syncd`` is made in it where it is missing.
+        step: which step was saved.
+        folder: where it was saved; ``JOB/global_step_N/actor`` by default.
+        storage: the seam for tests.
+
+    Raises:
+        SaveNotReadyError: the folder has no finished save.
+        InvalidSettingsError: the folder is on another filesystem, or one without hard links.
+        JobUnavailableError: the job directory is missing or cannot be written.
+        OSError: as the storage says.
+    """
+    layout = JobLayout(Path(job_dir))
+    storage = storage or Storage(root=layout.root)
+    open_job(storage, layout)
+    actor = layout.actor(step)
+    source = actor if folder is None else Path(folder)
+    names = storage.names(source)
+    parts = [name for name in names if parse_part_name(name) is not None]
+    if DCP_UNFINISHED in names or not (DCP_METADATA in names or parts):
+        raise SaveNotReadyError(
+            f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last: "
+            "announce a save when it is done, and check where its checkpoint_id leads"
+        )
+    if folder is not None and source.absolute() != actor.absolute():
+        files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts
+        _link_into(storage, layout, step, source, files)
+        point(storage, layout, layout.checkpoint_pointer, step)
+    storage.sync_folder(actor)
+    point(storage, layout, layout.state_pointer, step)
+
+
+def _link_into(
+    storage: Storage, layout: JobLayout, step: int, source: Path, files: list[str]
+) -> None:
+    """Give the files second names in the step's folder; ``.metadata`` goes first, comes last."""
+    make_step_folder(storage, layout, step)
+    actor = layout.actor(step)
+    storage.make_folder(actor, below=layout.root)
+    make_mark(storage, layout.step(step) / RETIRED)
+    storage.unlink_if_there(actor / DCP_METADATA)
+    for name in storage.names(actor):
+        if is_dcp_file(name) or parse_part_name(name) is not None:
+            storage.unlink_if_there(actor / name)
+    for name in sorted(files, key=lambda name: name == DCP_METADATA):
+        try:
+            storage.link(source / name, actor / name)
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP}:
+                raise
+            raise InvalidSettingsError(
+                f"{source / name} cannot have a second name in {actor} ({error.strerror}): save "
+                f"into {actor}, or into another folder of its filesystem"
+            ) from error
