@@ -59,9 +59,17 @@ class ExplorerMetrics:
             if report.status == "stopped":
                 continue
             found.add(self._set(job, report, latest))
-        for gone in self._seen.get(job, set()) - found:
-            self._forget(job, gone)
-        self._seen[job] = found
+        self._keep(job, found)
+
+    def forget(self, job: str) -> None:
+        """Let the explorers of a job have no metrics, until they are looked at again."""
+        self._keep(job, set())
+
+    def _keep(self, job: str, names: set[str]) -> None:
+        for gone in self._seen.get(job, set()) - names:
+            for gauge in self._all:
+                remove(gauge, job, gone)
+        self._seen[job] = names
 
     def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
         name = printable(report.name)
@@ -77,12 +85,13 @@ class ExplorerMetrics:
                 gauge.labels(job, name).set(seconds)
         return name
 
-    def _forget(self, job: str, name: str) -> None:
-        for gauge in self._all:
-            try:
-                gauge.remove(job, name)
-            except KeyError:
-                pass  # it has never had this one
+
+def remove(gauge: Gauge, *labels: str) -> None:
+    """Take a gauge with these labels away, if it is there."""
+    try:
+        gauge.remove(*labels)
+    except KeyError:
+        pass  # in some releases of prometheus-client an error
 
 
 def _record(storage: Storage, layout: JobLayout) -> Latest | None:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from syncd import __version__
 from syncd.daemon.decide import Observation
-from syncd.daemon.explorer_metrics import ExplorerMetrics
+from syncd.daemon.explorer_metrics import ExplorerMetrics, remove
 from syncd.daemon.meter import Meter
 from syncd.protocol.layout import JobLayout, parse_lease_marker
 from syncd.protocol.records import Manifest
@@ -77,6 +77,13 @@ class Metrics:
         """The meter of one job."""
         return _JobMeter(self, storage, layout)
 
+    def forget_state(self, job: str) -> None:
+        """Let a job have no gauges, until they are set again."""
+        state = (self.paused, self.latest_version, self.versions, self.leases)
+        for gauge in (*state, self.free_bytes, self.free_inodes):
+            remove(gauge, job)
+        self.explorers.forget(job)
+
     def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
         return Gauge(f"syncd_{name}", what, labels, registry=self.registry)
 
@@ -120,6 +127,9 @@ class _JobMeter(Meter):
 
     def active(self, *, yes: bool) -> None:
         self._metrics.active.labels(self._job).set(yes)
+        if not yes:  # what it saw last says nothing of a job that another daemon serves
+            self._awaited.clear()
+            self._metrics.forget_state(self._job)
 
     def scanned(self, seen: Observation) -> None:
         metrics, job = self._metrics, self._job
