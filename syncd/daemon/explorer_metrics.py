@@ -33,7 +33,15 @@ class ExplorerMetrics:
         self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
         self._load = gauge("load_seconds", "How long its engine's last load took.")
         self._refused = gauge("refuses", "1 where it refused the newest version that it tried.")
-        self._all = (self._lag, self._steps, self._pause, self._load, self._refused)
+        self._broken = gauge("broken", "1 where what its engine serves cannot be relied on.")
+        self._all = (
+            self._lag,
+            self._steps,
+            self._pause,
+            self._load,
+            self._refused,
+            self._broken,
+        )
         self._seen: dict[str, set[str]] = {}
 
     def look(self, storage: Storage, layout: JobLayout) -> None:
@@ -78,11 +86,12 @@ class ExplorerMetrics:
             if report.step is not None:
                 self._steps.labels(job, name).set(latest.step - report.step)
         self._refused.labels(job, name).set(report.refused is not None)
-        # Reports of explorers that do not measure have neither.
-        for gauge, field in ((self._pause, "pause_seconds"), (self._load, "load_seconds")):
-            seconds = getattr(report, field, None)
-            if seconds is not None:
-                gauge.labels(job, name).set(seconds)
+        # The record is asked for what it may not have: the hook that measures came later.
+        self._broken.labels(job, name).set(getattr(report, "fault", None) is not None)
+        reload = getattr(report, "reload", None)
+        if reload is not None:
+            self._pause.labels(job, name).set(reload.pause)
+            self._load.labels(job, name).set(reload.load)
         return name
 
 

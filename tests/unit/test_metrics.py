@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.metrics import Metrics, _JobMeter
@@ -174,18 +175,28 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
 def test_explorers_that_measure_have_pause_and_load(
     job: Job, said: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Reload(BaseModel):
+        pause: float
+        load: float
+
     class Measuring(ExplorerReport):
-        pause_seconds: float | None = None
-        load_seconds: float | None = None
+        reload: Reload | None = None
+        fault: str | None = None
 
     monkeypatch.setattr("syncd.daemon.explorer_metrics.ExplorerReport", Measuring)
-    record = Measuring(
-        name="a", session="s", status="running", time=0.0, pause_seconds=0.5, load_seconds=0.25
-    )
-    job.put(job.layout.explorers / "a.json", encode(record))
+    common = {"session": "s", "status": "running", "time": 0.0}
+    measured = {"name": "a", "reload": {"pause": 0.5, "load": 0.25}}
+    for record in (measured, {"name": "b", "fault": "its engine died"}):
+        job.put(
+            job.layout.explorers / f"{record['name']}.json",
+            encode(Measuring.model_validate(common | record)),
+        )
     said.meter.round_ended(0.0)
     assert said("explorer_pause_seconds", explorer="a") == 0.5
     assert said("explorer_load_seconds", explorer="a") == 0.25
+    assert said("explorer_broken", explorer="a") == 0
+    assert said("explorer_pause_seconds", explorer="b") is None
+    assert said("explorer_broken", explorer="b") == 1
 
 
 def test_a_daemon_that_stands_by_says_nothing_of_the_job(
