@@ -199,7 +199,7 @@ class Reloader:
         self.whole = live == changed
         self._applied(config)
         log.info(
-            "the configuration was read again: %d changes are in force",
+            "the configuration was read again; changes in force: %d",
             len(live),
             extra=Event.CONFIG_READ(file=asked.file, changes=len(live)),
         )
