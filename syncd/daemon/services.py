@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.service import Service
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import STATE_POINTER
 from syncd.storage.fsio import Storage
 
@@ -31,22 +35,39 @@ class Services:
     Args:
         root: the job directory.
         config: what the daemon was told; ``memory_dir`` names the second job, if there is one.
+        read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
+            the old one stays. What may not change while the daemon runs is as it was.
+        reloading: open while that is done.
+        each_tick: called between two rounds of the first job.
+        meter_of: makes what hears of all that is done in a job.
 
     Raises:
         InvalidSettingsError: one of the two directories is inside the other.
         JobUnavailableError: one of them is not there, or cannot be written.
     """
 
-    def __init__(self, root: Path, config: DaemonConfig) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: DaemonConfig,
+        *,
+        read_again: Callable[[], DaemonConfig | None] = lambda: None,
+        reloading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        each_tick: Callable[[], None] = lambda: None,
+        meter_of: MeterOf = unmetered,
+    ) -> None:
         self._stopping = False
+        self._reload_asked = False
+        self._read_again = read_again
+        self._reloading = reloading
+        self._each_tick = each_tick
+        self._meter_of = meter_of
         self._jobs = [(root, config)]
         if config.memory_dir is not None:
             memory = config.memory_dir.absolute()
             _check_apart(root, memory)
             _make(memory)
-            # A trainer gathers there what explorers are to load: there is nothing to resume from.
-            told = config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
-            self._jobs.append((memory, told))
+            self._jobs.append((memory, _for_memory(config)))
         self._services: list[Service] = []
         self._services.extend(self._service(number) for number in range(len(self._jobs)))
 
@@ -55,6 +76,14 @@ class Services:
         self._stopping = True
         for service in self._services:
             service.stop()
+
+    def reload(self) -> None:
+        """Ask for the configuration to be read again, before the next round.
+
+        May be called from a signal handler or any thread.
+        """
+        self._reload_asked = True
+        self._services[0].wake()
 
     def run(self) -> None:
         """Serve until stopped, or until the first job is idle and no other has work."""
@@ -83,9 +112,16 @@ class Services:
                         return
                 self._services[number].run()
             except (SyncdError, OSError) as error:
-                log.error("%s cannot be served now: %s", root, error)
+                log.error(
+                    "%s cannot be served now: %s",
+                    root,
+                    error,
+                    extra=Event.JOB_UNAVAILABLE(job=root, reason=error),
+                )
             except Exception:
-                log.exception("the daemon of %s failed: a fault of syncd", root)
+                log.exception(
+                    "the daemon of %s failed: a fault of syncd", root, extra=Event.FAULT(job=root)
+                )
             else:
                 return
             failed = True
@@ -98,7 +134,28 @@ class Services:
             return number == 0 and all(service.is_idle for service in self._services[1:])
 
         root, config = self._jobs[number]
-        return Service(root, config, may_end=may_end)
+        return Service(
+            root,
+            config,
+            may_end=may_end,
+            each_tick=(lambda: None) if number else self._tick,
+            meter_of=self._meter_of,
+        )
+
+    def _tick(self) -> None:
+        """Between two rounds of the first job, by its thread, which is the process's first."""
+        self._each_tick()
+        if not self._reload_asked:
+            return
+        self._reload_asked = False
+        with self._reloading():
+            config = self._read_again()
+            if config is None:
+                return
+            told = [config, _for_memory(config)][: len(self._jobs)]
+            self._jobs = [(root, new) for (root, _), new in zip(self._jobs, told, strict=True)]
+            for service, new in zip(self._services, told, strict=True):
+                service.reload(new)
 
     def _is_asked_to_stop(self) -> bool:
         return self._stopping
@@ -107,6 +164,11 @@ class Services:
         end = time.monotonic() + _AGAIN
         while not self._stopping and time.monotonic() < end:
             time.sleep(_LOOK)
+
+
+def _for_memory(config: DaemonConfig) -> DaemonConfig:
+    """A trainer gathers there what explorers are to load: there is nothing to resume from."""
+    return config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
 
 
 def _check_apart(root: Path, memory: Path) -> None:
