@@ -112,6 +112,8 @@ class TrainerHook:
             critic_optimizer=critic_optimizer,
             user_state=user_state,
             model_files=model_files(model, tokenizer) if decisions.ranks.rank == 0 else (),
+            lora=self._saving.lora,
+            base_vocabulary=self._job.base_vocabulary(model),
         )
         self._saves = Saves(
             trained,

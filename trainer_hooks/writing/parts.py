@@ -16,7 +16,6 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.torch_zip import central_directory_digest
-from syncd.protocol.layout import HUGGINGFACE
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
@@ -94,7 +93,7 @@ def write_model_files(
 
     Args:
         storage: where they go.
-        folder: the ``huggingface/`` folder, inside ``actor/``.
+        folder: the ``huggingface/`` or ``lora_adapter/`` folder, inside ``actor/``.
         writers: each writes its files into the folder that it is given.
 
     Raises:
@@ -111,7 +110,7 @@ def write_model_files(
             write_small(storage, folder / name, content)
             files.append(
                 ReceiptFile(
-                    name=f"{HUGGINGFACE}/{name}",
+                    name=f"{folder.name}/{name}",
                     size=len(content),
                     digest=xxhash.xxh3_128_hexdigest(content),
                     over="content",
