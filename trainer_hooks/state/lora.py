@@ -56,9 +56,10 @@ class PeftState:
             for name, value in state.items()
             if isinstance(value, Tensor) and not name.endswith("_extra_state")
         }
-        self._plain: Any = plain_model(model, on_meta(self._state))
-        self._configs: Any = self._plain.peft_config
-        check_methods(self._configs)
+        self._plain = _like_peft(plain_model(model, on_meta(self._state)))
+        configs: dict[str, Any] = self._plain.peft_config
+        check_methods(configs)
+        self._configs = configs
         vocabulary = getattr(getattr(self._plain, "config", None), "vocab_size", None)
         self._is_resized = (
             None not in {vocabulary, base_vocabulary} and vocabulary != base_vocabulary
@@ -274,6 +275,11 @@ def base_vocabulary(model: nn.Module) -> int | None:
         if isinstance(found, int):
             return found
     return None
+
+
+def _like_peft(model: nn.Module) -> Any:
+    """PEFT's attributes are no part of a module's type."""
+    return model
 
 
 def _method(config: Any) -> str:

@@ -146,7 +146,7 @@ class _Base:
     published: dict[str, str] = field(default_factory=dict)
     layers: list[_Layer] = field(default_factory=list)
 
-    def look_into(self, module: Any, path: str, out: str) -> None:
+    def look_into(self, module: nn.Module, path: str, out: str) -> None:
         """Note a module's tensors, and those of all modules inside.
 
         Args:
@@ -164,7 +164,8 @@ class _Base:
             layer = self._layer(module, path)
             if layer is not None:
                 self.layers.append(layer)
-            self.look_into(module.get_submodule("base_layer"), joined(path, "base_layer"), out)
+            layered: Any = module
+            self.look_into(layered.base_layer, joined(path, "base_layer"), out)
         else:
             for name in _own_tensors(module):
                 held = joined(path, name)
