@@ -12,6 +12,7 @@ from typing import Final
 from syncd.daemon.steering import Steering
 from syncd.protocol.layout import (
     HUGGINGFACE,
+    LORA_ADAPTER,
     RECEIPTS,
     TEMPORARY,
     JobLayout,
@@ -146,7 +147,7 @@ class Collector:
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
             step = self._steps.popleft()
             actor = layout.actor(step)
-            for folder in (actor, actor / RECEIPTS):
+            for folder in (actor, actor / RECEIPTS, actor / LORA_ADAPTER):
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
         yield from self._orphans()
