@@ -118,12 +118,12 @@ class _Layer(NamedTuple):
 
     def _merged(self, target: str, wholes: Mapping[str, Tensor]) -> Tensor:
         changed = {name for _, name in self.targets}
-        own = len(self.path) + 1
         # The parts may be the model's own, and what is changed is changed in place.
-        layer: Any = plain_model(
-            self.module,
-            {name[own:]: one.clone() if name in changed else one for name, one in wholes.items()},
-        )
+        own = {
+            name.removeprefix(f"{self.path}."): one.clone() if name in changed else one
+            for name, one in wholes.items()
+        }
+        layer: Any = plain_model(self.module, own)
         with torch.no_grad(), warnings.catch_warnings():
             # That the model is merged already, which is so then, and needs no merging.
             warnings.filterwarnings("ignore", message=".*adapters (are|were) .*merged.*")
@@ -185,15 +185,14 @@ class _Base:
                 "SaveSettings(lora='adapter')"
             )
         active = set(module.active_adapters)
-        below = f"{path}.base_layer."
+        own = (*module.named_parameters(), *module.named_buffers())
         parts = [
-            name
-            for name in self.state
-            if name.startswith(f"{path}.")
-            and not name.startswith(below)
+            joined(path, name)
+            for name, _ in own
             # KIND.ADAPTER, or KIND.ADAPTER.PARAMETER
-            and (*name[len(path) + 1 :].split("."), "")[1] in active
+            if not name.startswith("base_layer.") and (*name.split("."), "")[1] in active
         ]
+        parts = [name for name in parts if name in self.state]  # not all buffers are
         if not parts:
             return None
         base, where = module, path
