@@ -181,14 +181,17 @@ class Collector:
             if kind is Kind.FILE and (name.startswith(TEMPORARY) or ".lock.break." in name):
                 yield folder / name
             elif kind is Kind.FOLDER and name.startswith(TEMPORARY):
-                self._remove_empty(folder / name)
+                yield from self._draft(folder / name)
             elif kind is Kind.FOLDER and depth:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
-    def _remove_empty(self, path: Path) -> None:
-        """A folder that a trainer was about to rename: it makes another one."""
+    def _draft(self, path: Path) -> Iterator[Path]:
+        """What is in a folder that a trainer was about to rename; an empty one goes at once."""
         try:
-            self._storage.rmdir(path)
+            inside = self._storage.names(path)
+            yield from (path / name for name in inside)
+            if not inside:
+                self._storage.rmdir(path)
         except OSError as error:
             if not is_gone(error) and error.errno not in NOT_EMPTY:
                 raise

@@ -13,22 +13,53 @@ from tests.jobs import Job
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 
+@pytest.mark.parametrize("mark", [None, ".saving"])
 @pytest.mark.parametrize("there", [False, True])
 def test_a_step_folder_is_made_though_its_draft_is_collected_at_that_moment(
-    job: Job, clock: Clock, there: bool
+    job: Job, clock: Clock, there: bool, mark: str | None
 ) -> None:
     if there:
         job.save(3)
     collector = Collector(FastStorage(), job.layout, 60.0, clock=clock)
 
     def collect(*_: Path) -> None:
-        clock.advance(60)
-        collector.run_once(())
+        for _ in range(6):  # what lies in a draft must lie still for a while
+            clock.advance(15)
+            collector.run_once(())
 
     storage = RuledStorage(once("rename", collect, where="global_step_3"))
-    make_step_folder(storage, job.layout, 3)
+    make_step_folder(storage, job.layout, 3, mark=mark)
     assert job.layout.step(3).is_dir()
     assert storage.count("mkdir", job.layout.drafts) == 2
+    assert list(job.layout.drafts.iterdir()) == []
+
+
+def test_a_step_folder_with_a_mark_is_never_replaced_by_another_rank_that_makes_it(
+    job: Job,
+) -> None:
+    def rival(*_: Path) -> None:
+        make_step_folder(FastStorage(), job.layout, 3, mark=".saving")
+        (job.layout.step(3) / "its").touch()
+
+    make_step_folder(
+        RuledStorage(once("rename", rival, where="global_step_3")), job.layout, 3, mark=".saving"
+    )
+    make_step_folder(FastStorage(), job.layout, 3, mark=".saving")
+    assert {path.name for path in job.layout.step(3).iterdir()} == {".saving", "its"}
+    assert list(job.layout.drafts.iterdir()) == []
+
+
+def test_the_draft_of_a_killed_trainer_is_collected_with_what_is_in_it(
+    job: Job, clock: Clock
+) -> None:
+    storage = RuledStorage(refuse("rename", errno.EIO), refuse("unlink", errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        make_step_folder(storage, job.layout, 3, mark=".saving")
+    assert len(list(job.layout.drafts.iterdir())) == 1
+    collector = Collector(FastStorage(), job.layout, 60.0, clock=clock)
+    for _ in range(8):
+        clock.advance(15)
+        collector.run_once(())
     assert list(job.layout.drafts.iterdir()) == []
 
 

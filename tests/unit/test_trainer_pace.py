@@ -216,17 +216,18 @@ def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
     others[1].result(DEADLINE)
 
 
-def test_a_step_folder_that_other_ranks_replace_while_it_is_empty_fails_no_save(job: Job) -> None:
-    """Once for each rank at most; one attempt of a writer is enough, however many there are."""
-    folder, left = job.layout.step(1), 10
+def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job: Job) -> None:
+    """Else a rank's next mkdir inside fails, and with one attempt its save."""
+    folder, looks = job.layout.step(1), 0
 
-    def replaced(method: str, given: tuple[object, ...]) -> None:
-        nonlocal left
-        if method == "mkdir" and given[0] == folder / "actor" and left:
-            left -= 1
-            folder.rmdir()  # what a rename over it does to who has it open
+    def rival(*_: object) -> None:
+        nonlocal looks
+        if folder.exists():
+            looks += 1
+            with pytest.raises(OSError, match="not empty"):
+                folder.rmdir()  # as a rename over it would
 
-    writer = RankWriter(RuledStorage(replaced), job.layout, 0, 1, save_timeout=DEADLINE, pauses=())
+    writer = RankWriter(RuledStorage(rival), job.layout, 0, 1, save_timeout=DEADLINE, pauses=())
     writer.save(SaveId("run", 1, 0), CONTENTS)
-    assert left == 0
+    assert looks > 10
     assert job.layout.state_pointer.read_text() == "1\n"

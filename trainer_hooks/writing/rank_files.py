@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
@@ -31,7 +31,6 @@ from syncd.protocol.layout import (
     shard_name,
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId
-from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.steps import make_step_folder
 from trainer_hooks.writing.contents import Contents
@@ -46,9 +45,6 @@ from trainer_hooks.writing.parts import (
 )
 from trainer_hooks.writing.remains import Remains
 from trainer_hooks.writing.spool import Spool
-
-#: How often the folders of a step are begun, which all ranks make at once.
-_ATTEMPTS: Final = 20
 
 
 class RankFiles:
@@ -90,19 +86,11 @@ class RankFiles:
         """
         step, rank, world_size = save_id.step, self._rank, self._world_size
         folder, actor, notes = self._places(save_id)
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                # One by one: a client that remembers a folder by its handle could go on inside one
-                # that the pruner has set aside.
-                make_step_folder(self._storage, self._layout, step)
-                for made in (actor, notes.folder):
-                    self._storage.make_folder(made, below=folder)
-                break
-            except OSError as error:
-                # Another rank's rename replaces ours while it is empty; once one rank has made a
-                # folder inside, none does any more.
-                if not (is_gone(error) and left):
-                    raise
+        make_step_folder(self._storage, self._layout, step, mark=SAVING)
+        # One by one: a client that remembers a folder by its handle could go on inside one that the
+        # pruner has set aside.
+        for made in (actor, notes.folder):
+            self._storage.make_folder(made, below=folder)
         make_mark(self._storage, folder / SAVING)
         # What is about to be replaced is not whole any more: nobody may resume from it.
         self._storage.unlink_if_there(folder / FULL)
