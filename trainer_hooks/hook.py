@@ -52,7 +52,8 @@ class TrainerHook:
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism.
+        model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism; of one with PEFT
+            adapters these are saved, or merged (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
         tokenizer: its files become part of each version, as do those of ``model.config``.
         settings: when to sync and when to save; the same on all ranks.
@@ -112,6 +113,8 @@ class TrainerHook:
             critic_optimizer=critic_optimizer,
             user_state=user_state,
             model_files=model_files(model, tokenizer) if decisions.ranks.rank == 0 else (),
+            lora=self._saving.lora,
+            base_vocabulary=self._job.base_vocabulary(model),
         )
         self._saves = Saves(
             trained,

@@ -5,24 +5,27 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import FULL_STATE_DICT, HUGGINGFACE
+from syncd.protocol.layout import HUGGINGFACE
 from syncd.protocol.records import SaveId
 from trainer_hooks.background import LIMIT, SaveThread
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
-from trainer_hooks.settings import SaveLayout
+from trainer_hooks.settings import SaveLayout, SaveLora
 from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
-from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.lora import PeftState
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import Place
 from trainer_hooks.writing.contents import Contents
-from trainer_hooks.writing.model_files import unwrapped
+from trainer_hooks.writing.model_files import adapters_of, unwrapped
 from trainer_hooks.writing.parts import full_bytes
 from trainer_hooks.writing.spool import Spool
 from trainer_hooks.writing.writer import RankWriter
@@ -43,6 +46,8 @@ class Trained:
         critic, critic_optimizer: another model, saved in full checkpoints alone.
         user_state: asked for what else this rank needs to resume, at each full checkpoint.
         model_files: rank 0 only: writes config and tokenizer into a folder.
+        lora: what explorers get of a model with PEFT adapters.
+        base_vocabulary: of such a model, how many tokens its base model has, where that is known.
     """
 
     model: nn.Module
@@ -52,6 +57,8 @@ class Trained:
     critic_optimizer: Stateful | None = None
     user_state: Callable[[], Mapping[str, Any]] | None = None
     model_files: tuple[Callable[[Path], object], ...] = ()
+    lora: SaveLora = SaveLora.AUTO
+    base_vocabulary: int | None = None
 
 
 class Saves:
@@ -87,6 +94,7 @@ class Saves:
         self._patience = patience
         self._progress = progress
         self._begin_save = begin_save
+        self._said_merged = False
         # The one that was used last first: the second one is filled only when both are needed.
         self._buffers = deque(HostBuffers() for _ in range(LIMIT))
 
@@ -140,10 +148,14 @@ class Saves:
         Raises:
             SaveFailedError: the ranks could not gather the weights.
         """
-        path = place.layout.actor(save_id.step) / HUGGINGFACE / FULL_STATE_DICT
+        folder = place.layout.actor(save_id.step) / HUGGINGFACE
         self._progress.adds_hugging_face(save_id)
         try:
-            spool = self._gathered(place, path, sharded_state_dict(self._trained.model))
+            with ExitStack() as stack:
+                state = sharded_state_dict(self._trained.model)
+                peft = self._peft(state) if adapters_of(self._trained.model) else None
+                spool = self._gathered(place, folder, self._full(state, peft), stack)
+                stack.pop_all()
         except BaseException:
             self._progress.hugging_face_failed(save_id)
             raise
@@ -197,36 +209,69 @@ class Saves:
     ) -> Contents:
         trained, actor = self._trained, place.layout.actor(step)
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
-        sharded = place.weights is SaveLayout.SHARDED
+        is_peft = bool(adapters_of(trained.model))
+        sharded = place.weights is SaveLayout.SHARDED and not is_peft
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
-        gathers = (hugging_face and sharded) or not (completes or sharded)
         state: dict[str, Any] = {}
-        if gathers or not completes:
+        if not completes or (hugging_face and sharded) or (is_peft and is_full):
             state = sharded_state_dict(trained.model)
+        peft = self._peft(state) if is_peft and state else None
+        is_adapter = peft is not None and self._publishes_adapter(peft)
         model = None
         if sharded and not completes and buffers is not None:
             model = buffers.copy(state)
-        spool = None
-        if gathers:
-            path = (actor / HUGGINGFACE if sharded else actor) / FULL_STATE_DICT
-            spool = self._gathered(place, path, state)
-        try:
-            rest = self._rest() if is_full else {}
-        except BaseException:
-            if spool is not None:
-                spool.close()
-            raise
+        full_model = in_hugging_face = None
+        rest: dict[str, Any] = {}
+        with ExitStack() as stack:
+            if not (completes or sharded):
+                if peft is not None and is_adapter:
+                    weights = OneFile(peft.adapter(), name=ADAPTER)
+                else:
+                    weights = self._full(state, peft)
+                full_model = self._gathered(place, actor, weights, stack)
+            if hugging_face and (sharded or is_adapter):
+                in_hugging_face = self._gathered(
+                    place, actor / HUGGINGFACE, self._full(state, peft), stack
+                )
+            if is_full:
+                rest = self._rest()
+                if peft is not None:
+                    rest["trained"] = host_copy(peft.for_resuming())
+            stack.pop_all()
+        writes_config = peft is not None and is_adapter and self._rank == 0
         return Contents(
             model=model,
             model_files=trained.model_files,
             fsdp_version=fsdp_version(trained.model),
             is_full=is_full,
-            full_model=None if sharded else spool,
-            hugging_face=spool if sharded else None,
-            links_hugging_face=hugging_face and not sharded and self._rank == 0,
+            full_model=full_model,
+            adapter_files=(peft.config_writer(),) if peft and writes_config else (),
+            hugging_face=in_hugging_face,
+            links_hugging_face=(hugging_face and not (sharded or is_adapter) and self._rank == 0),
             completes=completes,
             **rest,
         )
+
+    def _peft(self, state: Mapping[str, Any]) -> PeftState:
+        trained = self._trained
+        return PeftState(trained.model, state, base_vocabulary=trained.base_vocabulary)
+
+    def _publishes_adapter(self, peft: PeftState) -> bool:
+        """Whether explorers get the adapter alone; the same on all ranks."""
+        published = peft.published_as(self._trained.lora)
+        if published is not self._trained.lora and published is SaveLora.MERGED:
+            if self._rank == 0 and not self._said_merged:
+                log.warning("adapters are merged into the weights: %s", peft.not_an_adapter)
+            self._said_merged = True
+        return published is SaveLora.ADAPTER
+
+    def _full(self, state: Mapping[str, Any], peft: PeftState | None) -> OneFile:
+        """The full model, adapters merged."""
+        tied = ties_embeddings(unwrapped(self._trained.model))
+        if peft is None:
+            return OneFile(state, tied=tied)
+        merged, derived = peft.merged()
+        return OneFile(merged, derived, tied=tied)
 
     def _rest(self) -> dict[str, Any]:
         """What is needed to resume, copied to host memory that is freed when it is written."""
@@ -244,18 +289,22 @@ class Saves:
         extra = extra_state(scheduler=trained.scheduler, user_state=user_state)
         return rest | {"extra": host_copy(extra)}
 
-    def _gathered(self, place: Place, path: Path, state: Mapping[str, Any]) -> Spool | None:
-        """The full state dict, on rank 0, on its way into a file. Collective."""
-        tied = ties_embeddings(unwrapped(self._trained.model))
-        stream = FullStateStream(state, rank=self._rank, tied=tied)
+    def _gathered(
+        self, place: Place, folder: Path, weights: OneFile, stack: ExitStack
+    ) -> Spool | None:
+        """Weights, on rank 0, on their way into a file, which the stack closes. Collective."""
+        stream = FullStateStream(
+            weights.state,
+            rank=self._rank,
+            tied=weights.tied,
+            derived=weights.derived,
+            name=weights.name,
+        )
         spool = None
         if self._rank == 0 and place.writer is not None:
-            size = full_bytes(state)
+            size = full_bytes(weights.state)
+            path = folder / weights.name
             spool = Spool(place.storage, place.layout, path, stream, size=size)
-        try:
-            stream.gather()
-        except BaseException:
-            if spool is not None:
-                spool.close()
-            raise
+            stack.callback(spool.close)
+        stream.gather()
         return spool

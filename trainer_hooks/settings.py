@@ -30,6 +30,14 @@ class SaveAsHf(StrEnum):
     ALWAYS = "always"
 
 
+class SaveLora(StrEnum):
+    """What explorers get of a model with LoRA adapters (PEFT)."""
+
+    AUTO = "auto"
+    ADAPTER = "adapter"
+    MERGED = "merged"
+
+
 class WriteConcurrency(StrEnum):
     """How many ranks write at a time."""
 
@@ -54,6 +62,10 @@ class SaveSettings:
         keep_every: full checkpoints of steps that are multiples of this stay besides; 0 = none.
         write_concurrency: how many ranks write at a time, for storage that collapses under all of
             them: ``per_node``: one on each host. ``one_at_a_time``: in the order of the ranks.
+        lora: of a model with PEFT adapters. ``adapter``: the active adapter alone, in
+            ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
+            ``auto``: the adapter where it is all that is trained, else ``merged``. Either is
+            gathered on rank 0 while training waits, whatever ``layout`` says.
 
     Raises:
         InvalidSettingsError: a value out of its range, or no such choice.
@@ -66,6 +78,7 @@ class SaveSettings:
     max_to_keep: int = 0
     keep_every: int = 0
     write_concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
+    lora: SaveLora = SaveLora.AUTO
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -20,7 +20,8 @@ from trainer_hooks.agreement import Ranks
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveLayout, SaveSettings
-from trainer_hooks.writing.model_files import adapters_of
+from trainer_hooks.state.lora import base_vocabulary, check_methods
+from trainer_hooks.writing.model_files import adapters_of, unwrapped
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
 
@@ -177,6 +178,12 @@ class TrainerJob:
             synchronizer.close()
             raise
 
+    def base_vocabulary(self, model: nn.Module) -> int | None:
+        """How many tokens the base of PEFT adapters has, as far as rank 0's host knows."""
+        if not adapters_of(model):
+            return None
+        return self._ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
+
     def begin_save(self, step: int) -> None:
         """On rank 0: announce a save before its first byte.
 
@@ -235,7 +242,9 @@ def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | No
     Raises:
         InvalidSettingsError: they are not.
     """
-    settings, why = settings.normalised(lora=bool(adapters_of(model)))
+    adapters = adapters_of(model)
+    check_methods(adapters)
+    settings, why = settings.normalised(lora=bool(adapters))
     if why is not None:
         log.warning("%s", why)
     if settings.method is SyncMethod.NCCL:

@@ -23,12 +23,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import pydantic
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
+from syncd.protocol.records import AdaptedModel
 
 #: What a PeftModel calls the model that it wraps; PEFT's files have it too.
 PREFIX: Final = "base_model.model."
@@ -60,12 +61,24 @@ class AdapterConfig(pydantic.BaseModel):
     Attributes:
         peft_type: which method; PEFT loads nothing without it.
         bias: which biases of the base model are trained, and saved with the adapter.
+        base_model_name_or_path: of what model it is an adapter; None, or empty, where the trainer
+            made that one of a config.
+        revision: of that model on its hub.
     """
 
     model_config = pydantic.ConfigDict(frozen=True)
 
     peft_type: str
     bias: str = "none"
+    base_model_name_or_path: Annotated[str, pydantic.Field(max_length=4096)] | None = None
+    revision: Annotated[str, pydantic.Field(max_length=4096)] | None = None
+
+    @property
+    def base_model(self) -> AdaptedModel | None:
+        """For the manifest; None where the config names none."""
+        if not self.base_model_name_or_path:
+            return None
+        return AdaptedModel(name=self.base_model_name_or_path, revision=self.revision)
 
 
 def read_config(content: bytes, where: object) -> AdapterConfig:
@@ -78,7 +91,8 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
         return AdapterConfig.model_validate_json(content)
     except pydantic.ValidationError:
         raise CheckpointError(
-            f"{where} is not what PEFT writes, a JSON object with a peft_type: write it with "
+            f"{where} is not what PEFT writes, a JSON object with a peft_type, and names that are "
+            "text: write it with "
             "PeftConfig.save_pretrained"
         ) from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +30,8 @@ from syncd.protocol.layout import (
 from syncd.protocol.records import Kind, Manifest, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage, signature
+
+log = logging.getLogger(__name__)
 
 
 def build_model_folder(
@@ -95,9 +98,17 @@ def build_model_folder(
                 caster = stack.enter_context(Caster(str(actor)))
             # The small files first: where one is not what was vouched for, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
-            bias = "none"
+            bias, base_model = "none", None
             if contents.kind == "adapter":
-                bias = _adapter_config(storage, actor, folder, models, contents).bias
+                config = _adapter_config(storage, actor, folder, models, contents)
+                bias, base_model = config.bias, config.base_model
+                if base_model is None:
+                    log.warning(
+                        "%s: %s names no base_model_name_or_path, so that the version does not say "
+                        "which model the adapter is for: whoever loads it has to know",
+                        actor,
+                        ADAPTER_CONFIG,
+                    )
             copied = clock()
             plan = contents.plan(
                 bias=bias,
@@ -150,6 +161,7 @@ def build_model_folder(
         digests="xxh3-128" if digests else "off",
         files=tuple(files),
         tensors=merged.tensors,
+        base_model=base_model,
         timings={"merge": round(merge_seconds, 6), "build": round(clock() - begun, 6)},
     )
     storage.write_new(folder / MANIFEST, encode(manifest))

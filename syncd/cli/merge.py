@@ -16,7 +16,7 @@ from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import TEMPORARY, parse_step_folder
+from syncd.protocol.layout import TEMPORARY, parse_step_folder, printable
 from syncd.storage.errnos import NOT_EMPTY
 from syncd.storage.fsio import Storage
 
@@ -92,7 +92,9 @@ def command(
     finally:
         storage.remove_tree(room)
     merged = sum(file.size for file in manifest.files)
-    what = "" if manifest.kind == "full" else f", a LoRA {manifest.kind},"
+    base = manifest.base_model
+    of = "" if base is None else f" for {printable(base.name)}"
+    what = "" if manifest.kind == "full" else f", a LoRA {manifest.kind}{of},"
     click.echo(
         f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"

@@ -13,6 +13,7 @@ from syncd.daemon.steering import Steering
 from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     HUGGINGFACE,
+    LORA_ADAPTER,
     RECEIPTS,
     TEMPORARY,
     JobLayout,
@@ -155,7 +156,7 @@ class Collector:
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
             step = self._steps.popleft()
             actor = layout.actor(step)
-            for folder in (actor, actor / RECEIPTS):
+            for folder in (actor, actor / RECEIPTS, actor / LORA_ADAPTER):
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
         yield from self._orphans()

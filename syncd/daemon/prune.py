@@ -13,6 +13,7 @@ from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     HUGGINGFACE,
+    LORA_ADAPTER,
     RECEIPTS,
     SAVING,
     JobLayout,
@@ -181,7 +182,8 @@ class Pruner:
         What is remembered of a folder moves with it.
         """
         actor = folder / "actor"
-        for part in (folder, actor, actor / RECEIPTS, actor / HUGGINGFACE):
+        parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
+        for part in (folder, actor, *parts):
             try:
                 self._storage.refresh(part)
             except OSError as error:

@@ -178,6 +178,20 @@ class RolledBack(BaseModel):
     request: str
 
 
+class AdaptedModel(BaseModel):
+    """The base model that an adapter is for, as ``adapter_config.json`` names it.
+
+    Attributes:
+        name: a model of a hub, or a folder as the trainer's host has it.
+        revision: of the model on the hub; None for its newest.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=4096)]
+    revision: Annotated[str, Field(max_length=4096)] | None = None
+
+
 class Manifest(Record):
     """``manifest.json`` of a version: what it is and what its bytes must be.
 
@@ -186,6 +200,8 @@ class Manifest(Record):
         kind: ``full``, a Hugging Face model folder, ``adapter``, one that PEFT loads, or
             ``remote``, no weights but where they are.
         remote: that path, of kind ``remote`` alone.
+        base_model: which model the adapter is for, of kind ``adapter`` alone; None also where the
+            adapter does not say: then whoever loads it has to know.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
@@ -204,6 +220,7 @@ class Manifest(Record):
     files: Annotated[tuple[VersionFile, ...], FailFast()]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
+    base_model: AdaptedModel | None = None
     rolled_back: RolledBack | None = None
     timings: dict[str, float] = Field(default_factory=dict)
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 
 from explorer_hooks.reader import Reader
+from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.save import ADAPTER, look_at_save
 from syncd.protocol.layout import JobLayout, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, TrainerReport, encode
@@ -31,6 +32,8 @@ from tests.crash.invariants import (
 )
 from tests.jobs import Job, nothing
 from tests.storages import Clock, FastStorage
+from trainer_hooks.state.full_file import FullStateStream
+from trainer_hooks.writing.spool import Spool
 from trainer_hooks.writing.writer import Contents, RankWriter
 
 
@@ -76,14 +79,24 @@ def published(job: Job, *steps: int) -> None:
 
 
 def ranks_save(
-    job: Job, run: str, step: int, *, full: bool = False, completes: bool = False
+    job: Job,
+    run: str,
+    step: int,
+    *,
+    full: bool = False,
+    completes: bool = False,
+    adapter: bool = False,
 ) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
     job.storage.replace(job.layout.trainer_report, encode(report), room=job.layout.drafts)
+    model = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
     for rank in (1, 0):
         contents = Contents(
-            model={"weight": torch.full((3,), float(step))},  # plain: the same on every rank
+            model=None if adapter else model,
+            trained=model if adapter and full else None,
+            full_model=_gathered_adapter(job, step) if adapter and rank == 0 else None,
+            adapter_files=(_write_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
             extra={"rng": torch.zeros(2)} if full else None,
             model_files=(_write_config,),
@@ -92,7 +105,25 @@ def ranks_save(
             completes=completes,
         )
         writer = RankWriter(job.storage, job.layout, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
-        writer.save(SaveId(run, step, 0), contents)
+        try:
+            writer.save(SaveId(run, step, 0), contents)
+        finally:
+            contents.close()
+
+
+def _gathered_adapter(job: Job, step: int) -> Spool:
+    half = f"{PREFIX}q_proj.lora_{{}}.weight".format
+    state = {half(name): torch.full((2, 2), float(step)) for name in "AB"}
+    stream = FullStateStream(state, rank=0, name=ADAPTER)
+    path = job.layout.actor(step) / ADAPTER
+    spool = Spool(job.storage, job.layout, path, stream, size=100)
+    stream.gather()
+    spool._thread.join()  # its calls come one after the other with the writer's, in every run
+    return spool
+
+
+def _write_adapter_config(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
 
 
 def _write_config(folder: Path) -> None:
@@ -147,6 +178,14 @@ def _save(job: Job, _: Clock) -> None:
 
 def _save_full(job: Job, _: Clock) -> None:
     ranks_save(job, "run", 2, full=True)
+
+
+def _save_adapter(job: Job, _: Clock) -> None:
+    ranks_save(job, "run", 2, full=True, adapter=True)
+
+
+def _adapter_again(job: Job, _: Clock) -> None:
+    ranks_save(job, "again", 2, full=True, adapter=True)
 
 
 def _trainer_again(*, full: bool) -> Callable[[Job, Clock], None]:
@@ -260,6 +299,8 @@ SCENARIOS = (
     Scenario("full save again", _full_before, _save_full, _trainer_again(full=True),
              frozenset({2})),
     Scenario("full save of a synced step", _synced, _complete, _trainer_again(full=True),
+             frozenset({2})),
+    Scenario("full save of an adapter", _first_save, _save_adapter, _adapter_again,
              frozenset({2})),
     Scenario("publish", _to_publish, rounds(1)),
     Scenario("merge and publish", _to_merge, rounds(2)),

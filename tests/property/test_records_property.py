@@ -40,6 +40,7 @@ RECEIPT_FILES = st.builds(
 ROLLED_BACK = st.builds(
     records.RolledBack, sequence=SEQUENCES, instead_of=st.none() | TEXT, request=TEXT
 )
+ADAPTED_MODELS = st.builds(records.AdaptedModel, name=TEXT.filter(bool), revision=st.none() | TEXT)
 OUTCOMES = st.builds(
     records.SaveOutcome,
     identity=TEXT,
@@ -74,6 +75,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         digests=st.sampled_from(["xxh3-128", "off"]),
         files=st.lists(VERSION_FILES, max_size=3).map(tuple),
         tensors=st.lists(TENSORS, max_size=3).map(tuple),
+        base_model=st.none() | ADAPTED_MODELS,
         rolled_back=st.none() | ROLLED_BACK,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
     ),

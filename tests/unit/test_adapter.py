@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from syncd.checkpoint.adapter import PREFIX, find_adapter, read_config
 from syncd.protocol.errors import CheckpointError
+from syncd.protocol.records import AdaptedModel
 
 QUICK = settings(max_examples=60, deadline=None)
 Q: Final = f"{PREFIX}model.layers.0.self_attn.q_proj"
@@ -300,12 +301,32 @@ def test_what_matters_of_a_config_is_read() -> None:
     content = b'{"peft_type": "LORA", "bias": "lora_only", "r": 8, "target_modules": ["q_proj"]}'
     config = read_config(content, "adapter_config.json")
     assert (config.peft_type, config.bias) == ("LORA", "lora_only")
+    assert config.base_model is None
     assert read_config(b'{"peft_type": "IA3"}', "adapter_config.json").bias == "none"
+
+
+@pytest.mark.parametrize(
+    ("told", "name", "revision"),
+    [
+        ('"base_model_name_or_path": "me/it"', "me/it", None),
+        ('"base_model_name_or_path": "me/it", "revision": "v2"', "me/it", "v2"),
+        ('"base_model_name_or_path": "/data/it", "revision": null', "/data/it", None),
+        ('"base_model_name_or_path": "", "revision": "v2"', None, None),
+        ('"base_model_name_or_path": null', None, None),
+    ],
+)
+def test_the_base_model_is_the_one_that_the_config_names(
+    told: str, name: str | None, revision: str | None
+) -> None:
+    found = read_config(f'{{"peft_type": "LORA", {told}}}'.encode(), "it").base_model
+    assert found == (None if name is None else AdaptedModel(name=name, revision=revision))
 
 
 @pytest.mark.parametrize(
     "content",
     [b"", b"{", b"[]", b"{}", b'{"peft_type": null}', b'{"peft_type": "LORA", "bias": 1}',
+     b'{"peft_type": "LORA", "base_model_name_or_path": ["me/it"]}',
+     b'{"peft_type": "LORA", "base_model_name_or_path": "' + b"x" * 5000 + b'"}',
      b"\xff", b"[" * 100_000, b'{"x": ' * 10_000],
     ids=len,
 )  # fmt: skip

@@ -5,7 +5,7 @@ Each rank reads the bytes of its own part alone, wherever they lie.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -124,7 +124,13 @@ def _placement(told: Any) -> placement.Placement:
     return placement.Other(str(told))
 
 
-def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[Copy]:
+def plan(
+    goals: Sequence[Goal],
+    files: SavedFiles,
+    *,
+    own: int | None,
+    optional: Container[str] = (),
+) -> list[Copy]:
     """Which bytes of which files fill the goals. Opens the files that it needs.
 
     Where the same number of ranks goes on, a rank's own file comes first, and mostly is enough: its
@@ -134,6 +140,7 @@ def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[C
         goals: on this rank.
         files: of all ranks that saved.
         own: the number of this rank's own file; None where another number of ranks saved.
+        optional: the names of those that stay as they are where no file has them.
 
     Raises:
         CheckpointError: a tensor is in no file, or not all of it; it has another shape; or its
@@ -141,11 +148,11 @@ def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[C
         OSError: a file cannot be read now.
     """
     if own is not None:
-        copies, left = _plan(goals, files, [own])
+        copies, left = _plan(goals, files, [own], optional)
         if not left:
             return copies
     mine = [] if own is None else [own]
-    copies, left = _plan(goals, files, dict.fromkeys([*mine, *range(len(files))]))
+    copies, left = _plan(goals, files, dict.fromkeys([*mine, *range(len(files))]), optional)
     for goal, boxes in left:
         if not any(goal.name in file.tensors for file in files.opened.values()):
             raise CheckpointError(
@@ -161,7 +168,7 @@ def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[C
 
 
 def _plan(
-    goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int]
+    goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
 ) -> tuple[list[Copy], list[tuple[Goal, list[Box]]]]:
     """The copies, and what is left of which goals."""
     copies: list[Copy] = []
@@ -201,7 +208,7 @@ def _plan(
         (goal, left[number] or [goal.box])
         for number, goal in enumerate(goals)
         if (left[number] or goal.name not in seen)
-        and not (goal.name not in seen and _place(goal) in filled)
+        and not (goal.name not in seen and (goal.name in optional or _place(goal) in filled))
     ]
     return copies, missing
 

@@ -20,7 +20,9 @@ from syncd.protocol.errors import CheckpointError
 from trainer_hooks.resuming.filling import Copy, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
 from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
+from trainer_hooks.state.lora import PeftState
 from trainer_hooks.state.state_dict import tied_by_fsdp1
+from trainer_hooks.writing.model_files import adapters_of
 
 
 class Loading(ABC):
@@ -98,10 +100,13 @@ class ModelLoading(Loading):
             self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
-        """Every tensor of the model is to be filled."""
+        """Every tensor of the model is to be filled, but the frozen base of adapters need not."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all
-        self._copies = plan(goals_of(self._state), self.files, own=own)
+        optional: frozenset[str] = frozenset()
+        if adapters_of(self._model):
+            optional = PeftState(self._model, self._state).frozen_base
+        self._copies = plan(goals_of(self._state), self.files, own=own, optional=optional)
 
     def taken(self) -> set[str]:
         """All of the model's."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -20,7 +21,20 @@ from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft
 from trainer_hooks.state.byte_pipe import LIMIT, BytePipe
 from trainer_hooks.state.full_plan import FullPlan, agree_on_plan
-from trainer_hooks.state.gather import full_tensor
+from trainer_hooks.state.gather import Derived, full_tensor
+
+
+class OneFile(NamedTuple):
+    """Weights that are to be one file.
+
+    Attributes:
+        state, derived, tied, name: as :class:`FullStateStream` takes them.
+    """
+
+    state: Mapping[str, Any]
+    derived: Mapping[str, Derived] = MappingProxyType({})
+    tied: bool = False
+    name: str = FULL_STATE_DICT
 
 
 class FullStateStream:
@@ -43,6 +57,9 @@ class FullStateStream:
         limit: bytes of host memory between the two threads.
         tied: whether the model's config says that the output embedding is the input embedding (see
             :func:`ties_embeddings`): then it is left out, as the merge of shards does.
+        derived: by name, what is written in place of a tensor of ``state``, which has its dtype and
+            shape.
+        name: of the file, as the receipt tells of it.
     """
 
     def __init__(
@@ -52,6 +69,8 @@ class FullStateStream:
         rank: int,
         limit: int = LIMIT,
         tied: bool = False,
+        derived: Mapping[str, Derived] = MappingProxyType({}),
+        name: str = FULL_STATE_DICT,
     ) -> None:
         self._state = {
             name: value
@@ -60,6 +79,8 @@ class FullStateStream:
         }
         self._rank = rank
         self._tied = tied
+        self._derived = derived
+        self._name = name
         self._pipe = BytePipe(limit)
 
     @torch.no_grad()
@@ -74,11 +95,11 @@ class FullStateStream:
                 that cannot be written; or a collective failed.
         """
         try:
-            plan = agree_on_plan(self._state, self._rank, tied=self._tied)
+            plan = agree_on_plan(self._state, self._rank, tied=self._tied, derived=self._derived)
             self._pipe.announce(plan)
             for name in plan.in_order():
                 # By no name here: that would hold it while the next one is gathered.
-                self._hand_over(full_tensor(self._state[name], rank=self._rank))
+                self._hand_over(self._whole(name))
             if self._rank == 0:
                 self._pipe.flush()
         except RuntimeError as error:
@@ -88,7 +109,21 @@ class FullStateStream:
             self.abort(error)
             raise
         finally:
-            self._state = {}
+            self._state, self._derived = {}, {}
+
+    def _whole(self, name: str) -> Tensor | None:
+        """A tensor as it is written, on rank 0. Collective."""
+        derived = self._derived.get(name)
+        if derived is None:
+            return full_tensor(self._state[name], rank=self._rank)
+        parts = {part: full_tensor(value, rank=self._rank) for part, value in derived.parts.items()}
+        if self._rank > 0:
+            return None
+        try:
+            return derived.make({part: whole for part, whole in parts.items() if whole is not None})
+        except Exception as error:  # noqa: BLE001 - it fails the file, and leaves no other rank alone in a collective
+            self.abort(error)
+            return None
 
     def write(self, draft: Draft) -> ReceiptFile:
         """Write the file, as its tensors come; neither finished nor committed.
@@ -136,7 +171,7 @@ class FullStateStream:
         header = plan.header(content_digest(digests))
         draft.overwrite(header, 0)
         return ReceiptFile(
-            name=FULL_STATE_DICT,
+            name=self._name,
             size=draft.size,
             digest=xxhash.xxh3_128_hexdigest(header),
             over="header",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,9 @@ class _Outline:
     memory: tuple[int, ...]
 
 
-def agree_on_plan(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> FullPlan:
+def agree_on_plan(
+    state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Container[str] = ()
+) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
     Every rank takes part in every gathering, so that none may find out alone that it cannot.
@@ -77,11 +79,13 @@ def agree_on_plan(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> Full
         state: this rank's sharded state dict, tensors alone.
         rank: this rank.
         tied: whether the output embedding is left out where it is the input embedding.
+        derived: the names whose tensors are not to be written as they are: where they lie in memory
+            says nothing of what is the same.
 
     Raises:
         SaveFailedError: on all ranks: they have not the same tensors, or some that cannot be saved.
     """
-    outline = _outline(state, rank, tied=tied)
+    outline = _outline(state, rank, tied=tied, derived=derived)
     outlines = [outline]
     if dist.is_available() and dist.is_initialized():
         told: list[_Outline | None] = [None] * dist.get_world_size()
@@ -101,7 +105,9 @@ def agree_on_plan(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> Full
         raise SaveFailedError(f"the full state dict cannot be saved: {error}") from error
 
 
-def _outline(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> _Outline:
+def _outline(
+    state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Container[str]
+) -> _Outline:
     fault = None if state else "it has no tensors"
     hasher = xxhash.xxh3_128(b"tied" if tied else b"")
     memory = []
@@ -109,8 +115,10 @@ def _outline(state: Mapping[str, Tensor], rank: int, *, tied: bool) -> _Outline:
     for number, (name, value) in enumerate(state.items()):
         fault = fault or _fault(name, value, rank)
         kind = "DTensor" if isinstance(value, DTensor) else type(value).__name__
-        hasher.update(repr((name, kind, value.dtype, tuple(_shape(value)))).encode())
-        memory.append(seen.setdefault(memory_of(value) or number, number))
+        is_derived = name in derived
+        hasher.update(repr((name, kind, is_derived, value.dtype, tuple(shape_of(value)))).encode())
+        key = number if is_derived else memory_of(value) or number
+        memory.append(seen.setdefault(key, number))
     return _Outline(hasher.hexdigest(), len(state), fault, tuple(memory))
 
 
@@ -134,7 +142,7 @@ def _planned(state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool
     """
     tensors = {}
     for (name, value), offset in zip(state.items(), memory, strict=True):
-        dtype, shape = DTYPES[_dtype(value)][0], _shape(value)
+        dtype, shape = DTYPES[_dtype(value)][0], shape_of(value)
         length = shape.numel() * ITEMSIZE[dtype]
         tensors[name] = Local(dtype, tuple(shape), offset, length, "", None)
     (file,) = plan_merge([(FULL_STATE_DICT, tensors)], max_file_size=sys.maxsize, tied=tied).files
@@ -145,6 +153,6 @@ def _dtype(value: Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
 
 
-def _shape(value: Tensor) -> torch.Size:
-    """Of the whole tensor."""
+def shape_of(value: Tensor) -> torch.Size:
+    """The shape of the whole tensor that a rank has a part of."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape

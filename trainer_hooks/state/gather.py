@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -24,6 +26,20 @@ _MOVED_AS: Final = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A tensor that is computed of whole tensors, of which each rank has a part.
+
+    Attributes:
+        parts: what is gathered for it, by names of its own.
+        make: called on rank 0, with the parts whole, which it may not change: they may be the
+            model's own. Returns a tensor of the dtype and shape that were announced.
+    """
+
+    parts: Mapping[str, Tensor]
+    make: Callable[[Mapping[str, Tensor]], Tensor]
 
 
 @torch.no_grad()

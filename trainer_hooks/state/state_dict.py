@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import (
+    FlatParameter,
     FSDPModule,
     FullyShardedDataParallel,
     ShardedStateDictConfig,
@@ -73,8 +75,33 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
     for unit in units:
         handle = unit._handle  # noqa: SLF001 - there is no other way to know it
         for one in () if handle is None else handle.flat_param._shared_param_infos:  # noqa: SLF001 - likewise
-            name = _joined(plain[path_of[one.module]], one.param_name)
-            found[name] = _joined(plain[path_of[one.prim_module]], one.prim_param_name)
+            name = joined(plain[path_of[one.module]], one.param_name)
+            found[name] = joined(plain[path_of[one.prim_module]], one.prim_param_name)
+    return found
+
+
+def trained_names(model: nn.Module) -> list[frozenset[str]]:
+    """Of each parameter that is trained its names, by the plain model's; several where it is tied.
+
+    The same on all ranks. Those of FSDP1 without ``use_orig_params`` have the first name alone.
+    """
+    plain = {path: told for path, (_, told) in _paths(model).items()}
+    path_of: dict[nn.Module, str] = {}
+    own: defaultdict[nn.Parameter, set[str]] = defaultdict(set)
+    for path, module in model.named_modules(remove_duplicate=False):
+        path_of.setdefault(module, path)
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter.requires_grad and not isinstance(parameter, FlatParameter):
+                own[parameter].add(joined(plain[path], name))
+    found = [frozenset(names) for names in own.values()]
+    for unit in model.modules():
+        handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None  # noqa: SLF001 - there is no other way to know it
+        if handle is None or handle._use_orig_params or not handle.flat_param.requires_grad:  # noqa: SLF001 - likewise
+            continue
+        found += [
+            frozenset({joined(plain[path_of[one.module]], one.param_name)})
+            for one in handle.flat_param._param_infos  # noqa: SLF001 - likewise
+        ]
     return found
 
 
@@ -109,7 +136,7 @@ def _plain_names(model: nn.Module) -> Callable[[str], str]:
         while path:
             path = path.rpartition(".")[0]
             if path in renamed:
-                return _joined(renamed[path], name[len(path) + 1 :])
+                return joined(renamed[path], name[len(path) + 1 :])
         return name
 
     return name_of
@@ -127,11 +154,19 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
         outer = modules[above]
         given, plain = paths[above]
         if not _hides(outer, own):
-            given = _joined(given, own)
+            given = joined(given, own)
         if not (_hides(outer, own) or _renames(outer)):
-            plain = _joined(plain, own)
+            plain = joined(plain, own)
         paths[path] = (given, plain)
     return paths
+
+
+def within(module: nn.Module) -> nn.Module | None:
+    """What a wrapper has inside; None of a module that is none."""
+    for name, inner in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
+        if inner is not None and (_hides(module, name) or _renames(module)):
+            return inner
+    return None
 
 
 def _renames(module: nn.Module) -> bool:
@@ -152,5 +187,6 @@ def _hides(outer: nn.Module, own: str) -> bool:
     )
 
 
-def _joined(path: str, name: str) -> str:
+def joined(path: str, name: str) -> str:
+    """The name of what a module at a path has under a name."""
     return f"{path}.{name}" if path else name

@@ -20,7 +20,11 @@ class Contents:
         model_files: rank 0 only: writes config and tokenizer into the folder it is given.
         fsdp_version: for ``fsdp_config.json``.
         is_full: whether this is a full checkpoint.
-        full_model: rank 0 only: the full state dict, instead of shards.
+        full_model: rank 0 only: the weights in one file, instead of shards: the full state dict, or
+            an adapter.
+        adapter_files: rank 0 only, of an adapter: writes its config into the folder it is given.
+        trained: of a full checkpoint whose ``full_model`` is not what is resumed from (an adapter,
+            or a merged model): this rank's part of what is.
         critic, critic_optimizer: of a full checkpoint: another model, and its optimizer.
         hugging_face: rank 0 only: the full state dict, for ``huggingface/``.
         links_hugging_face: rank 0 only: that it is the file of ``full_model``.
@@ -37,6 +41,8 @@ class Contents:
     fsdp_version: int | None = None
     is_full: bool = False
     full_model: Spool | None = None
+    adapter_files: tuple[Callable[[Path], object], ...] = ()
+    trained: Mapping[str, Any] | None = None
     critic: Mapping[str, Any] | None = None
     critic_optimizer: Mapping[str, Any] | None = None
     hugging_face: Spool | None = None

@@ -39,14 +39,9 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
 def model_files(
     model: nn.Module, tokenizer: Pretrained | None
 ) -> tuple[Callable[[Path], object], ...]:
-    """Who writes the configs and the tokenizer, where the model has them.
-
-    A PEFT model has a config of its own: without it no adapter can be made of its shards.
-    """
-    inner, adapters = unwrapped(model), adapters_of(model)
+    """Who writes the configs and the tokenizer, where the model has them."""
+    inner = unwrapped(model)
     parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
-    if adapters:
-        parts.append(adapters.get("default", next(iter(adapters.values()))))
     return tuple(
         (lambda folder, part=part: part.save_pretrained(str(folder)))
         for part in (*parts, tokenizer)

@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.torch_zip import central_directory_digest
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import HUGGINGFACE
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
@@ -121,7 +120,7 @@ def write_model_files(
 
     Args:
         storage: where they go.
-        folder: the ``huggingface/`` folder, inside ``actor/``.
+        folder: the ``huggingface/`` or ``lora_adapter/`` folder, inside ``actor/``.
         writers: each writes its files into the folder that it is given.
 
     Raises:
@@ -138,7 +137,7 @@ def write_model_files(
             write_small(storage, folder / name, content)
             files.append(
                 ReceiptFile(
-                    name=f"{HUGGINGFACE}/{name}",
+                    name=f"{folder.name}/{name}",
                     size=len(content),
                     digest=xxhash.xxh3_128_hexdigest(content),
                     over="content",

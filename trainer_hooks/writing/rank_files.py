@@ -1,7 +1,8 @@
 """The files that one rank writes of a save, in the order of the protocol.
 
 ``.saving``; the old receipt away; the weights under a temporary name, fsync, rename; receipt. Of a
-full checkpoint then: optimizer, extra state, critic, Hugging Face weights; the full receipt.
+full checkpoint then: what was trained, where the weights are not what is resumed from; optimizer,
+extra state, critic, Hugging Face weights; the full receipt.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import (
     CRITIC,
@@ -18,6 +20,7 @@ from syncd.protocol.layout import (
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
+    LORA_ADAPTER,
     SAVING,
     JobLayout,
     extra_state_name,
@@ -102,6 +105,9 @@ class RankFiles:
             self._remains.remove_temporaries(place)
         with self._pace.turn(save_id, receipt_name):
             files: list[ReceiptFile] = []
+            if contents.adapter_files:
+                adapter = actor / LORA_ADAPTER
+                files += write_model_files(self._storage, adapter, contents.adapter_files)
             if contents.full_model is not None:
                 files.append(contents.full_model.commit())
             elif contents.model is not None:
@@ -178,6 +184,7 @@ class RankFiles:
         rest: list[ReceiptFile] = []
         with self._pace.turn(save_id, full_receipt_name):
             for name, part in (
+                (shard_name(world_size, rank), contents.trained),
                 (optimizer_name(world_size, rank), contents.optimizer),
                 (extra_state_name(world_size, rank), contents.extra),
             ):
@@ -232,12 +239,16 @@ class RankFiles:
             OSError: storage failed.
         """
         _, actor, notes = self._places(save_id)
-        if notes.written(receipt_name(0)) != save_id:
+        receipt = notes.receipt(receipt_name(0))
+        if receipt is None or receipt.save_id != str(save_id):
             return False
         ranks = range(self._world_size)
         names, receipts = set(self._storage.names(actor)), set(self._storage.names(notes.folder))
         shards = {shard_name(self._world_size, rank) for rank in ranks}
-        weights_are = shards <= names or FULL_STATE_DICT in names
+        if any(file.name == ADAPTER for file in receipt.files):
+            weights_are = self._storage.exists(actor / ADAPTER)
+        else:
+            weights_are = shards <= names or FULL_STATE_DICT in names
         return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
 
     # -- small things ----------------------------------------------------------------------------

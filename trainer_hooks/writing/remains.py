@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.layout import (
     CRITIC,
     FULL_STATE_DICT,
@@ -32,11 +33,13 @@ class Attempt:
     Attributes:
         weights_stay: whether its weights may be announced by now: they are not to be taken back.
         rest_stays: the same of the part for resuming, or there is none.
+        rest_has_shard: whether the rank's shard is a part of that, and not the weights.
     """
 
     save_id: SaveId
     weights_stay: bool
     rest_stays: bool
+    rest_has_shard: bool = False
 
 
 class Remains:
@@ -62,7 +65,7 @@ class Remains:
         if not attempt.weights_stay:
             paths += [receipts / receipt_name(rank), actor / shard_name(world_size, rank)]
             if rank == 0:
-                paths.append(actor / FULL_STATE_DICT)
+                paths += [actor / FULL_STATE_DICT, actor / ADAPTER]
         if not attempt.rest_stays:
             optimizer = optimizer_name(world_size, rank)
             paths += [
@@ -72,6 +75,8 @@ class Remains:
                 critic / shard_name(world_size, rank),
                 critic / optimizer,
             ]
+            if attempt.rest_has_shard:
+                paths.append(actor / shard_name(world_size, rank))
         for path in paths:
             self._remove(path)
 

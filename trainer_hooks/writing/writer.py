@@ -110,7 +110,12 @@ class RankWriter:
         Raises:
             SaveFailedError: the save did not become whole. A pointer that was moved names what is.
         """
-        attempt = Attempt(save_id, weights_stay=contents.completes, rest_stays=not contents.is_full)
+        attempt = Attempt(
+            save_id,
+            weights_stay=contents.completes,
+            rest_stays=not contents.is_full,
+            rest_has_shard=contents.trained is not None,
+        )
         try:
             self._remove_given_up(attempt)
             return self._save(attempt, contents)

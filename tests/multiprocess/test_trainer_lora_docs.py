@@ -1,0 +1,56 @@
+"""What docs/peft.md says to paste, run as it is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from tests.multiprocess.processes import Daemon, wait_for_step
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "peft.md"
+
+
+def blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def train(step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    tokens = torch.arange(12).view(2, 6) + step
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("lora", ["auto", "merged"])
+def test_the_page_trains_publishes_and_loads_what_was_trained(
+    job: Path, tmp_path: Path, lora: str
+) -> None:
+    config = Qwen2Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
+    trainer, explorer = blocks()
+    names: dict[str, Any] = {
+        "base_model": str(tmp_path / "base"), "job_dir": job, "steps": 2, "train": train
+    }  # fmt: skip
+    with Daemon(job) as daemon:
+        exec(trainer.replace('"auto"', f'"{lora}"'), names)  # noqa: S102 - ours, from the page
+        wait_for_step(job, 2)
+        told: dict[str, Any] = {"job_dir": job}
+        exec(explorer, told)  # noqa: S102 - likewise
+        assert daemon.terminate() == 0
+    assert told["version"].kind == {"auto": "adapter", "merged": "full"}[lora]
+    tokens = torch.arange(10).view(2, 5)
+    with torch.no_grad():
+        expected = names["model"].eval()(tokens).logits
+        torch.testing.assert_close(told["model"].eval()(tokens).logits, expected)

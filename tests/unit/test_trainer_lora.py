@@ -1,0 +1,391 @@
+"""What is taken of a PEFT model's state dict: asked of PEFT itself, which is never far."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import (
+    IA3Config,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.layout import HUGGINGFACE
+from tests.hooks import written
+from tests.jobs import Job
+from tests.merging import build
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
+from trainer_hooks.settings import SaveLora
+from trainer_hooks.state.lora import PeftState, base_vocabulary
+from trainer_hooks.state.state_dict import sharded_state_dict
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT asks the hub for the base model's config, where it is let."""
+
+    def asked(*given: object, **_: object) -> None:
+        raise AssertionError(f"the network was asked for {given}")
+
+    monkeypatch.setattr("peft.utils.save_and_load.check_file_exists_on_hf_hub", asked)
+
+
+def qwen(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=tied)).eval().to(dtype)
+    model.name_or_path = "someone/some-model"
+    return model
+
+
+def mixtral(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=3)).eval().to(dtype)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Conv2d(3, 4, 3)
+        self.narrow = nn.Conv2d(4, 4, 1)
+        self.line = nn.Conv1d(4, 2, 3)
+
+
+def trained(model: Any, seed: int = 1) -> Any:
+    """Nothing that is trained is as it was made."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.requires_grad:
+                value.add_(torch.randn_like(value) * 0.3)
+    return model
+
+
+def lora(base: Any, name: str = "default", **options: Any) -> Any:
+    return trained(get_peft_model(base, LoraConfig(r=2, lora_alpha=6, **options), name))
+
+
+def state_of(model: nn.Module, **options: Any) -> PeftState:
+    return PeftState(model, sharded_state_dict(model), **options)
+
+
+def merged(state: PeftState) -> dict[str, Tensor]:
+    """What a stream would write, of one rank."""
+    tensors, derived = state.merged()
+    return {
+        name: derived[name].make(dict(derived[name].parts)) if name in derived else value
+        for name, value in tensors.items()
+    }
+
+
+def same(found: dict[str, Tensor], truth: dict[str, Tensor]) -> None:
+    assert found.keys() == truth.keys()
+    for name, value in truth.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "two projections": {"target_modules": ["q_proj", "v_proj"]},
+    "all linear": {"target_modules": "all-linear"},
+    "ranks of their own": {
+        "target_modules": ["q_proj", "o_proj"],
+        "use_rslora": True,
+        "rank_pattern": {"layers.1.self_attn.q_proj": 4},
+    },
+    "DoRA": {"target_modules": ["q_proj", "down_proj", "embed_tokens"], "use_dora": True},
+    "an embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "a module in whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "biases of LoRA": {"target_modules": ["q_proj"], "lora_bias": True},
+    "biases of its modules": {"target_modules": ["q_proj", "down_proj"], "bias": "lora_only"},
+    "all biases": {"target_modules": ["q_proj"], "bias": "all"},
+    "some tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 7]},
+    "parameters": {"target_modules": [], "target_parameters": ["k_proj.weight"]},
+}
+EXPERTS: dict[str, Any] = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [*CONFIGS, "experts"])
+def test_the_adapter_and_the_merged_model_are_those_that_peft_makes(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    name = "policy" if dtype is torch.bfloat16 else "default"
+    base = mixtral(dtype) if kind == "experts" else qwen(dtype)
+    model = lora(base, name, **(EXPERTS if kind == "experts" else CONFIGS[kind]))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = state_of(model)
+    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+    found, config = state.adapter(), tmp_path / "config"
+    result = merged(state)
+    state.config_writer()(config)
+    assert model.peft_config[name].inference_mode is False
+    same(dict(model.state_dict()), before)
+    # PEFT's own, with the network that it would ask: it says that nobody knows.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(
+            "peft.utils.save_and_load.check_file_exists_on_hf_hub", lambda *_, **__: None
+        )
+        same(found, get_peft_model_state_dict(model, adapter_name=name))
+        model.save_pretrained(tmp_path)
+    truth = tmp_path if name == "default" else tmp_path / name
+    assert configs_in(config) == configs_in(truth)
+    same(result, dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+
+
+def configs_in(folder: Path) -> dict[str, Any]:
+    """``adapter_config.json``; PEFT writes sets in any order."""
+    told = json.loads((folder / "adapter_config.json").read_text())
+    return {key: sorted(one) if isinstance(one, list) else one for key, one in told.items()}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_convolutions_are_merged_as_peft_does(dora: bool) -> None:
+    model = lora(Convolutions(), target_modules=["wide", "narrow", "line"], use_dora=dora)
+    same(merged(state_of(model)), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+
+
+def test_wrappers_change_no_name() -> None:
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+    truth = state_of(lora(qwen(), **options))
+    model = lora(qwen(), **options)
+    layers = model.get_base_model().model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    layers[1] = torch.compile(layers[1])
+    state = state_of(torch.compile(model))
+    assert state.not_an_adapter is None
+    same(state.adapter(), truth.adapter())
+    same(merged(state), merged(truth))
+    assert state.frozen_base == truth.frozen_base
+
+
+def test_lora_put_into_a_bare_model_is_saved_under_the_names_of_a_peft_model() -> None:
+    model = qwen()
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    state, truth = state_of(trained(model)), state_of(lora(qwen(), target_modules=["q_proj"]))
+    assert state.adapter().keys() == truth.adapter().keys()
+    assert merged(state).keys() == qwen().state_dict().keys()
+
+
+def test_what_is_merged_already_is_not_merged_again() -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    truth = dict(copy.deepcopy(model).merge_and_unload().state_dict())
+    model.merge_adapter()
+    same(merged(state_of(model)), truth)
+
+
+# -- which adapter -----------------------------------------------------------------------------
+
+
+def test_of_several_adapters_the_active_one_is_saved() -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["v_proj"]))
+    for name in ("default", "other"):
+        model.set_adapter(name)
+        state = state_of(trained(model))
+        assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+        same(state.adapter(), get_peft_model_state_dict(
+            model, adapter_name=name, save_embedding_layers=False
+        ))  # fmt: skip
+        same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+        assert any(".other." in held for held in state.for_resuming())
+        assert any(".default." in held for held in state.for_resuming())
+
+
+def test_two_active_adapters_are_merged_and_never_one_of_them_saved_alone() -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    model.add_adapter("other", LoraConfig(r=3, target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    state = state_of(trained(model))
+    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
+    with pytest.raises(InvalidSettingsError, match=r"'default' and 'other' are active.*merged"):
+        state.published_as(SaveLora.ADAPTER)
+    same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+
+
+# -- what an adapter is not --------------------------------------------------------------------
+
+
+def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    state = state_of(model)
+    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
+    with pytest.raises(InvalidSettingsError, match=r"model\.norm\.weight is trained and in no fil"):
+        state.published_as(SaveLora.ADAPTER)
+    assert "base_model.model.model.norm.weight" in state.for_resuming()
+
+
+@pytest.mark.parametrize("began", ["pissa", "olora", "pissa_niter_2"])
+def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(began: str) -> None:
+    model = lora(qwen(), target_modules=["q_proj"], init_lora_weights=began)
+    state = state_of(model)
+    assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
+    with pytest.raises(InvalidSettingsError, match="has changed the base model's weights"):
+        state.published_as(SaveLora.ADAPTER)
+    same(merged(state), dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    assert state.for_resuming().keys() == model.state_dict().keys()
+
+
+def test_what_there_is_nothing_to_merge_into_is_refused_by_name() -> None:
+    state = state_of(lora(qwen(), target_modules=["o_proj"], lora_bias=True))
+    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+    with pytest.raises(InvalidSettingsError, match=r"o_proj\.base_layer\.bias is not in the state"):
+        state.merged()
+
+
+def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> None:
+    config = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    model = trained(get_peft_model(qwen(), config))
+    state = state_of(model)
+    assert state.published_as(SaveLora.AUTO) is SaveLora.ADAPTER
+    same(state.adapter(), get_peft_model_state_dict(model, save_embedding_layers=False))
+    with pytest.raises(InvalidSettingsError, match=r"k_proj is a peft\.tuners\.ia3.* cannot be m"):
+        state.merged()
+
+
+def test_prompts_that_are_computed_are_refused_when_the_hook_is_made(job: Job) -> None:
+    model = get_peft_model(qwen(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(InvalidSettingsError, match="'default' is of PREFIX_TUNING, which Trainer"):
+        TrainerHook(job.layout.root, model)
+
+
+# -- the vocabulary ----------------------------------------------------------------------------
+
+
+def test_embeddings_that_were_resized_are_part_of_the_adapter(tmp_path: Path) -> None:
+    qwen().save_pretrained(tmp_path)
+    base = Qwen2ForCausalLM.from_pretrained(tmp_path)
+    base.resize_token_embeddings(43)
+    model = lora(base, target_modules=["q_proj"])
+    found = base_vocabulary(model)
+    assert found == 40
+    state = state_of(model, base_vocabulary=found)
+    names = {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"}
+    assert names < state.adapter().keys()
+    # As PEFT says, which looks at the same folder.
+    same(state.adapter(), get_peft_model_state_dict(model))
+
+
+@pytest.mark.parametrize("told", ["someone/some-model", "/no/such/folder", "", None])
+def test_a_base_model_that_is_not_here_is_not_asked_for(told: str | None) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    model.peft_config["default"].base_model_name_or_path = told
+    assert base_vocabulary(model) is None
+
+
+# -- through the hook --------------------------------------------------------------------------
+
+
+def saved(job: Job, model: Any, step: int, **options: Any) -> Path:
+    """A full checkpoint of a step; returns where the published folder is."""
+    with TrainerHook(job.layout.root, model, saving=SaveSettings(**options)) as hook:
+        hook.save_checkpoint(step, block_until_saved=True)
+    out = job.layout.root.parent / f"published-{step}"
+    build(job.layout.actor(step), out)
+    return out
+
+
+def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: Job) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    assert (saved(job, model, 3, lora="merged") / "model.safetensors").exists()
+    with TrainerHook(job.layout.root, model, saving=SaveSettings(lora=SaveLora.ADAPTER)) as hook:
+        hook.after_step(3)
+    out = job.layout.root.parent / "again"
+    assert build(job.layout.actor(3), out).kind == "adapter"
+
+
+def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Job) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    saved(job, model, 3, save_as_hf="always")
+    found = load_file(job.layout.actor(3) / HUGGINGFACE / "model.safetensors")
+    same(found, dict(copy.deepcopy(model).merge_and_unload().state_dict()))
+    with TrainerHook(job.layout.root, model) as hook:
+        hook.save_checkpoint(4, block_until_saved=True)
+        hook.save_checkpoint(4, block_until_saved=True, save_as_hf=True)
+    assert (job.layout.actor(4) / HUGGINGFACE / "model.safetensors").exists()
+
+
+def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: Job) -> None:
+    model = lora(qwen(tied=True), target_modules=["embed_tokens"])
+    settings = SyncSettings()
+    hook = TrainerHook(
+        job.layout.root, model, settings=settings, saving=SaveSettings(lora="merged")
+    )  # type: ignore[arg-type] # by its name
+    hook.after_step(1)
+    with pytest.raises(SaveFailedError, match=r"lm_head\.weight is not the same as .*embed_"):
+        written(hook)
+    hook.close()
+
+
+def test_tokens_of_a_tied_embedding_are_trained_in_both(job: Job) -> None:
+    model = lora(qwen(tied=True), target_modules=["q_proj"], trainable_token_indices=[1, 7])
+    found = load_file(saved(job, model, 1, lora="merged") / "model.safetensors")
+    truth = dict(copy.deepcopy(model).merge_and_unload().state_dict())
+    del truth["lm_head.weight"]
+    same(found, truth)
+    adapter = saved(job, model, 2)
+    again = PeftModel.from_pretrained(qwen(tied=True), str(adapter))
+    tokens = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
+    job: Job, unfrozen: bool
+) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    saved(job, model, 3)
+    again = trained(lora(qwen(), target_modules=["q_proj"]), seed=5)
+    if unfrozen:
+        again.get_base_model().model.norm.weight.requires_grad_(True)
+        with pytest.raises(Exception, match=r"model\.norm\.weight' is in none of the files"):
+            load_checkpoint(job.layout.root, again)
+        return
+    assert load_checkpoint(job.layout.root, again) is not None
+    same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_checkpoint_with_the_base_is_resumed_with_it(job: Job) -> None:
+    """As of a trainer that saved all, before adapters were saved alone."""
+    model = lora(qwen(), target_modules=["q_proj"])
+    everything: Callable[[PeftState], Any] = lambda state: state._state  # noqa: E731 - a seam
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PeftState, "for_resuming", everything)
+        saved(job, model, 3)
+    again = trained(lora(qwen(), target_modules=["q_proj"]), seed=5)
+    with torch.no_grad():
+        again.get_base_model().model.norm.weight.add_(1)
+    load_checkpoint(job.layout.root, again)
+    same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_choice_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InvalidSettingsError, match="it must be auto or adapter or merged"):
+        SaveSettings(lora="both")  # type: ignore[arg-type] # as users write it

@@ -1,0 +1,292 @@
+"""What a PEFT model's state dict is made of: its adapter, its frozen base, all else.
+
+What belongs to an adapter, and by which names, is asked of PEFT itself, and never of the network.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from syncd.checkpoint.adapter import PREFIX
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.layout import MODEL_CONFIG
+from trainer_hooks.settings import SaveLora
+from trainer_hooks.state.gather import Derived
+from trainer_hooks.state.lora_merge import merged_parts
+from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.state_dict import trained_names
+
+#: Ways to begin LoRA that change the base model's weights: what the adapter is added to is then not
+#: what ``base_model_name_or_path`` names, and is not made again to the bit.
+_CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
+
+
+class PeftState:
+    """The state dict of a model with PEFT adapters, and what is taken of it for what.
+
+    Nothing is copied, gathered or changed; all ranks find the same.
+
+    Args:
+        model: in any wrappers.
+        state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it.
+        base_vocabulary: how many tokens the base model has, where that is known
+            (:func:`base_vocabulary`): an adapter for a model that has another number now holds the
+            embeddings too.
+
+    Raises:
+        InvalidSettingsError: the method cannot be saved (:func:`check_methods`).
+    """
+
+    def __init__(
+        self, model: nn.Module, state: Mapping[str, Any], *, base_vocabulary: int | None = None
+    ) -> None:
+        self._model = model
+        self._state = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        }
+        self._plain = _like_peft(plain_model(model, on_meta(self._state)))
+        configs: dict[str, Any] = self._plain.peft_config
+        check_methods(configs)
+        self._configs = configs
+        vocabulary = getattr(getattr(self._plain, "config", None), "vocab_size", None)
+        self._is_resized = (
+            None not in {vocabulary, base_vocabulary} and vocabulary != base_vocabulary
+        )
+
+    @cached_property
+    def active(self) -> tuple[str, ...]:
+        """The names of the adapters that the model's output is of."""
+        found = self._plain.active_adapters
+        return tuple(found() if callable(found) else found)
+
+    def published_as(self, chosen: SaveLora) -> SaveLora:
+        """What explorers get: ``adapter`` or ``merged``.
+
+        Raises:
+            InvalidSettingsError: ``adapter`` is chosen, and it would not be the model that is
+                trained.
+        """
+        why = None if chosen is SaveLora.MERGED else self.not_an_adapter
+        if chosen is SaveLora.ADAPTER and why is not None:
+            raise InvalidSettingsError(
+                f"the adapter alone is not the model that is trained: {why}; set "
+                "SaveSettings(lora='merged')"
+            )
+        if chosen is SaveLora.AUTO:
+            return SaveLora.ADAPTER if why is None else SaveLora.MERGED
+        return chosen
+
+    @cached_property
+    def not_an_adapter(self) -> str | None:
+        """Why the adapter's file would not be all that has been trained; None where it is."""
+        if len(self.active) != 1:
+            told = " and ".join(map(repr, self.active)) or "no adapter"
+            return f"{told} are active at once, and a file holds one"
+        if (method := self._changed_base) is not None:
+            return (
+                f"{method} has changed the base model's weights as it began, so that the adapter "
+                "does not go with the base model that it names"
+            )
+        adapter = set(self._names(self.active[0]).values())
+        left = [min(names) for names in trained_names(self._model) if not names & adapter]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            return f"{shown(min(left))}{more} is trained and in no file of the adapter"
+        return None
+
+    @property
+    def _changed_base(self) -> str | None:
+        for config in self._configs.values():
+            began = getattr(config, "init_lora_weights", None)
+            if isinstance(began, str) and began.lower().startswith(_CHANGES_BASE):
+                return f"init_lora_weights={began!r}"
+            if getattr(config, "kasa_config", None) is not None:
+                return "KaSA"
+        return None
+
+    # -- what is published ---------------------------------------------------------------------
+
+    def adapter(self) -> dict[str, Tensor]:
+        """The active adapter's tensors, as ``PeftModel.save_pretrained`` names them.
+
+        Returns:
+            name in the file → what this rank has of it.
+
+        Raises:
+            InvalidSettingsError: PEFT would compute something that the model does not hold.
+        """
+        (adapter,) = self.active
+        return {name: self._state[held] for name, held in self._names(adapter).items()}
+
+    def merged(self) -> tuple[dict[str, Tensor], dict[str, Derived]]:
+        """The full model that ``merge_and_unload()`` would make; the model stays as it is.
+
+        Returns:
+            name in the base model → what this rank has of that weight, unmerged; and by the names
+            of those that adapters change, how the merged ones are computed.
+
+        Raises:
+            InvalidSettingsError: PEFT cannot merge it, or what it would make is no plain model.
+        """
+        names, derived = merged_parts(self._plain, self._state)
+        return {name: self._state[held] for name, held in names.items()}, derived
+
+    def config_writer(self) -> Callable[[Path], object]:
+        """Writes ``adapter_config.json`` into a folder, as ``PeftModel.save_pretrained`` does.
+
+        It is that of now, however late it is written.
+        """
+        config: Any = copy.deepcopy(self._configs[self.active[0]])
+        told = {}
+        if self._is_peft_model:
+            base = self._plain.get_base_model()
+            if config.base_model_name_or_path is None:
+                config.base_model_name_or_path = vars(base).get("name_or_path") or None
+            config.inference_mode = True
+            if config.task_type is None:
+                kind = _own_class(base)
+                mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+                told["auto_mapping_dict"] = mapping
+        return lambda folder: config.save_pretrained(str(folder), **told)
+
+    # -- what is resumed from ------------------------------------------------------------------
+
+    @cached_property
+    def frozen_base(self) -> frozenset[str]:
+        """The names of the base model's parameters that training leaves as they were.
+
+        None where the base is not what its name says, or PEFT does not say what is an adapter's.
+        """
+        if self._changed_base is not None:
+            return frozenset()
+        kept = {name for names in trained_names(self._model) for name in names}
+        try:
+            for adapter in self._configs:
+                kept.update(self._names(adapter).values())
+        except InvalidSettingsError:
+            return frozenset()
+        parameters = {name for name, _ in self._plain.named_parameters(remove_duplicate=False)}
+        return frozenset(parameters - kept)
+
+    def for_resuming(self) -> dict[str, Tensor]:
+        """What this rank has of all but the frozen base: adapters, what is trained, buffers."""
+        left_out = self.frozen_base
+        return {name: value for name, value in self._state.items() if name not in left_out}
+
+    # -- what PEFT says ------------------------------------------------------------------------
+
+    @property
+    def _is_peft_model(self) -> bool:
+        """Whether it is a PeftModel, and no model that adapters were put into."""
+        from peft import PeftModel  # noqa: PLC0415 - slow; who has such a model has imported it
+
+        return isinstance(self._plain, PeftModel)
+
+    def _names(self, adapter: str) -> dict[str, str]:
+        """Of an adapter: name in its file → name in the state dict."""
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 - likewise
+
+        config = self._configs[adapter]
+        held = {id(value): name for name, value in self._state.items()}
+        # With the name of the base model PEFT would ask the network for its vocabulary.
+        local = copy.copy(config)
+        local.base_model_name_or_path = None
+        self._configs[adapter] = local
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Setting `save_embedding_layers`")
+                found = get_peft_model_state_dict(
+                    self._plain,
+                    state_dict=dict(self._state),
+                    adapter_name=adapter,
+                    save_embedding_layers=True if self._is_resized else "auto",
+                )
+        finally:
+            self._configs[adapter] = config
+        prefix = "" if self._is_peft_model else PREFIX
+        names = {prefix + name: held.get(id(value)) for name, value in found.items()}
+        computed = [name for name, name_in_state in names.items() if name_in_state is None]
+        if computed or not names:
+            what = f"computes {shown(computed[0])}" if computed else "finds nothing"
+            raise InvalidSettingsError(
+                f"of the {_method(config)} adapter {adapter!r} PEFT {what} as it is saved, which "
+                "cannot be done with tensors that are spread over ranks: use LoRA, or "
+                "PeftModel.save_pretrained"
+            )
+        return {name: str(name_in_state) for name, name_in_state in names.items()}
+
+
+def check_methods(configs: Mapping[str, Any]) -> None:
+    """Raise where an adapter is of a method that cannot be saved as what a state dict holds.
+
+    Args:
+        configs: of the adapters, by name.
+
+    Raises:
+        InvalidSettingsError: prompt tuning, prefix tuning and the like: what PEFT saves of them is
+            computed by the model.
+    """
+    for name, config in configs.items():
+        if getattr(config, "is_prompt_learning", False):
+            raise InvalidSettingsError(
+                f"the adapter {name!r} is of {_method(config)}, which TrainerHook cannot save: its "
+                "prompts are computed, and are no part of the state dict. Use LoRA, or write "
+                "lora_adapter/ with PeftModel.save_pretrained"
+            )
+
+
+def base_vocabulary(model: nn.Module) -> int | None:
+    """How many tokens the base model of the adapters has, by its config on this host.
+
+    It is looked for where ``base_model_name_or_path`` is a folder, or a model in the cache of
+    huggingface_hub; never on the network.
+
+    Args:
+        model: a model with PEFT adapters, without wrappers that hide its attributes.
+    """
+    from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - only PEFT's users have it
+
+    for config in getattr(model, "peft_config", {}).values():
+        told = getattr(config, "base_model_name_or_path", None)
+        if not told:
+            continue
+        path: object = Path(told) / MODEL_CONFIG
+        if not Path(told).is_dir():
+            try:
+                path = try_to_load_from_cache(told, MODEL_CONFIG, revision=config.revision)
+            except ValueError:  # a folder that is not there
+                continue
+        try:
+            found = json.loads(Path(str(path)).read_bytes()).get("vocab_size")
+        except (OSError, ValueError, AttributeError):
+            continue  # none, or no config of a language model
+        if isinstance(found, int):
+            return found
+    return None
+
+
+def _like_peft(model: nn.Module) -> Any:
+    """PEFT's attributes are no part of a module's type."""
+    return model
+
+
+def _method(config: Any) -> str:
+    return str(getattr(config.peft_type, "value", config.peft_type))
+
+
+def _own_class(module: nn.Module) -> type:
+    """The class that a module was made of: ``fully_shard`` gives it another."""
+    classes = type(module).__mro__
+    return next(one for one in classes if not issubclass(one, FSDPModule))

@@ -1,0 +1,252 @@
+"""A PEFT model's adapters merged into the weights of its base, one weight at a time.
+
+The arithmetic is PEFT's own, so that the result is ``merge_and_unload()``'s to the bit: its
+``merge`` is called of a layer that stands for the model's, over the whole tensors of that layer
+alone. The model itself is never merged: to take an adapter out again leaves rounding errors.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from trainer_hooks.state.full_plan import shape_of
+from trainer_hooks.state.gather import Derived
+from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.state_dict import joined
+
+#: Of these layers of PEFT ``merge`` changes the base layer's weight in its own dtype, and nothing
+#: else: those of quantized weights are others.
+_MERGED: Final = frozenset(
+    {
+        ("peft.tuners.lora.layer", "Linear"),
+        ("peft.tuners.lora.layer", "Embedding"),
+        ("peft.tuners.lora.layer", "Conv1d"),
+        ("peft.tuners.lora.layer", "Conv2d"),
+        ("peft.tuners.lora.layer", "Conv3d"),
+        ("peft.tuners.lora.layer", "ParamWrapper"),
+        ("peft.tuners.trainable_tokens.layer", "TrainableTokensLayer"),
+    }
+)
+_FLOATING: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+
+
+def merged_parts(
+    plain: nn.Module, state: Mapping[str, Tensor]
+) -> tuple[dict[str, str], dict[str, Derived]]:
+    """What the full model is made of, with its active adapters merged.
+
+    Args:
+        plain: the model without wrappers, over tensors without content.
+        state: this rank's sharded state dict.
+
+    Returns:
+        name in the base model → name in the state dict, of the unmerged tensor; and by the name in
+        the base model how a tensor is computed that adapters change.
+
+    Raises:
+        InvalidSettingsError: PEFT cannot merge some layer, or makes something else of it than a
+            weight of the same dtype.
+    """
+    found = _Base(state)
+    root: Any = plain
+    path = ""
+    if hasattr(plain, "base_model") and hasattr(plain, "get_base_model"):  # a PeftModel
+        path, root = "base_model.model", root.get_base_model()
+        _check_allowed(plain)
+    found.look_into(root, path, "")
+    derived: dict[str, Derived] = {}
+    taken: dict[str, str] = {}
+    for layer in found.layers:
+        for target, held in layer.targets:
+            if held in taken:
+                raise InvalidSettingsError(
+                    f"{shown(held)} is changed by two layers of PEFT, {shown(taken[held])} and "
+                    f"{shown(layer.path)}, which cannot be merged: save the adapter instead"
+                )
+            taken[held] = layer.path
+            derived[found.published[held]] = layer.derived(target, state)
+    return {published: held for held, published in found.published.items()}, derived
+
+
+class _Layer(NamedTuple):
+    """A layer of PEFT, and what its adapters change.
+
+    Attributes:
+        path: of the module.
+        module: over tensors without content.
+        parts: the names of all that ``merge`` reads or changes.
+        targets: of the base layer's tensors that it changes, the attribute and the name.
+    """
+
+    path: str
+    module: Any
+    parts: tuple[str, ...]
+    targets: tuple[tuple[str, str], ...]
+
+    def derived(self, target: str, state: Mapping[str, Tensor]) -> Derived:
+        """How one of the targets is computed; tried without content, on all ranks alike."""
+        parts = {name: state[name] for name in self.parts}
+        held = state[dict(self.targets)[target]]
+
+        def make(wholes: Mapping[str, Tensor]) -> Tensor:
+            found = self._merged(target, wholes)
+            if (found.dtype, found.shape) != (held.dtype, shape_of(held)):
+                raise SaveFailedError(
+                    f"{shown(self.path)}.{target} became {found.dtype} of shape "
+                    f"{tuple(found.shape)} as it was merged: save the adapter instead"
+                )
+            return found
+
+        try:
+            make(on_meta(parts))
+        # Whatever PEFT raises of a configuration that it does not merge.
+        except Exception as error:
+            raise InvalidSettingsError(
+                f"{shown(self.path)} cannot be merged ({error}): save the adapter instead, by "
+                "SaveSettings(lora='adapter')"
+            ) from error
+        return Derived(parts, make)
+
+    def _merged(self, target: str, wholes: Mapping[str, Tensor]) -> Tensor:
+        changed = {name for _, name in self.targets}
+        # The parts may be the model's own, and what is changed is changed in place.
+        own = {
+            name.removeprefix(f"{self.path}."): one.clone() if name in changed else one
+            for name, one in wholes.items()
+        }
+        layer: Any = plain_model(self.module, own)
+        with torch.no_grad(), warnings.catch_warnings():
+            # That the model is merged already, which is so then, and needs no merging.
+            warnings.filterwarnings("ignore", message=".*adapters (are|were) .*merged.*")
+            layer.merge()
+        found: Tensor = getattr(layer.get_base_layer(), target)
+        return found.detach()
+
+
+@dataclass(slots=True)
+class _Base:
+    """The base model inside a PEFT model.
+
+    Attributes:
+        state: the sharded state dict.
+        published: name in the state dict → name in the base model.
+        layers: the layers of PEFT on the way.
+    """
+
+    state: Mapping[str, Tensor]
+    published: dict[str, str] = field(default_factory=dict)
+    layers: list[_Layer] = field(default_factory=list)
+
+    def look_into(self, module: nn.Module, path: str, out: str) -> None:
+        """Note a module's tensors, and those of all modules inside.
+
+        Args:
+            module: the module.
+            path: where it is in the PEFT model.
+            out: where it is in the base model.
+        """
+        from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; who has such a model has imported it
+        from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
+
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            name = _used(module)
+            self.look_into(module.get_submodule(name), joined(path, name), out)
+        elif isinstance(module, BaseTunerLayer):
+            layer = self._layer(module, path)
+            if layer is not None:
+                self.layers.append(layer)
+            layered: Any = module
+            self.look_into(layered.base_layer, joined(path, "base_layer"), out)
+        else:
+            for name in _own_tensors(module):
+                held = joined(path, name)
+                if held in self.state:
+                    self.published[held] = joined(out, name)
+            for name, child in module._modules.items():  # noqa: SLF001 - named_children leaves out one that is there twice
+                if child is not None:
+                    self.look_into(child, joined(path, name), joined(out, name))
+
+    def _layer(self, module: Any, path: str) -> _Layer | None:
+        """A layer of PEFT; None where no adapter of it is active."""
+        kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
+        if (kind.__module__, kind.__qualname__) not in _MERGED:
+            raise InvalidSettingsError(
+                f"{shown(path)} is a {kind.__module__}.{kind.__qualname__}, which cannot be merged "
+                "into a weight of the base model's dtype: save the adapter instead, by "
+                "SaveSettings(lora='adapter')"
+            )
+        active = set(module.active_adapters)
+        own = (*module.named_parameters(), *module.named_buffers())
+        parts = [
+            joined(path, name)
+            for name, _ in own
+            # KIND.ADAPTER, or KIND.ADAPTER.PARAMETER
+            if not name.startswith("base_layer.") and (*name.split("."), "")[1] in active
+        ]
+        parts = [name for name in parts if name in self.state]  # not all buffers are
+        if not parts:
+            return None
+        base, where = module, path
+        while hasattr(base, "base_layer"):
+            base, where = base.base_layer, joined(where, "base_layer")
+        targets = []
+        for target in _targets(module, active):
+            held = joined(where, target)
+            if held not in self.state or self.state[held].dtype not in _FLOATING:
+                what = "is quantized" if held in self.state else "is not in the state dict"
+                raise InvalidSettingsError(
+                    f"{shown(held)} {what}, and cannot be merged into: save the adapter instead, "
+                    "by SaveSettings(lora='adapter')"
+                )
+            targets.append((target, held))
+        return _Layer(path, module, (*parts, *(held for _, held in targets)), tuple(targets))
+
+
+def _used(module: Any) -> str:
+    """Where a wrapper of PEFT's has the module that counts, as ``merge_and_unload`` says."""
+    if hasattr(module, "token_adapter"):
+        return "token_adapter"
+    if hasattr(module, "modules_to_save"):
+        return (
+            f"modules_to_save.{module.active_adapter}"
+            if module.active_adapters
+            else ("original_module")
+        )
+    raise InvalidSettingsError(
+        f"PEFT's {type(module).__name__} is not known here, and cannot be merged: save the adapter "
+        "instead, by SaveSettings(lora='adapter')"
+    )
+
+
+def _targets(module: Any, active: set[str]) -> Iterator[str]:
+    """The attributes of the base layer that ``merge`` changes."""
+    yield getattr(module, "parameter_name", "weight")
+    if any(module.lora_bias.get(adapter) for adapter in active if hasattr(module, "lora_bias")):
+        yield "bias"
+
+
+def _own_tensors(module: nn.Module) -> Iterator[str]:
+    for name, _ in module.named_parameters(recurse=False):
+        yield name
+    for name, _ in module.named_buffers(recurse=False):
+        yield name
+
+
+def _check_allowed(plain: Any) -> None:
+    check = getattr(plain.base_model, "_check_merge_allowed", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ties, which the file is checked for
+            if check is not None:
+                check()
+    except ValueError as error:
+        raise InvalidSettingsError(f"PEFT does not merge this model: {error}") from error

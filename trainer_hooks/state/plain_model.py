@@ -1,0 +1,90 @@
+"""The modules of a model without its wrappers, over other tensors: to be asked, not to be trained.
+
+PEFT's functions go by a model's modules: which of them have adapters, what they are called, how a
+layer is merged. Wrappers (FSDP, DDP, ``torch.compile``, activation checkpointing) give modules
+other names and have only parts of their tensors; so PEFT is asked about a model of the same modules
+that has none of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_hooks.state.full_plan import shape_of
+from trainer_hooks.state.state_dict import joined, within
+
+#: What a module keeps notes in, which the methods of its copy may change.
+_NOTES: Final = (dict, list, set, OrderedDict)
+
+
+def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
+    """The same modules, which have these tensors and no others. No tensor is copied.
+
+    Modules keep their classes and attributes; what they keep in dicts, lists and sets is copied as
+    far as the first level, so that calling their methods leaves the model as it was. Hooks stay:
+    call no ``forward``. The other way round, tensors are shared: what is to be changed in place
+    must not be the model's.
+
+    Args:
+        model: in any wrappers.
+        tensors: by names of the plain model. What a module has as a buffer becomes one, all else a
+            parameter that is not trained. Buffers that are in no state dict stay the model's own.
+    """
+    owned: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, value in tensors.items():
+        path, _, own = name.rpartition(".")
+        owned[path][own] = value
+    return _plain(model, "", owned, {})
+
+
+def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of the dtypes and shapes of a state dict's whole tensors, without any content."""
+    return {
+        name: torch.empty(shape_of(value), dtype=value.dtype, device="meta")
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.endswith("_extra_state")
+    }
+
+
+def _plain(
+    module: nn.Module,
+    path: str,
+    owned: Mapping[str, Mapping[str, Tensor]],
+    made: dict[nn.Module, nn.Module],
+) -> nn.Module:
+    while (inner := within(module)) is not None:
+        module = inner
+    if module in made:
+        return made[module]
+    plain: nn.Module = object.__new__(type(module))
+    made[module] = plain
+    held = owned.get(path, {})
+    attributes = vars(plain)
+    for name, value in vars(module).items():
+        # FSDP1 puts parameters there as plain tensors.
+        if name not in held:
+            attributes[name] = value.copy() if type(value) in _NOTES else value
+    buffers = {
+        name: held.get(name, value)
+        for name, value in module._buffers.items()  # noqa: SLF001 - those that are None, too
+        if name in held or value is None or name in module._non_persistent_buffers_set  # noqa: SLF001 - likewise
+    }
+    parameters: dict[str, nn.Parameter | None] = {
+        name: None
+        for name, value in module._parameters.items()  # noqa: SLF001 - likewise
+        if value is None
+    }
+    for name, value in held.items():
+        if name not in buffers:
+            parameters[name] = nn.Parameter(value, requires_grad=False)
+    attributes |= {"_parameters": parameters, "_buffers": buffers, "_modules": {}}
+    for name, child in module._modules.items():  # noqa: SLF001 - those that are None, too
+        attributes["_modules"][name] = (
+            None if child is None else _plain(child, joined(path, name), owned, made)
+        )
+    return plain
