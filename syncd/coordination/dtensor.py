@@ -54,4 +54,4 @@ def _placement(told: Any) -> placement.Placement:
         return placement.StridedShard(told.dim, factor)
     if isinstance(told, TorchShard):
         return placement.Shard(told.dim)
-    return placement.Other(str(told))
+    return placement.Other(repr(told))

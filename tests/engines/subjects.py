@@ -50,11 +50,9 @@ def tiny_qwen() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config).eval()
 
 
-def lora_qwen() -> Any:
-    config = LoraConfig(
-        r=2, lora_alpha=6, target_modules=["q_proj", "o_proj"], bias="lora_only", use_dora=True
-    )
-    return get_peft_model(tiny_qwen(), config).eval()
+def lora_qwen(**options: Any) -> Any:
+    given = {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only", **options}
+    return get_peft_model(tiny_qwen(), LoraConfig(r=2, lora_alpha=6, use_dora=True, **given)).eval()
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
