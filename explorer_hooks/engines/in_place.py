@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,8 +72,13 @@ class HostStage:
         """
         devices = {target.tensor.device for target in targets} - {_CPU}
         _synchronize(devices)
+        moves: list[_Move] = []
         for target, view in zip(targets, self._views, strict=True):
-            target.tensor.copy_(view, non_blocking=True)
+            if _is_plain(target):
+                moves.append(_Move(bytes_of(view), bytes_of(target.tensor)))
+            else:
+                target.tensor.copy_(view, non_blocking=True)
+        _move(moves, self._threads)
         _synchronize(devices)
 
     def close(self) -> None:
@@ -106,9 +112,8 @@ def fill_directly(reader: WeightsReader, targets: Sequence[Target], threads: int
     parts: list[_Part] = []
     others: list[Target] = []
     for target in targets:
-        tensor = target.tensor
-        if tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype:
-            parts.append(_Part(target.name, target.box, bytes_of(tensor)))
+        if _is_plain(target):
+            parts.append(_Part(target.name, target.box, bytes_of(target.tensor)))
         else:
             others.append(target)
     stage = HostStage(threads)
@@ -170,6 +175,45 @@ def _cut(part: _Part) -> Iterator[_Part]:
         rows = min(step, count - at)
         box = Box((first + at, *offsets), (rows, *shape))
         yield _Part(part.name, box, part.into[at * row : (at + rows) * row])
+
+
+class _Move(NamedTuple):
+    """Bytes that are to be somewhere else."""
+
+    source: memoryview
+    target: memoryview
+
+
+def _move(moves: Sequence[_Move], threads: int) -> None:
+    """Copy memory, so many batches at a time.
+
+    Not by ``Tensor.copy_``, all of whose threads must meet at the end of each tensor: on processors
+    that do something else as well, that takes many times as long.
+    """
+    tasks = []
+    batch: list[_Move] = []
+    size = 0
+    for source, target in moves:
+        for at in range(0, len(source), _BATCH):
+            batch.append(_Move(source[at : at + _BATCH], target[at : at + _BATCH]))
+            size += len(batch[-1].source)
+            if size >= _BATCH:
+                tasks.append(partial(_move_batch, batch))
+                batch, size = [], 0
+    tasks.append(partial(_move_batch, batch))
+    run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
+
+
+def _move_batch(batch: Sequence[_Move], check: Check) -> None:
+    del check  # a copy that was begun is finished: there is nothing that could fail
+    for source, target in batch:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _is_plain(target: Target) -> bool:
+    """Whether the bytes of the version are those of the tensor, in host memory, end to end."""
+    tensor = target.tensor
+    return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:

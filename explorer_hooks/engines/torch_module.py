@@ -88,7 +88,7 @@ class TorchModule(InProcessEngine):
         self._lock = lock if lock is not None else nullcontext()
         self._threads = threads
         self._stage = HostStage(threads)
-        self._prepared: tuple[LeasedVersion, list[object]] | None = None
+        self._prepared: object = None
 
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, shape and dtype.
@@ -114,7 +114,7 @@ class TorchModule(InProcessEngine):
         """
         targets = self._targets(version)
         if self._in_place == "staged":
-            if self._prepared is None or self._prepared != (version, _layout(targets)):
+            if self._prepared != _reading(version, targets):
                 self._read_ahead(version, targets)
             self._prepared = None
             with self._lock:
@@ -142,7 +142,7 @@ class TorchModule(InProcessEngine):
         self._prepared = None
         with WeightsReader(version) as reader:
             self._stage.read(reader, targets)
-        self._prepared = version, _layout(targets)
+        self._prepared = _reading(version, targets)
 
     def _loaded(self, version: LeasedVersion) -> None:
         """What else changes with the weights, under the lock. It cannot fail."""
@@ -168,6 +168,7 @@ class TorchModule(InProcessEngine):
         return self._rename(name)
 
 
-def _layout(targets: list[Target]) -> list[object]:
-    """What host memory that was read into is laid out by."""
-    return [(target.name, target.dtype, target.box) for target in targets]
+def _reading(version: LeasedVersion, targets: list[Target]) -> object:
+    """What is read for these targets: equal where it would be the same bytes in the same places."""
+    parts = [(target.name, target.dtype, target.box) for target in targets]
+    return version.sequence, version.folder, parts
