@@ -88,7 +88,7 @@ class HostStage:
 
     def _room(self, targets: Sequence[Target]) -> Tensor:
         """Memory for all of them: what there is, where that is enough and of the right kind."""
-        size = sum(_padded(target.nbytes) for target in targets)
+        size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
         memory = self._memory
@@ -99,11 +99,13 @@ class HostStage:
         return memory.content
 
 
-def fill_directly(reader: WeightsReader, targets: Sequence[Target], threads: int) -> None:
+def fill_directly(
+    reader: WeightsReader, targets: Sequence[Target], stage: HostStage, threads: int
+) -> None:
     """Read into the targets themselves: an error leaves some filled and some not.
 
     Those that are contiguous on the CPU and of the version's dtype are read in place; others, batch
-    by batch, through host memory of 256 MiB, or of the largest one's size.
+    by batch, through the stage: 256 MiB of host memory, or as much as the largest one has.
 
     Raises:
         VerificationError, ShardFormatError: a file is not what the manifest says.
@@ -116,9 +118,9 @@ def fill_directly(reader: WeightsReader, targets: Sequence[Target], threads: int
             parts.append(_Part(target.name, target.box, bytes_of(target.tensor)))
         else:
             others.append(target)
-    stage = HostStage(threads)
     _read_parts(reader, parts, threads)
-    for batch in _bounded(others):
+    # The largest one first: its memory is enough for the others.
+    for batch in sorted(_bounded(others), key=_size, reverse=True):
         stage.read(reader, batch)
         stage.copy(batch)
 
@@ -228,6 +230,10 @@ def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
         size += _padded(target.nbytes)
     if group:
         yield group
+
+
+def _size(targets: Sequence[Target]) -> int:
+    return sum(_padded(target.nbytes) for target in targets)
 
 
 def _padded(size: int) -> int:

@@ -124,7 +124,7 @@ class TorchModule(InProcessEngine):
         with WeightsReader(version) as reader, self._lock:
             reader.open({target.name for target in targets})
             try:
-                fill_directly(reader, targets, self._threads)
+                fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
                 error.add_note(
                     f"{self._whose} has parts of version {version.sequence} (step {version.step}) "
