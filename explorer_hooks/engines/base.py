@@ -10,15 +10,87 @@ from explorer_hooks.reader import LeasedVersion
 class Engine(Protocol):
     """Something that serves a model and can take new weights.
 
-    ``load`` is called only with a version that is leased, verified, and was accepted by ``check``.
+    The hook calls it from one thread at a time. For a new version, which is leased and verified by
+    then::
+
+        check -> prepare -> pause -> load -> reset_cache -> resume
+
+    ``resume`` comes in any case once ``pause`` was called. Where ``load`` fails the hook loads the
+    version before again, which is still leased, and only then resumes.
     """
 
-    def check(self, version: LeasedVersion) -> None:
-        """Say whether the version's tensors fit, and change nothing.
+    @property
+    def kinds(self) -> frozenset[str]:
+        """The kinds of versions that it can load: of ``full``, ``adapter``, ``remote``."""
 
-        Raises:
-            EngineMismatchError: a name, a shape or a dtype does not.
+    @property
+    def is_local(self) -> bool:
+        """Whether it reads a version's folder on this host alone; else staging is off."""
+
+    def attach(self) -> None:
+        """Bring into order what a killed hook left, e.g. resume a server that it paused.
+
+        Called once, before the first version.
         """
 
+    def check(self, version: LeasedVersion) -> None:
+        """Compare the version's names, shapes and dtypes with what it serves; change nothing.
+
+        Raises:
+            EngineMismatchError: they do not fit, or the version is of a kind that it cannot load.
+        """
+
+    def prepare(self, version: LeasedVersion) -> None:
+        """Do what can be done while it still serves: read ahead, say.
+
+        Nothing that it serves may change, and what is kept may be of no use: the version need not
+        be loaded after all. ``load`` must work without it.
+
+        Raises:
+            OSError: storage failed.
+            VerificationError: the version is not what it was when it was verified.
+        """
+
+    def pause(self) -> None:
+        """Stop serving: what is in flight is finished, or held until :meth:`resume`."""
+
     def load(self, version: LeasedVersion) -> None:
-        """Take the weights: all of them, or on an error none."""
+        """Take the weights.
+
+        All of them, or on an error none; an engine that cannot promise that says so, and serves
+        again only when the version before was loaded again.
+        """
+
+    def reset_cache(self) -> None:
+        """Forget what was computed with the old weights, e.g. the prefixes of prompts."""
+
+    def resume(self) -> None:
+        """Serve again. Safe to call when it is not paused."""
+
+    def close(self) -> None:
+        """Let go of what it holds; the model itself stays. Safe to call twice."""
+
+
+class InProcessEngine:
+    """Base of engines that are called by who serves: there is nothing to pause, and no cache."""
+
+    kinds: frozenset[str] = frozenset({"full"})
+    is_local: bool = True
+
+    def attach(self) -> None:
+        """Nothing outlives the process."""
+
+    def prepare(self, version: LeasedVersion) -> None:
+        """Nothing is read ahead."""
+
+    def pause(self) -> None:
+        """Who serves is who pulls."""
+
+    def reset_cache(self) -> None:
+        """There is none."""
+
+    def resume(self) -> None:
+        """It was not paused."""
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -20,6 +20,7 @@ from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.save import Save, confirm_unchanged
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     ADAPTER_CONFIG,
     HUGGINGFACE,
@@ -108,6 +109,7 @@ def build_model_folder(
                         "which model the adapter is for: whoever loads it has to know",
                         actor,
                         ADAPTER_CONFIG,
+                        extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
                     )
             copied = clock()
             plan = contents.plan(

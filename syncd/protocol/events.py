@@ -17,6 +17,7 @@ class Event(StrEnum):
 
     NOTE = "note"
 
+    ADAPTER_WITHOUT_BASE = "adapter_without_base"
     CLEANUP_DELAYED = "cleanup_delayed"
     COMMAND_FAILED = "command_failed"
     CONFIG_CHANGED = "config_changed"

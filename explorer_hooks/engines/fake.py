@@ -1,0 +1,267 @@
+"""An engine without a model: it reads versions, remembers what it was asked, and fails on demand.
+
+For tests of what drives an engine. It needs neither torch nor a server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import xxhash
+
+from explorer_hooks.engines.fitting import TensorSpec, check_kind, compare_tensors, tensor_specs
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import SyncdError, VerificationError
+
+_CALLS: Final = frozenset(
+    {"attach", "check", "prepare", "pause", "load", "reset_cache", "resume", "close"}
+)
+_BUFFER: Final = 1024 * 1024
+
+
+class Call(NamedTuple):
+    """One thing that the engine was asked.
+
+    Attributes:
+        what: the method's name.
+        sequence: of the version that it was given; None where it was given none.
+    """
+
+    what: str
+    sequence: int | None = None
+
+
+class Served(NamedTuple):
+    """What the engine serves.
+
+    Attributes:
+        sequence, step: of the version.
+        folder: that it was read from: a stage folder, or the published one.
+        digest: xxh3-128 of all bytes of its weight files, in the manifest's order.
+    """
+
+    sequence: int
+    step: int
+    folder: Path
+    digest: str
+
+
+class Hang:
+    """A call that waits.
+
+    Attributes:
+        reached: set once the engine is in the call.
+    """
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self._free = threading.Event()
+
+    def release(self) -> None:
+        """Let the call go on."""
+        self._free.set()
+
+    def wait(self) -> None:
+        """What the engine does in it."""
+        self.reached.set()
+        self._free.wait()
+
+
+class FakeEngine:
+    """Serves versions by their content's digest.
+
+    Args:
+        kinds: of the versions that it can load.
+        is_local: as an engine has it.
+        tensors: names, dtypes and shapes that it takes; those of the first version by default.
+
+    Attributes:
+        calls: all that it was asked, in order, calls that failed included.
+        served: what it serves; None before the first version, and while it is torn.
+        is_paused: whether it does not serve now.
+    """
+
+    def __init__(
+        self,
+        *,
+        kinds: frozenset[str] = frozenset({"full"}),
+        is_local: bool = True,
+        tensors: Mapping[str, TensorSpec] | None = None,
+    ) -> None:
+        self.kinds = kinds
+        self.is_local = is_local
+        self.calls: list[Call] = []
+        self.served: Served | None = None
+        self.is_paused = False
+        self._tensors = tensors
+        self._faults: list[_Fault] = []
+        self._hangs: dict[str, Hang] = {}
+        self._changed = threading.Condition()
+
+    # -- what a test tells it --------------------------------------------------------------------
+
+    def fail(
+        self,
+        what: str,
+        error: BaseException,
+        *,
+        times: int = 1,
+        sequence: int | None = None,
+        torn: bool = False,
+    ) -> None:
+        """Let the next calls of a method raise.
+
+        Args:
+            what: the method.
+            error: what it raises.
+            times: so many calls do.
+            sequence: only calls with this version; None for any.
+            torn: of ``load``: what was served is lost, as in a module that was half filled.
+        """
+        _known(what)
+        self._faults.append(_Fault(what, error, times, sequence, torn))
+
+    @contextmanager
+    def hanging(self, what: str) -> Iterator[Hang]:
+        """Let calls of a method wait, within the block, until they are released."""
+        _known(what)
+        self._hangs[what] = hang = Hang()
+        try:
+            yield hang
+        finally:
+            del self._hangs[what]
+            hang.release()
+
+    def answer(self, timeout: float = 60.0) -> Served:
+        """Serve one request; it waits while the engine is paused.
+
+        Raises:
+            TimeoutError: it is still paused.
+            SyncdError: it has nothing to serve: no version yet, or it is torn.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.is_paused, timeout):
+                raise TimeoutError("the engine is paused")
+            if self.served is None:
+                raise SyncdError("the engine has no weights")
+            return self.served
+
+    def asked(self, what: str) -> list[int | None]:
+        """The versions that a method was called with, in order."""
+        return [call.sequence for call in self.calls if call.what == what]
+
+    # -- the engine ------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """A server that a killed hook paused serves again."""
+        self._enter("attach")
+        self._set_paused(False)
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare with what it takes."""
+        self._enter("check", version)
+        check_kind(version, self.kinds)
+        if self._tensors is not None:
+            compare_tensors(version, tensor_specs(version.manifest), self._tensors, "this engine")
+
+    def prepare(self, version: LeasedVersion) -> None:
+        """Nothing is read ahead."""
+        self._enter("prepare", version)
+
+    def pause(self) -> None:
+        """Let requests wait."""
+        self._enter("pause")
+        self._set_paused(True)
+
+    def load(self, version: LeasedVersion) -> None:
+        """Read all weights, and serve them."""
+        self._enter("load", version)
+        served = Served(version.sequence, version.step, version.folder, content_of(version))
+        with self._changed:
+            self.served = served
+        if self._tensors is None:
+            self._tensors = tensor_specs(version.manifest)
+
+    def reset_cache(self) -> None:
+        """There is none."""
+        self._enter("reset_cache")
+
+    def resume(self) -> None:
+        """Let requests go on."""
+        self._enter("resume")
+        self._set_paused(False)
+
+    def close(self) -> None:
+        """Nothing is held."""
+        self._enter("close")
+
+    def _enter(self, what: str, version: LeasedVersion | None = None) -> None:
+        sequence = version.sequence if version is not None else None
+        self.calls.append(Call(what, sequence))
+        hang = self._hangs.get(what)
+        if hang is not None:
+            hang.wait()
+        for fault in self._faults:
+            if fault.is_due(what, sequence):
+                fault.times -= 1
+                if fault.torn:
+                    with self._changed:
+                        self.served = None
+                raise fault.error
+
+    def _set_paused(self, paused: bool) -> None:
+        with self._changed:
+            self.is_paused = paused
+            self._changed.notify_all()
+
+
+class _Fault:
+    """Calls that are to fail."""
+
+    def __init__(
+        self, what: str, error: BaseException, times: int, sequence: int | None, torn: bool
+    ) -> None:
+        self.what = what
+        self.error = error
+        self.times = times
+        self.torn = torn
+        self._sequence = sequence
+
+    def is_due(self, what: str, sequence: int | None) -> bool:
+        return self.times > 0 and self.what == what and self._sequence in {None, sequence}
+
+
+def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) -> str:
+    """The digest of all bytes of a version's weight files: which weights it has.
+
+    Args:
+        version: of kind ``full`` or ``adapter``.
+        look: called before each read; it raises to stop.
+
+    Raises:
+        VerificationError: a file became shorter.
+        OSError: storage failed.
+    """
+    hasher = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(_BUFFER))
+    for file in version.open_weights():
+        at = 0
+        while at < file.size:
+            look()
+            part = buffer[: file.size - at]
+            if file.storage.pread_fully(file.fd, part, at) < len(part):
+                raise VerificationError(
+                    f"{file.path} is shorter than its header says", sequence=version.sequence
+                )
+            hasher.update(part)
+            at += len(part)
+    return hasher.hexdigest()
+
+
+def _known(what: str) -> None:
+    if what not in _CALLS:
+        raise ValueError(f"{what!r} is no method of an engine: {', '.join(sorted(_CALLS))}")

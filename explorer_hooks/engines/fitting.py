@@ -1,0 +1,113 @@
+"""Whether a version fits an engine: its kind; name, dtype and shape of each tensor. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import EngineMismatchError
+from syncd.protocol.records import Manifest
+
+_MOST_NAMED: Final = 5
+
+
+class TensorSpec(NamedTuple):
+    """What a tensor must be alike in.
+
+    Attributes:
+        dtype: safetensors' name.
+        shape: of the whole tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def tensor_specs(manifest: Manifest) -> dict[str, TensorSpec]:
+    """The tensors of a version by name."""
+    return {entry.name: TensorSpec(entry.dtype, entry.shape) for entry in manifest.tensors}
+
+
+def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
+    """Check that an engine can load versions of this kind.
+
+    Raises:
+        EngineMismatchError: it cannot; says who can.
+    """
+    if version.kind in kinds:
+        return
+    what = f"version {version.sequence} (step {version.step})"
+    if version.remote_path is not None:
+        raise EngineMismatchError(
+            f"{what} is remote, and this engine loads from storage alone: hand "
+            f"{shown(version.remote_path)} to the service that has it (explorer_hooks.reader: "
+            "LeasedVersion.remote_path)"
+        )
+    if version.kind == "adapter":
+        raise EngineMismatchError(
+            f"{what} is a LoRA adapter, which this engine cannot load: load {version.folder} with "
+            "PEFT or vLLM, or let the trainer save full models"
+        )
+    raise EngineMismatchError(
+        f"{what} is of kind {shown(version.kind)}, which this engine cannot load: it takes a LoRA "
+        "adapter for the model that it has; give a full model to one without PEFT"
+    )
+
+
+def compare_tensors(
+    version: LeasedVersion,
+    given: Mapping[str, TensorSpec],
+    wanted: Mapping[str, TensorSpec],
+    whose: str,
+) -> None:
+    """Compare all names, dtypes and shapes.
+
+    Args:
+        version: for the message.
+        given: what the version has.
+        wanted: what the engine takes, by the same names.
+        whose: the engine, for the message.
+
+    Raises:
+        EngineMismatchError: says which ones differ, and how.
+    """
+    refuse(version, whose, differences(given, wanted, whose))
+
+
+def differences(
+    given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], whose: str
+) -> list[str]:
+    """How two sets of tensors differ, a line each; nothing where they do not."""
+    return [
+        *(f"{shown(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
+        *(f"{shown(name)} is not in the version" for name in wanted.keys() - given.keys()),
+        *(
+            f"{shown(name)} is {_told(given[name], wanted[name])} in the version, "
+            f"{_told(wanted[name], given[name])} in {whose}"
+            for name in given.keys() & wanted.keys()
+            if given[name] != wanted[name]
+        ),
+    ]
+
+
+def refuse(version: LeasedVersion, whose: str, wrong: Iterable[str]) -> None:
+    """Raise the error that says what does not fit; do nothing where all does.
+
+    Raises:
+        EngineMismatchError: something is wrong; the first few are named, the others counted.
+    """
+    ordered = sorted(wrong)
+    if not ordered:
+        return
+    more = len(ordered) - _MOST_NAMED
+    raise EngineMismatchError(
+        f"version {version.sequence} (step {version.step}) does not fit {whose}, which keeps its "
+        f"weights: {'; '.join(ordered[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else "")
+    )
+
+
+def _told(spec: TensorSpec, other: TensorSpec) -> str:
+    """Of a tensor what is not the other's."""
+    return spec.dtype if spec.shape == other.shape else str(list(spec.shape))
