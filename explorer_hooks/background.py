@@ -83,7 +83,7 @@ class Follower:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that calls next
+        except BaseException as error:  # raised by the thread that calls next
             log.error("nothing follows the job any more", exc_info=True)
             self.error = error
             self._died(error)

@@ -168,14 +168,13 @@ class ExplorerHook:
         """One tensor of the version that is served, from its folder, in host memory.
 
         Raises:
-            InvalidSettingsError: nothing is served yet.
-            KeyError: there is no such tensor.
+            InvalidSettingsError: nothing is served yet, or there is no such tensor.
         """
         # Torch is imported by those alone who want tensors.
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415
 
-        with self._pipeline.hold_again() as version:
-            return WeightsReader(version).get_weight(name)
+        with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
+            return reader.get_weight(name)
 
     def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the version that is served now, one at a time, in host memory.
@@ -187,8 +186,8 @@ class ExplorerHook:
         """
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as above
 
-        with self._pipeline.hold_again() as version:
-            yield from WeightsReader(version).state_dict_iterator()
+        with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
+            yield from reader.state_dict_iterator()
 
     # -- taking what is newer --------------------------------------------------------------------
 

@@ -111,7 +111,6 @@ class Pipeline:
         except BaseException as error:
             self._let_go(*using)
             if blames and refuses(error):
-                assert isinstance(error, Exception)  # noqa: S101 - as refuses() promises
                 refusal = self._refusal(version, error)
                 if not isinstance(error, EngineBrokenError):
                     raise refusal from error
@@ -257,7 +256,7 @@ class Pipeline:
             told.pause,
         )
 
-    def _refusal(self, version: Version, error: Exception) -> RefusedError:
+    def _refusal(self, version: Version, error: BaseException) -> RefusedError:
         log.error("version %d is refused: %s", version.sequence, error)
         self._refused = version, f"version {version.sequence}: {error}"
         self.report()

@@ -25,7 +25,7 @@ class RefusedError(Exception):
         error: why.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
         self.error = error
 
@@ -143,7 +143,7 @@ class Reloader:
         try:
             self._load(before)
             self._engine.reset_cache()
-        except Exception as again:
+        except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
                 f"the engine did not take the new version ({error}), nor version "
                 f"{before.sequence}, which it had, again ({again}): what it serves is not known; "

@@ -108,8 +108,8 @@ class Staging:
             The version, to be read from its copy and held there.
 
         Raises:
-            NotStagedError: there is no copy: no room, or a file is not what the manifest says, or one of
-                the two storages failed. The version itself is still to be verified.
+            NotStagedError: there is no copy: no room, or a file is not what the manifest says, or
+                one of the two storages failed. The version itself is still to be verified.
         """
         try:
             return self._stage(version, cancel)
@@ -151,7 +151,9 @@ class Staging:
             self._storage.make_folder(self._room, below=Path(self.folder.anchor))
             owner = self._room.stat(follow_symlinks=False).st_uid
         except OSError as error:
-            raise InvalidSettingsError(f"{self.folder} cannot be the stage folder: {error}") from None
+            raise InvalidSettingsError(
+                f"{self.folder} cannot be the stage folder: {error}"
+            ) from None
         if owner != os.geteuid():
             raise InvalidSettingsError(
                 f"{self._room} is of user {owner}: take another stage folder, or remove it"
@@ -236,7 +238,9 @@ class Staging:
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free:
-            raise NotStagedError(f"its {size} bytes do not fit into the {free} free in {self._room}")
+            raise NotStagedError(
+                f"its {size} bytes do not fit into the {free} free in {self._room}"
+            )
 
     def _copies(self) -> list[str]:
         found = self._storage.kinds(self._room)

@@ -96,9 +96,7 @@ class LeasedVersion:
 
     def with_hold(self, hold: Hold) -> LeasedVersion:
         """The same version, held by something else."""
-        return LeasedVersion(
-            self._storage, self.folder, self.manifest, hold, source=self.source
-        )
+        return LeasedVersion(self._storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """The version's safetensors files, each open while the caller is at it."""
