@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Self
 from explorer_hooks.background import Follower, follow
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.pipeline import Pipeline
+from explorer_hooks.pulling import Puller
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.reload import OnRemote, RefusedError
 from explorer_hooks.staging import Staging
@@ -22,9 +21,7 @@ from syncd.coordination.member import POLL, Seams
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     InvalidSettingsError,
-    JobUnavailableError,
     NotFollowingError,
-    VersionGoneError,
     WaitTimeoutError,
 )
 from syncd.protocol.policy import (
@@ -94,13 +91,9 @@ class ExplorerHook:
         self._engine = engine
         self._poll = poll
         self._cancel = Cancellation()
-        self._stopped = threading.Event()
-        self._cancel.attach(self._stopped.set)
         self._closed = False
         self._follower: Follower | None = None
         self._unfollow = Cancellation()
-        # Of a thread: whose signal handler may close what it waits for.
-        self._pulling = threading.RLock()
         self._sync = ExplorerSynchronizer(
             job_dir,
             name,
@@ -111,6 +104,8 @@ class ExplorerHook:
         self._pipeline = Pipeline(
             self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
         )
+        self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
+        self._cancel.attach(self._pipeline.wake)
         try:
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
@@ -221,7 +216,7 @@ class ExplorerHook:
                 "or stop() first"
             )
         try:
-            return self._pull(timeout, asks=True, cancel=self._cancel)
+            return self._puller.newest(timeout, asks=True, cancel=self._cancel)
         except RefusedError as refused:
             raise refused.error from refused.error.__cause__
 
@@ -237,23 +232,11 @@ class ExplorerHook:
             InvalidSettingsError: a trainer works.
             WaitTimeoutError, or as :meth:`pull`.
         """
-        with self._pulling:
-            self._cancel.check()
-            self._pipeline.restore()
-            while True:
-                version = self._sync.set_model_state_dict_with_step_num(
-                    step, timeout=timeout, cancel=self._cancel
-                )
-                assert version is not None  # noqa: S101 - a step was asked for
-                if version == self.version:
-                    return version
-                try:
-                    return self._pipeline.take(version, self._cancel)
-                except VersionGoneError as error:
-                    log.info("%s; looking again", error)
-                    self._stopped.wait(self._poll)
-                except RefusedError as refused:
-                    raise refused.error from refused.error.__cause__
+        seconds = self._settings.sync_timeout if timeout is None else timeout
+        try:
+            return self._puller.step(step, seconds)
+        except RefusedError as refused:
+            raise refused.error from refused.error.__cause__
 
     def sync_is_due(self, step: int) -> bool:
         """Whether :meth:`after_step` will sync: what is in flight should be finished by then."""
@@ -283,10 +266,7 @@ class ExplorerHook:
         if not self.sync_is_due(step) or self._follower is not None:
             return self.version
         try:
-            with self._pulling:
-                self._cancel.check()
-                self._pipeline.restore()
-                self._sync_now()
+            self._puller.sync(self._settings.sync_timeout)
         except RefusedError:
             pass  # it is in the log and in the report
         except OSError as error:
@@ -310,9 +290,8 @@ class ExplorerHook:
         stopped = threading.Event()
         cancel.attach(stopped.set)
         self._pipeline.follows()
-        pull = partial(
-            self._pull, None, asks=self._settings.style is SyncStyle.EXPLORER_DRIVEN, cancel=cancel
-        )
+        asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
+        pull = partial(self._puller.newest, None, asks=asks, cancel=cancel)
         self._follower = Follower(
             partial(follow, pull, pause=stopped.wait, poll=self._poll), died=self._follower_died
         )
@@ -324,20 +303,35 @@ class ExplorerHook:
         if follower is not None:
             follower.join()
 
-    def wait_until_served(self, timeout: float | None = None) -> Version:
-        """Wait until the engine serves any version, while something follows.
+    def wait_until_served(
+        self, timeout: float | None = None, *, newer_than: Version | None = None
+    ) -> Version:
+        """Wait until the engine serves a version, while something follows.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+            newer_than: a version that is not enough.
 
         Raises:
             WaitTimeoutError: it does not in time.
             NotFollowingError: what followed has ended.
+            CancelledError: the hook was cancelled, or closed.
         """
-        version = self._pipeline.wait(
-            lambda: self.version is not None or self._follower_error() is not None, timeout
+        least = newer_than.sequence if newer_than else 0
+        found = self._pipeline.wait(
+            lambda version: (
+                (version is not None and version.sequence > least)
+                or self._follower_error() is not None
+                or self._cancel.is_done
+            ),
+            timeout,
         )
         self._raise_if_dead()
-        if version is None:
-            raise WaitTimeoutError(f"{self._sync.name} serves nothing within {timeout:g} s")
-        return version
+        self._cancel.check()
+        if found is None or found.sequence <= least:
+            newer = f" newer than {newer_than}" if newer_than else ""
+            raise WaitTimeoutError(f"{self._sync.name} serves nothing{newer} within {timeout:g} s")
+        return found
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -356,7 +350,7 @@ class ExplorerHook:
         self._closed = True
         self.cancel()
         self.stop()
-        with self._pulling:
+        with self._puller.lock:
             self._engine.close()
             self._pipeline.close()
             self._sync.close()
@@ -366,48 +360,6 @@ class ExplorerHook:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _pull(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
-        """As :meth:`pull`.
-
-        Raises:
-            RefusedError: in place of what the version was refused for.
-        """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with self._pulling:
-            cancel.check()
-            self._pipeline.restore()
-            while True:
-                left = None if timeout is None else max(0.0, deadline - time.monotonic())
-                newest = self._sync.wait_for_newer(
-                    self._pipeline.floor, asks=asks, timeout=left, cancel=cancel
-                )
-                try:
-                    return self._pipeline.take(newest, cancel)
-                except VersionGoneError as error:
-                    if time.monotonic() >= deadline:
-                        raise WaitTimeoutError(str(error)) from error
-                    log.info("%s; looking again", error)
-                    self._stopped.wait(self._poll)
-
-    def _sync_now(self) -> None:
-        deadline = time.monotonic() + self._settings.sync_timeout
-        while True:
-            left = max(0.0, deadline - time.monotonic())
-            floor = self._pipeline.floor
-            try:
-                newest = self._sync.wait_new_model_state_dict(
-                    floor, timeout=left, cancel=self._cancel
-                )
-                if newest is not None and newest != floor:
-                    self._pipeline.take(newest, self._cancel)
-            except (VersionGoneError, JobUnavailableError) as error:
-                if time.monotonic() >= deadline:
-                    raise WaitTimeoutError(str(error)) from error
-                log.info("%s; looking again", error)
-                self._stopped.wait(self._poll)
-            else:
-                return
 
     def _follower_died(self, error: BaseException) -> None:
         self._pipeline.follows_no_more(f"nothing follows the job any more: {error!r}")

@@ -152,11 +152,18 @@ class Pipeline:
         finally:
             self._let_go(again)
 
-    def wait(self, until: Callable[[], bool], timeout: float | None) -> Version | None:
-        """Wait until something changed for good; returns what is served then."""
+    def wait(
+        self, until: Callable[[Version | None], bool], timeout: float | None
+    ) -> Version | None:
+        """Wait until what is served is enough, or the time is up; returns what is served then."""
         with self._changed:
-            self._changed.wait_for(until, timeout)
+            self._changed.wait_for(lambda: until(self.version), timeout)
             return self.version
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
 
     def follows(self) -> None:
         """Something follows the job in the background from now on."""

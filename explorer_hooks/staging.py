@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,14 +150,14 @@ class Staging:
     def _open(self) -> None:
         try:
             self._storage.make_folder(self._room, below=Path(self.folder.anchor))
-            owner = self._room.stat(follow_symlinks=False).st_uid
+            found = self._room.stat(follow_symlinks=False)
         except OSError as error:
             raise InvalidSettingsError(
                 f"{self.folder} cannot be the stage folder: {error}"
             ) from None
-        if owner != os.geteuid():
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidSettingsError(
-                f"{self._room} is of user {owner}: take another stage folder, or remove it"
+                f"{self._room} is no folder of this user: take another stage folder, or remove it"
             )
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
