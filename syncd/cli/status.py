@@ -195,7 +195,10 @@ def _show(seen: dict[str, Any], console: Console) -> None:
         say(f"refused  {', '.join(seen['quarantined'])}")
     if not seen["explorers"]:
         return
-    table = Table("explorer", "status", "version", "step", "behind", "pause", "heard", "refused")
+    heads = ["explorer", "status", "version", "step", "behind", "heard", "refused"]
+    if reloaded := any(report["reload"] for report in seen["explorers"]):
+        heads.insert(-2, "pause")
+    table = Table(*heads)
     for report in seen["explorers"]:
         cells = (
             report["name"],
@@ -203,7 +206,7 @@ def _show(seen: dict[str, Any], console: Console) -> None:
             report["sequence"] or "-",
             "-" if report["step"] is None else report["step"],
             report["behind"],
-            _pause(report["reload"]),
+            *([_pause(report["reload"])] if reloaded else []),
             _age(now, report["time"]),
             report["fault"] or report["refused"] or "",
         )

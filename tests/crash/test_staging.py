@@ -20,11 +20,11 @@ class Unlinkable(DeadlyStorage):
     """On another filesystem than the job."""
 
     def link(self, source: Path, target: Path) -> None:
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source))
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
 
 
 def old_and_new(stage: Path, storage: DeadlyStorage, versions: list[LeasedVersion]) -> None:
-    """What a hook does: the next version is staged while the one before is held, which then goes."""
+    """What a hook does: the next version is staged, and then the one before goes."""
     staging = Staging(stage, storage=storage)
     before, _ = [staging.stage(version) for version in versions]
     before.release()
@@ -53,7 +53,7 @@ def test_whatever_change_is_the_last_one_no_half_copy_is_used(
 
 
 def check(stage: Path, versions: list[LeasedVersion], moment: int) -> None:
-    """What is there is whole, and whoever comes next gets what it wants, and leaves nothing else."""
+    """What is there is whole, and whoever comes next gets its version, and leaves no other."""
     again = Staging(stage)
     (room,) = stage.iterdir()
     truths = {version.folder.name: files(version.folder) for version in versions}

@@ -51,7 +51,7 @@ def test_a_command_that_fails_or_hangs_has_not_taken_the_version(job: Job, tmp_p
         os.close(reader)
 
 
-def test_a_command_is_given_only_what_fits_what_it_took_before(job: Job, tmp_path: Path) -> None:
+def test_a_command_is_given_only_what_fits_what_it_took_before(job: Job) -> None:
     publish(job, 1)
     engine = CommandEngine("true", timeout=60)
     with held(job) as version:

@@ -140,9 +140,8 @@ def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
         assert pulling.join() == Version(1, 1)
 
 
-def test_a_pull_of_no_time_requires_nothing(
-    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer
-) -> None:
+@pytest.mark.usefixtures("trainer")
+def test_a_pull_of_no_time_requires_nothing(job: Job, engine: FakeEngine) -> None:
     with hook_of(job, engine) as hook:
         with pytest.raises(WaitTimeoutError):
             hook.pull(0)

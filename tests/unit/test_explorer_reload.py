@@ -118,9 +118,7 @@ def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
     assert report(job).fault is None
 
 
-def test_an_engine_that_does_not_resume_is_broken(
-    job: Job, hook: ExplorerHook, engine: FakeEngine
-) -> None:
+def test_an_engine_that_does_not_resume_is_broken(hook: ExplorerHook, engine: FakeEngine) -> None:
     engine.fail("resume", ConnectionError("down"))
     with pytest.raises(EngineBrokenError, match="could not be resumed"):
         hook.pull(0)
