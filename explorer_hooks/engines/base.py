@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from explorer_hooks.reader import LeasedVersion
 
@@ -74,8 +74,8 @@ class Engine(Protocol):
 class InProcessEngine:
     """Base of engines that are called by who serves: there is nothing to pause, and no cache."""
 
-    kinds: ClassVar[frozenset[str]] = frozenset({"full"})
-    is_local: ClassVar[bool] = True
+    kinds: frozenset[str] = frozenset({"full"})
+    is_local: bool = True
 
     def attach(self) -> None:
         """Nothing outlives the process."""

@@ -1,4 +1,4 @@
-"""Whether a version fits an engine: its kind, and the name, dtype and shape of each tensor. Pure."""
+"""Whether a version fits an engine: its kind; name, dtype and shape of each tensor. Pure."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ def differences(
         *(f"{shown(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
         *(f"{shown(name)} is not in the version" for name in wanted.keys() - given.keys()),
         *(
-            f"{shown(name)} is {_told(given[name], wanted[name])} in the version, "
-            f"{_told(wanted[name], given[name])} in {whose}"
+            f"{shown(name)} is {_told(given[name], wanted[name])}, "
+            f"{whose} has {_told(wanted[name], given[name])}"
             for name in given.keys() & wanted.keys()
             if given[name] != wanted[name]
         ),

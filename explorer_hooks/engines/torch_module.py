@@ -2,130 +2,173 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from typing import Final
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-
+from explorer_hooks.engines.base import InProcessEngine
+from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.engines.in_place import HostStage, fill_directly
+from explorer_hooks.engines.targets import Rename, Target, find_targets, tensors_of
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.tensor_rules import shown
-from syncd.coordination.tensors import DTYPES, fill
-from syncd.protocol.errors import EngineMismatchError
-from syncd.protocol.records import TensorEntry
+from explorer_hooks.weights import WeightsReader
+from syncd.protocol.errors import InvalidSettingsError
 
-_MOST_NAMED: Final = 5
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+InPlace = Literal["staged", "direct"]
+
+_WAYS: Final = ("staged", "direct")
+_THREADS: Final = 4
 
 
-class TorchModule:
-    """Copies a version into a live ``nn.Module``, in place and all or nothing.
+class TorchModule(InProcessEngine):
+    """Copies versions into a live ``nn.Module``, in place.
 
-    Data pointers stay, so CUDA graphs and optimizers that hold them stay valid. All tensors are
-    read into host memory first (one more copy of the model there), so an error of the storage finds
-    the module as it was.
+    Promised: parameters and buffers stay the same objects with the same data pointers, so that CUDA
+    graphs, compiled code and optimizers that hold them stay valid; every tensor is filled, with the
+    bits of the version; a DTensor gets this rank's own part, and only that is read, of any mesh and
+    any of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are complete on
+    every device. What is put on a device afterwards sees the new weights, and what was put there
+    before has seen the old ones alone.
+
+    Not promised: that a model that computes in another thread meanwhile sees one version alone:
+    give the lock that it computes under. Nor that ranks that share a model change it at the same
+    moment: let them pull between two batches.
+
+    ``in_place`` says where the bytes go:
+
+    - ``staged``: all are read into host memory first, which is kept from one load to the next (as
+      much again as this rank's part of the module; pinned where that is on a GPU), and then copied.
+      All or nothing: an error of the storage finds the module as it was. A hook reads ahead while
+      the module still serves, so that a pause is as long as one copy of the bytes.
+    - ``direct``: read into the parameters themselves, where they are on the CPU; through 256 MiB of
+      host memory else. Half the copies, and no second copy of the model in memory. An error of the
+      storage in the middle leaves a torn module, until the version before is loaded again, which a
+      hook does; where there was none before, or it cannot be read either, it stays torn.
 
     Args:
         module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions.
+        rename: the module's name of each tensor by the version's, or a function from one to the
+            other, which gives None for a tensor that the module does not take. Names that are not
+            in a mapping stay.
+        prefix: of the version's names only those that begin with this are the module's, and there
+            they lack it; before ``rename``.
+        cast: whether floating values are cast where the module has another floating dtype (never
+            from or to fp8); by default that is refused.
+        in_place: as above.
+        lock: held while the module changes, e.g. the ``threading.Lock`` of whoever computes.
+        threads: the most that read at a time; never more than there are processors.
+
+    Raises:
+        InvalidSettingsError: there is no such way of ``in_place``.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    _whose = "the module"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rename: Mapping[str, str] | Rename | None = None,
+        prefix: str = "",
+        cast: bool = False,
+        in_place: InPlace = "staged",
+        lock: AbstractContextManager[Any] | None = None,
+        threads: int = _THREADS,
+    ) -> None:
+        if in_place not in _WAYS:
+            raise InvalidSettingsError(f"in_place is {in_place!r}: it is one of {', '.join(_WAYS)}")
         self._module = module
+        self._rename = rename
+        self._prefix = prefix
+        self._cast = cast
+        self._in_place = in_place
+        self._lock = lock if lock is not None else nullcontext()
+        self._threads = threads
+        self._stage = HostStage(threads)
+        self._prepared: object = None
 
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: says which ones differ, and how; or the version is no full model.
+            EngineMismatchError: says which ones differ, and how; or the version is of a kind that
+                the module cannot take.
         """
-        if version.remote_path is not None:
-            raise EngineMismatchError(
-                f"version {version.sequence} (step {version.step}) is remote, and this engine "
-                f"loads from storage alone: hand {shown(version.remote_path)} to the service that "
-                "has it (explorer_hooks.reader: LeasedVersion.remote_path)"
-            )
-        if version.kind != "full":
-            raise EngineMismatchError(
-                f"version {version.sequence} (step {version.step}) is a LoRA {version.kind}, which "
-                f"this engine cannot load: load {version.folder} with PEFT or vLLM, or let the "
-                "trainer save full models"
-            )
-        entries = {entry.name: entry for entry in version.manifest.tensors}
-        targets = self._targets(entries)
-        wrong = [
-            *(f"{shown(name)} is not in the module" for name in entries.keys() - targets.keys()),
-            *(f"{name} is not in the version" for name in targets.keys() - entries.keys()),
-            *(
-                difference
-                for name in entries.keys() & targets.keys()
-                if (difference := _difference(entries[name], targets[name]))
-            ),
-        ]
-        if wrong:
-            more = len(wrong) - _MOST_NAMED
-            raise EngineMismatchError(
-                f"version {version.sequence} (step {version.step}) does not fit the module, which "
-                f"keeps its weights: {'; '.join(sorted(wrong)[:_MOST_NAMED])}"
-                + (f"; and {more} more" if more > 0 else "")
-            )
+        self._targets(version)
+
+    def prepare(self, version: LeasedVersion) -> None:
+        """Read the version into host memory, where it is staged; the module is not touched."""
+        if self._in_place == "staged":
+            self._read_ahead(version, self._targets(version))
 
     def load(self, version: LeasedVersion) -> None:
-        """Read all tensors, then copy them in."""
-        staged = _staged(version)
-        targets = self._targets(staged)
-        with torch.no_grad():
-            for name, target in targets.items():
-                target.copy_(staged[name])
+        """Fill the module.
 
-    def _targets(self, given: Container[str]) -> dict[str, Tensor]:
-        """The module's tensors by name, but for tied ones of which another name is given."""
-        state = self._module.state_dict(keep_vars=True)
-        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        filled = {id(value) for name, value in tensors.items() if name in given}
-        return {
-            name: value
-            for name, value in tensors.items()
-            if name in given or id(value) not in filled
-        }
+        Raises:
+            EngineMismatchError: the version does not fit; nothing was changed.
+            VerificationError, ShardFormatError, OSError: it cannot be read; nothing was changed, or
+                with ``direct`` the module may be torn, which a note of the error says.
+        """
+        targets = self._targets(version)
+        if self._in_place == "staged":
+            if self._prepared != _reading(version, targets):
+                self._read_ahead(version, targets)
+            self._prepared = None
+            with self._lock:
+                self._stage.copy(targets)
+                self._loaded(version)
+            return
+        with WeightsReader(version) as reader, self._lock:
+            reader.open({target.name for target in targets})
+            try:
+                fill_directly(reader, targets, self._stage, self._threads)
+            except Exception as error:
+                error.add_note(
+                    f"{self._whose} has parts of version {version.sequence} (step {version.step}) "
+                    "now: load the version before again"
+                )
+                raise
+            self._loaded(version)
+
+    def close(self) -> None:
+        """Let the host memory go; the module stays as it is."""
+        self._prepared = None
+        self._stage.close()
+
+    def _read_ahead(self, version: LeasedVersion, targets: list[Target]) -> None:
+        self._prepared = None
+        with WeightsReader(version) as reader:
+            self._stage.read(reader, targets)
+        self._prepared = _reading(version, targets)
+
+    def _loaded(self, version: LeasedVersion) -> None:
+        """What else changes with the weights, under the lock. It cannot fail."""
+
+    def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for others
+        """The tensors that a version fills, by the names that it is renamed to."""
+        return tensors_of(self._module)
+
+    def _targets(self, version: LeasedVersion) -> list[Target]:
+        check_kind(version, self.kinds)
+        tensors = self._tensors(version)
+        return find_targets(version, tensors, self._renamed, cast=self._cast, whose=self._whose)
+
+    def _renamed(self, name: str) -> str | None:
+        if not name.startswith(self._prefix):
+            return None
+        name = name.removeprefix(self._prefix)
+        if self._rename is None:
+            return name
+        if isinstance(self._rename, Mapping):
+            renamed: str = self._rename.get(name, name)
+            return renamed
+        return self._rename(name)
 
 
-def _difference(entry: TensorEntry, target: Tensor) -> str:
-    """Why a tensor of the version cannot be copied into one of the module, or nothing."""
-    expanded = zip(target.shape, target.stride(), strict=True)
-    reasons = {
-        "is a DTensor, which this engine cannot load into": isinstance(target, DTensor),
-        "is on the meta device: the module has no weights to replace": target.is_meta,
-        "is an inference tensor, which cannot be changed in place": target.is_inference(),
-        "is an expanded tensor, whose elements share memory": any(
-            size > 1 and step == 0 for size, step in expanded
-        ),
-        f"is {list(entry.shape)}, the module has {list(target.shape)}": entry.shape
-        != tuple(target.shape),
-        f"is {entry.dtype}, the module has {target.dtype}": DTYPES.get(entry.dtype) != target.dtype,
-    }
-    return next((f"{shown(entry.name)} {reason}" for reason, holds in reasons.items() if holds), "")
-
-
-def _staged(version: LeasedVersion) -> dict[str, Tensor]:
-    """All tensors of a version, in host memory.
-
-    Read by pread: a memory map of a file that its server loses would kill the process.
-    """
-    staged: dict[str, Tensor] = {}
-    for file in version.open_weights():
-        begin = min((entry.begin for entry in file.entries), default=0)
-        buffer = bytearray(max((entry.end for entry in file.entries), default=0) - begin)
-        fill(file, memoryview(buffer), begin)
-        for entry in file.entries:
-            dtype = DTYPES[entry.dtype]
-            if entry.end == entry.begin:
-                staged[entry.name] = torch.empty(entry.shape, dtype=dtype)
-                continue
-            flat = torch.frombuffer(
-                buffer,
-                dtype=dtype,
-                count=(entry.end - entry.begin) // dtype.itemsize,
-                offset=entry.begin - begin,
-            )
-            staged[entry.name] = flat.view(entry.shape)
-    return staged
+def _reading(version: LeasedVersion, targets: list[Target]) -> object:
+    """What is read for these targets: equal where it would be the same bytes in the same places."""
+    parts = [(target.name, target.dtype, target.box) for target in targets]
+    return version.sequence, version.folder, parts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
+from operator import mul
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Shape
@@ -79,6 +81,25 @@ def extent(within: Box, part: Box) -> Extent:
     first = sum(count * step for count, step in zip(ahead, steps, strict=True))
     last = sum((size - 1) * step for size, step in zip(part.shape, steps, strict=True))
     return Extent(first, last + 1)
+
+
+def extents(within: Box, part: Box) -> Iterator[Extent]:
+    """The elements of a part, and no others, in the C order of the box that it lies in.
+
+    Each extent is as long as can be: it ends where elements follow that are not of the part.
+    """
+    if not part.size:
+        return
+    steps = strides(within.shape)
+    length, outer = 1, len(part.shape)
+    while outer:
+        outer -= 1
+        length *= part.shape[outer]
+        if part.shape[outer] != within.shape[outer]:
+            break
+    base = extent(within, part).first
+    for index in product(*map(range, part.shape[:outer])):
+        yield Extent(base + sum(map(mul, index, steps)), length)
 
 
 def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[Box]:

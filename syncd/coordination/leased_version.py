@@ -18,7 +18,7 @@ from syncd.protocol.errors import (
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Latest, Manifest, parse
 from syncd.storage.errnos import is_gone, is_no_record
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.leases import Lease
 
 log = logging.getLogger(__name__)
@@ -102,8 +102,31 @@ class LeasedVersion:
         """The version's safetensors files, each open while the caller is at it."""
         for file in self.manifest.files:
             if file.name.endswith(WEIGHTS):
-                with SafetensorsFile.open(self._storage, self.folder / file.name) as opened:
+                with self.open_file(file.name) as opened:
                     yield opened
+
+    def open_file(self, name: str) -> SafetensorsFile:
+        """One of the version's safetensors files; it is the caller's to close.
+
+        Args:
+            name: as in the manifest.
+
+        Raises:
+            ShardFormatError: it is not a whole safetensors file.
+            OSError: it cannot be opened or read.
+        """
+        return SafetensorsFile.open(self._storage, self.folder / name)
+
+    def read_file(self, name: str) -> bytes:
+        """All of one of the version's small files, a configuration say.
+
+        Args:
+            name: as in the manifest.
+
+        Raises:
+            OSError: it cannot be read, or has over 256 MiB.
+        """
+        return self._storage.read(self.folder / name, LONG_RECORD_LIMIT)
 
     def release(self) -> None:
         """Let the version go. Safe to call twice."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 import torch
 import xxhash
@@ -13,7 +13,8 @@ from syncd.checkpoint.safetensors_file import DTYPES as _NAMES
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.protocol.errors import VerificationError
+from syncd.protocol.errors import EngineMismatchError, VerificationError
+from syncd.protocol.records import TensorEntry
 
 #: safetensors' name of a dtype → torch's dtype, where this torch has it.
 DTYPES: Final = {
@@ -31,24 +32,56 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
     for file in version.open_weights():
+        check_header(version, file, told)
         for entry in file.entries:
-            expected = told.get(entry.name)
-            if expected is None or (expected.dtype, expected.shape) != (entry.dtype, entry.shape):
-                raise VerificationError(
-                    f"{file.path}: {shown(entry.name)} is not what the manifest says",
-                    sequence=version.sequence,
-                )
-            buffer = bytearray(entry.end - entry.begin)
-            fill(file, memoryview(buffer), entry.begin)
-            digest = xxhash.xxh3_128_hexdigest(buffer)
-            if expected.digest is not None and digest != expected.digest:
+            tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            buffer = bytes_of(tensor)
+            fill(file, buffer, entry.begin)
+            expected, digest = told[entry.name].digest, xxhash.xxh3_128_hexdigest(buffer)
+            if expected is not None and digest != expected:
                 raise VerificationError(
                     f"{file.path}: the digest of {shown(entry.name)} is not what the manifest says",
                     sequence=version.sequence,
                 )
-            dtype = DTYPES[entry.dtype]
-            flat = torch.frombuffer(buffer, dtype=dtype) if buffer else torch.empty(0, dtype=dtype)
-            yield entry.name, flat.view(entry.shape)
+            yield entry.name, tensor
+
+
+def check_header(
+    version: LeasedVersion, file: SafetensorsFile, told: Mapping[str, TensorEntry]
+) -> None:
+    """Compare the tensors that a file has with those that the manifest says, by name.
+
+    Raises:
+        VerificationError: one is not in the manifest, or there it has another dtype or shape.
+    """
+    for entry in file.entries:
+        expected = told.get(entry.name)
+        if expected is None or (expected.dtype, expected.shape) != (entry.dtype, entry.shape):
+            raise VerificationError(
+                f"{file.path}: {shown(entry.name)} is not what the manifest says",
+                sequence=version.sequence,
+            )
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Torch's dtype of safetensors' name.
+
+    Raises:
+        EngineMismatchError: this torch has none.
+    """
+    dtype: torch.dtype | None = DTYPES.get(name)
+    if dtype is None:
+        raise EngineMismatchError(
+            f"torch {torch.__version__} has no dtype for safetensors' {shown(name)}: install a "
+            "newer torch"
+        )
+    return dtype
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU: what is written there the tensor then has."""
+    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()  # as NumPy knows all dtypes
+    return memoryview(array)
 
 
 def fill(file: SafetensorsFile, view: memoryview, offset: int) -> None:

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as TorchReplicate
-from torch.distributed.tensor import Shard as TorchShard
 
-from syncd.checkpoint import placement
 from syncd.checkpoint.boxes import Box, bites, common, extent, strides, whole, without
-from syncd.checkpoint.placement import Local, Sharding, place
+from syncd.checkpoint.placement import Local
 from syncd.checkpoint.source_reader import SourceReader
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.coordination.dtensor import local_box
 from syncd.protocol.errors import CheckpointError, SyncdError
 from trainer_hooks.resuming.saved_files import ADVICE, Held, SavedFiles
 
@@ -74,7 +72,9 @@ def goals_of(state: Mapping[str, Any]) -> list[Goal]:
     for name, value in state.items():
         match value:
             case DTensor():
-                goals.extend(_of_dtensor(name, value))
+                box = local_box(name, value)
+                if box is not None:
+                    goals.append(Goal(name, value.to_local().detach(), box, tuple(value.shape)))
             case ShardedTensor():
                 goals.extend(
                     Goal(
@@ -89,39 +89,6 @@ def goals_of(state: Mapping[str, Any]) -> list[Goal]:
                 shape = tuple(value.shape)
                 goals.append(Goal(name, value.detach(), whole(shape), shape))
     return goals
-
-
-def _of_dtensor(name: str, value: DTensor) -> list[Goal]:
-    mesh, spec = value.device_mesh, value._spec  # noqa: SLF001 - the order of cuts is only there
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return []
-    order = getattr(spec, "shard_order", None)  # torch 2.10 and later
-    local = value.to_local().detach()
-    shape = tuple(value.shape)
-    placements = tuple(map(_placement, value.placements))
-    cuts = [(told.tensor_dim, tuple(told.mesh_dims)) for told in order or ()]
-    layout = Sharding(
-        shape,
-        tuple(mesh.shape),
-        tuple(coordinate),
-        placements,
-        None if order is None else tuple(cuts),
-    )
-    position = place(tuple(local.shape), layout, tensor=shown(name), file="the model")
-    return [Goal(name, local, Box(position.offsets, tuple(local.shape)), shape)]
-
-
-def _placement(told: Any) -> placement.Placement:
-    """Torch's placement as ours."""
-    if isinstance(told, TorchReplicate):
-        return placement.Replicate()
-    factor = getattr(told, "split_factor", None)
-    if isinstance(factor, int):
-        return placement.StridedShard(told.dim, factor)
-    if isinstance(told, TorchShard):
-        return placement.Shard(told.dim)
-    return placement.Other(str(told))
 
 
 def plan(goals: Sequence[Goal], files: SavedFiles, *, own: int | None) -> list[Copy]:

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.protocol.errors import SaveFailedError
 from trainer_hooks.state.full_plan import FullPlan
-from trainer_hooks.state.host_memory import HostMemory, wait_for_copies
 
 LIMIT: Final = 256 * 1024 * 1024
 #: How many pieces that is, so that some are filled while others are written.

@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
-from trainer_hooks.state.host_memory import HostMemory, wait_for_copies
+from syncd.coordination.host_memory import HostMemory, wait_for_copies
 
 #: Where a value is in a nesting of dicts, lists and tuples.
 Place = tuple[object, ...]

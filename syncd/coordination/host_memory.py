@@ -1,4 +1,7 @@
-"""Memory of the host that devices can copy into without anybody's help."""
+"""Memory of the host that devices can copy into, and from, without anybody's help.
+
+Imports torch: imported where it is used alone.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,26 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the
 
 
 class HostMemory:
-    """A block of host memory; for copies from a device other than the CPU it is pinned.
+    """A block of host memory; for copies from or to a device other than the CPU it is pinned.
 
-    Hold it for as long as anything is copied into it: what is in it stays as long as a tensor that
-    views it, but it is pinned only while this object lives. Where pinning is refused, that is
-    logged, and the memory is ordinary: copies are right, and slower.
+    Hold it for as long as anything is copied into it, or from it: what is in it stays as long as a
+    tensor that views it, but it is pinned only while this object lives. Where pinning is refused,
+    that is logged, and the memory is ordinary: copies are right, and slower.
 
     Args:
         size: bytes.
-        source: the device that will be copied from.
+        device: that will be copied from, or to.
 
     Attributes:
         content: all of it, uint8, of shape ``(size,)``.
     """
 
-    def __init__(self, size: int, source: torch.device) -> None:
-        if source.type == "cuda" and size >= _LARGE:
+    def __init__(self, size: int, device: torch.device) -> None:
+        if device.type == "cuda" and size >= _LARGE:
             self.content = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
             self._pin()
         else:
-            pinned = size > 0 and source.type not in {"cpu", "mps", "meta"}
+            pinned = size > 0 and device.type not in {"cpu", "mps", "meta"}
             self.content = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
     def _pin(self) -> None:
@@ -47,7 +50,7 @@ class HostMemory:
         error = int(cuda.cudaHostRegister(address, self.content.nbytes, _PORTABLE))
         if error:
             log.warning(
-                "CUDA does not pin %d bytes of host memory (error %d): saves stop the training for "
+                "CUDA does not pin %d bytes of host memory (error %d): copies take "
                 "longer; look at the limits of locked memory",
                 self.content.nbytes,
                 error,

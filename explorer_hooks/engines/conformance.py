@@ -1,0 +1,332 @@
+"""What every engine must do, as checks that anyone can run on an engine of their own.
+
+With pytest::
+
+    @pytest.mark.parametrize("check", CHECKS, ids=name_of)
+    def test_my_engine(check, tmp_path):
+        check(Subject(make=MyEngine, served=what_it_serves, tensors=specs), tmp_path)
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from explorer_hooks.engines.base import Engine
+from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.made_versions import TensorBytes, make_version, random_tensors
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import EngineMismatchError
+from syncd.storage.fsio import Storage
+
+Check = Callable[["Subject", Path], None]
+
+
+class ConformanceError(AssertionError):
+    """Raised when an engine does not do what the protocol promises."""
+
+
+def _bits(version: LeasedVersion) -> object:
+    return {
+        entry.name: file.storage.pread_all(file.fd, entry.end - entry.begin, entry.begin)
+        for file in version.open_weights()
+        for entry in file.entries
+    }
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An engine under test.
+
+    Attributes:
+        make: a new engine, over a model of its own.
+        served: what an engine serves now: name → bytes of each tensor, or what else ``expected``
+            gives for a version.
+        tensors: what versions must have, by name; of tied tensors one name.
+        expected: what is served once a version was loaded.
+        kind: of the versions.
+        files: what is in each version besides, by name.
+        all_or_nothing: whether ``load`` itself leaves all as it was where it fails; else what is
+            promised is that the version before can be loaded again.
+    """
+
+    make: Callable[[], Engine]
+    served: Callable[[Any], object]
+    tensors: Mapping[str, TensorSpec]
+    expected: Callable[[LeasedVersion], object] = _bits
+    kind: Literal["full", "adapter"] = "full"
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    all_or_nothing: bool = True
+
+    def version(
+        self,
+        folder: Path,
+        sequence: int,
+        *,
+        tensors: Mapping[str, TensorBytes] | None = None,
+        storage: Storage | None = None,
+    ) -> LeasedVersion:
+        """A version of random weights, other ones for each sequence."""
+        return make_version(
+            folder / f"v{sequence:06d}",
+            random_tensors(self.tensors, sequence) if tensors is None else tensors,
+            sequence=sequence,
+            kind=self.kind,
+            files=self.files,
+            storage=storage,
+        )
+
+
+def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
+    """By load alone, after prepare, twice the same, and an older version after a newer one."""
+    engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
+    for version in (first, first, second, first):
+        engine.check(version)
+        engine.load(version)
+        _serves(subject, engine, version)
+    for version in (second, second, first):
+        engine.check(version)
+        engine.prepare(version)
+        engine.load(version)
+        _serves(subject, engine, version)
+    engine.close()
+
+
+def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
+    """What is served changes with load, and at no other call."""
+    engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
+    engine.attach()
+    engine.load(first)
+    calls: tuple[Callable[[], None], ...] = (
+        partial(engine.check, second),
+        partial(engine.prepare, second),
+        engine.pause,
+        engine.reset_cache,
+        engine.resume,
+    )
+    for call in calls:
+        call()
+        _serves(subject, engine, first)
+    engine.pause()
+    engine.load(second)
+    engine.reset_cache()
+    engine.resume()
+    _serves(subject, engine, second)
+    engine.close()
+
+
+def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
+    """Another version can be loaded, also when the prepared one is gone from disk."""
+    engine = subject.make()
+    first, second, third = (subject.version(folder, sequence) for sequence in (1, 2, 3))
+    engine.load(first)
+    engine.prepare(second)
+    Storage(durable=False).remove_tree(second.folder)
+    engine.load(third)
+    _serves(subject, engine, third)
+    engine.close()
+
+
+def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -> None:
+    """Resume without pause, twice; close twice."""
+    engine, version = subject.make(), subject.version(folder, 1)
+    engine.resume()
+    engine.load(version)
+    engine.resume()
+    engine.pause()
+    engine.resume()
+    engine.resume()
+    _serves(subject, engine, version)
+    engine.close()
+    engine.close()
+
+
+def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
+    """Each tensor missing, of another shape, of another dtype; a name more; other kinds."""
+    engine, first = subject.make(), subject.version(folder, 1)
+    engine.load(first)
+    for number, (what, wrong) in enumerate(_misfits(subject), 2):
+        version = subject.version(folder, number, tensors=wrong)
+        _refused(engine, version, what)
+        _serves(subject, engine, first)
+    for number, kind in enumerate(("full", "adapter", "remote"), 1000):
+        if kind in engine.kinds:
+            continue
+        version = make_version(
+            folder / f"v{number:06d}",
+            {} if kind == "remote" else random_tensors(subject.tensors, 2),
+            sequence=number,
+            kind=kind,  # type: ignore[arg-type] # one of these three
+            remote="elsewhere" if kind == "remote" else None,
+        )
+        _refused(engine, version, f"a version of kind {kind}")
+        _serves(subject, engine, first)
+    engine.close()
+
+
+def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
+    """In prepare and in load, at each tensor; and the version can be loaded later."""
+    engine, first = subject.make(), subject.version(folder, 1)
+    engine.load(first)
+    storage = FailingStorage()
+    second = subject.version(folder, 2, storage=storage)
+    for place in _places(second):
+        for call in (engine.prepare, engine.load):
+            storage.place = place
+            failed = _fails(call, second)
+            storage.place = None
+            if call == engine.load:
+                _require(failed, f"load did not raise, and {place} could not be read")
+                _survives(subject, engine, first)
+            _serves(subject, engine, first)
+        engine.load(second)
+        _serves(subject, engine, second)
+        engine.load(first)
+    engine.close()
+
+
+def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
+    """At its last byte, and in its header."""
+    engine, first = subject.make(), subject.version(folder, 1)
+    engine.load(first)
+    storage = Storage(durable=False)
+    second = subject.version(folder, 2, storage=storage)
+    names = sorted({entry.file for entry in second.manifest.tensors}, reverse=True)
+    for name in names:
+        path = second.folder / name
+        whole = path.read_bytes()
+        for size in (len(whole) - 1, 9):
+            storage.replace(path, whole[:size])
+            _require(_fails(engine.load, second), f"load did not raise, and {path} is cut short")
+            _survives(subject, engine, first)
+            _serves(subject, engine, first)
+    engine.close()
+
+
+#: All of them, in the order in which it helps to look at what fails.
+CHECKS: Final[tuple[Check, ...]] = (
+    serves_the_bits_of_what_was_loaded,
+    follows_the_order_of_a_hook,
+    what_is_prepared_need_not_be_loaded,
+    resume_and_close_can_be_called_at_any_time,
+    check_refuses_what_does_not_fit,
+    a_read_error_at_any_tensor_changes_nothing,
+    a_file_that_is_cut_short_changes_nothing,
+)
+
+
+def name_of(check: Check) -> str:
+    """The name of a check, for the ids of a parametrized test."""
+    return getattr(check, "__name__", str(check))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Bytes of a file, in words: those of one tensor."""
+
+    path: Path
+    begin: int
+    end: int
+    tensor: str
+
+    def __str__(self) -> str:
+        return f"{self.tensor} in {self.path}"
+
+
+class FailingStorage(Storage):
+    """Storage of which one place cannot be read: ``EIO``.
+
+    Attributes:
+        place: that one; None for none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(durable=False)
+        self.place: Place | None = None
+        self._paths: dict[int, Path] = {}
+
+    def open_read(self, path: Path) -> int:
+        """Note which file it is."""
+        fd = super().open_read(path)
+        self._paths[fd] = path
+        return fd
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        """Fail where the place is among the bytes."""
+        self._look(fd, offset, count)
+        return super().pread(fd, count, offset)
+
+    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
+        """Fail where the place is among the bytes."""
+        self._look(fd, offset, len(part))
+        return super().pread_into(fd, part, offset)
+
+    def _look(self, fd: int, offset: int, count: int) -> None:
+        place = self.place
+        if (
+            place is not None
+            and self._paths.get(fd) == place.path
+            and offset < place.end
+            and place.begin < offset + count
+        ):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(place.path))
+
+
+def _places(version: LeasedVersion) -> Iterator[Place]:
+    """Each tensor that has bytes."""
+    for file in version.open_weights():
+        for entry in file.entries:
+            if entry.end > entry.begin:
+                yield Place(file.path, entry.begin, entry.end, entry.name)
+
+
+def _misfits(subject: Subject) -> Iterator[tuple[str, dict[str, TensorBytes]]]:
+    fitting = random_tensors(subject.tensors, 2)
+    for name, tensor in fitting.items():
+        yield f"{name} missing", {key: fitting[key] for key in fitting if key != name}
+        longer = TensorSpec(tensor.dtype, (*tensor.shape, 2))
+        yield f"{name} of another shape", fitting | random_tensors({name: longer}, 3)
+        dtype = "I32" if tensor.dtype != "I32" else "F32"
+        other = TensorSpec(dtype, tensor.shape)
+        yield f"{name} of another dtype", fitting | random_tensors({name: other}, 3)
+    more = {"a_tensor_that_no_model_has": TensorSpec("F32", (2,))}
+    yield "a name more", fitting | random_tensors(more, 3)
+
+
+def _refused(engine: Engine, version: LeasedVersion, what: str) -> None:
+    try:
+        engine.check(version)
+    except EngineMismatchError:
+        return
+    raise ConformanceError(f"check took a version with {what}")
+
+
+def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> bool:
+    try:
+        call(version)
+    except Exception:  # noqa: BLE001 - which one is the engine's to say
+        return True
+    return False
+
+
+def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
+    """After a failed load; what a hook does for an engine that is torn by it."""
+    if not subject.all_or_nothing:
+        engine.load(version)
+
+
+def _serves(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
+    _require(
+        subject.served(engine) == subject.expected(version),
+        f"what is served is not version {version.sequence}",
+    )
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise ConformanceError(what)

@@ -1,0 +1,245 @@
+"""Filling tensors where they are: through host memory that is kept, or straight from the files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from explorer_hooks.engines.targets import Target
+from explorer_hooks.weights import WeightsReader
+from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
+from syncd.coordination.host_memory import HostMemory
+from syncd.coordination.tensors import bytes_of
+
+#: About so many bytes one thread is given at a time.
+_BATCH: Final = 16 * 1024 * 1024
+#: Where a tensor begins in host memory: a multiple of this, in bytes.
+_ALIGNED: Final = 64
+#: The most host memory that is used where what is read is not kept, but for a larger tensor.
+_BOUND: Final = 256 * 1024 * 1024
+
+_CPU: Final = torch.device("cpu")
+
+
+class HostStage:
+    """Host memory that targets are read into, to be copied from there.
+
+    The first read makes it; later ones of no more bytes touch no new memory. It is pinned where the
+    targets are on another device than the CPU.
+
+    Args:
+        threads: the most that read at a time.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._memory: HostMemory | None = None
+        self._device = _CPU
+        self._views: list[Tensor] = []
+
+    def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
+        """Read what the targets are to have; they are not changed.
+
+        Raises:
+            VerificationError, ShardFormatError: a file is not what the manifest says.
+            OSError: storage failed.
+        """
+        content = self._room(targets)
+        self._views, at, parts = [], 0, []
+        for target in targets:
+            memory = content[at : at + target.nbytes]
+            self._views.append(memory.view(target.dtype).view(target.box.shape))
+            parts.append(_Part(target.name, target.box, bytes_of(memory)))
+            at += _padded(target.nbytes)
+        _read_parts(reader, parts, self._threads)
+
+    @torch.no_grad()
+    def copy(self, targets: Sequence[Target]) -> None:
+        """Give the targets what was read for them; complete on return, on every device.
+
+        What was put on a device's streams before has ended by then, too: work that still reads the
+        old values, of whoever launched it and went on.
+
+        Args:
+            targets: as many as were read for, of the same dtypes and shapes.
+        """
+        devices = {target.tensor.device for target in targets} - {_CPU}
+        _synchronize(devices)
+        moves: list[_Move] = []
+        for target, view in zip(targets, self._views, strict=True):
+            if _is_plain(target):
+                moves.append(_Move(bytes_of(view), bytes_of(target.tensor)))
+            else:
+                target.tensor.copy_(view, non_blocking=True)
+        _move(moves, self._threads)
+        _synchronize(devices)
+
+    def close(self) -> None:
+        """Let the memory go."""
+        self._views = []
+        self._memory = None
+
+    def _room(self, targets: Sequence[Target]) -> Tensor:
+        """Memory for all of them: what there is, where that is enough and of the right kind."""
+        size = _size(targets)
+        devices = {target.tensor.device for target in targets} - {_CPU}
+        device = min(devices, key=str, default=_CPU)
+        memory = self._memory
+        if memory is None or memory.content.nbytes < size or device.type != self._device.type:
+            self.close()  # the old block must not be held beside the new one
+            memory = self._memory = HostMemory(size, device)
+            self._device = device
+        return memory.content
+
+
+def fill_directly(
+    reader: WeightsReader, targets: Sequence[Target], stage: HostStage, threads: int
+) -> None:
+    """Read into the targets themselves: an error leaves some filled and some not.
+
+    Those that are contiguous on the CPU and of the version's dtype are read in place; others, batch
+    by batch, through the stage: 256 MiB of host memory, or as much as the largest one has.
+
+    Raises:
+        VerificationError, ShardFormatError: a file is not what the manifest says.
+        OSError: storage failed.
+    """
+    parts: list[_Part] = []
+    others: list[Target] = []
+    for target in targets:
+        if _is_plain(target):
+            parts.append(_Part(target.name, target.box, bytes_of(target.tensor)))
+        else:
+            others.append(target)
+    _read_parts(reader, parts, threads)
+    # The largest one first: its memory is enough for the others.
+    for batch in sorted(_bounded(others), key=_size, reverse=True):
+        stage.read(reader, batch)
+        stage.copy(batch)
+
+
+class _Part(NamedTuple):
+    """A part of a version's tensor, and the memory that it is to be read into."""
+
+    name: str
+    box: Box
+    into: memoryview
+
+
+def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
+    """Read them all, so many at a time; after an error none is read any more."""
+    reader.open(part.name for part in parts)  # not in the threads, which share it
+    tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
+    run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
+
+
+def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
+    for part in batch:
+        for span in reader.spans(*part):
+            check()
+            span.read()
+
+
+def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
+    """Batches of about equal size; a part that is larger than one is cut along its first dimension.
+
+    What a part is read by is not listed here: of a tensor that is cut along another dimension it is
+    a read a row.
+    """
+    batch: list[_Part] = []
+    size = 0
+    for part in parts:
+        for cut in _cut(part):
+            batch.append(cut)
+            size += len(cut.into)
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _cut(part: _Part) -> Iterator[_Part]:
+    if len(part.into) <= _BATCH or not part.box.shape:
+        yield part
+        return
+    (first, *offsets), (count, *shape) = part.box
+    row = len(part.into) // count
+    step = max(1, _BATCH // row)
+    for at in range(0, count, step):
+        rows = min(step, count - at)
+        box = Box((first + at, *offsets), (rows, *shape))
+        yield _Part(part.name, box, part.into[at * row : (at + rows) * row])
+
+
+class _Move(NamedTuple):
+    """Bytes that are to be somewhere else."""
+
+    source: memoryview
+    target: memoryview
+
+
+def _move(moves: Sequence[_Move], threads: int) -> None:
+    """Copy memory, so many batches at a time.
+
+    Not by ``Tensor.copy_``, all of whose threads must meet at the end of each tensor: on processors
+    that do something else as well, that takes many times as long.
+    """
+    tasks = []
+    batch: list[_Move] = []
+    size = 0
+    for source, target in moves:
+        for at in range(0, len(source), _BATCH):
+            batch.append(_Move(source[at : at + _BATCH], target[at : at + _BATCH]))
+            size += len(batch[-1].source)
+            if size >= _BATCH:
+                tasks.append(partial(_move_batch, batch))
+                batch, size = [], 0
+    tasks.append(partial(_move_batch, batch))
+    run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
+
+
+def _move_batch(batch: Sequence[_Move], check: Check) -> None:
+    del check  # a copy that was begun is finished: there is nothing that could fail
+    for source, target in batch:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def _is_plain(target: Target) -> bool:
+    """Whether the bytes of the version are those of the tensor, in host memory, end to end."""
+    tensor = target.tensor
+    return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
+
+
+def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Targets in groups of at most ``_BOUND`` bytes, or of one."""
+    group: list[Target] = []
+    size = 0
+    for target in targets:
+        if group and size + target.nbytes > _BOUND:
+            yield group
+            group, size = [], 0
+        group.append(target)
+        size += _padded(target.nbytes)
+    if group:
+        yield group
+
+
+def _size(targets: Sequence[Target]) -> int:
+    return sum(_padded(target.nbytes) for target in targets)
+
+
+def _padded(size: int) -> int:
+    return math.ceil(size / _ALIGNED) * _ALIGNED
+
+
+def _synchronize(devices: set[torch.device]) -> None:
+    for device in devices:
+        torch.accelerator.synchronize(device)

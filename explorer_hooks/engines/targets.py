@@ -1,0 +1,198 @@
+"""Which tensor of a module takes which tensor of a version, or which part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from explorer_hooks.engines.fitting import refuse
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.boxes import Box, whole
+from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.dtensor import local_box
+from syncd.coordination.tensors import DTYPES
+from syncd.protocol.errors import CheckpointError, EngineMismatchError
+from syncd.protocol.records import TensorEntry
+
+#: What ``get_extra_state`` of a module returned: whatever it is, it is no parameter or buffer.
+_EXTRA: Final = "_extra_state"
+
+#: What the module calls a tensor of the version; None for one that it does not take.
+Rename = Callable[[str], str | None]
+
+
+class Target(NamedTuple):
+    """A tensor that is to be filled.
+
+    Attributes:
+        name: in the version.
+        dtype: in the version.
+        tensor: this rank's own part of the module's, on any device; changing it changes the module.
+        box: which part of the whole tensor that is.
+    """
+
+    name: str
+    dtype: torch.dtype
+    tensor: Tensor
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        """Of the part, in the version's dtype."""
+        return self.box.size * self.dtype.itemsize
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """A module's parameters and buffers by their names in its state dict, themselves and no copies.
+
+    Raises:
+        EngineMismatchError: its state dict is made up when it is asked for.
+    """
+    if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
+        raise EngineMismatchError(
+            "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy: serve "
+            "a module without it, or one of fully_shard"
+        )
+    state = module.state_dict(keep_vars=True)
+    tensors = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and name.rpartition(".")[2] != _EXTRA
+    }
+    own = {id(value) for value in (*module.parameters(), *module.buffers())}
+    copies = sorted(name for name, value in tensors.items() if id(value) not in own)
+    if copies:
+        raise EngineMismatchError(
+            f"{shown(copies[0])} in the module's state dict is no parameter or buffer of it, and "
+            "cannot be filled in place: a hook of its state_dict makes it up"
+        )
+    return tensors
+
+
+def find_targets(
+    version: LeasedVersion, tensors: Mapping[str, Tensor], rename: Rename, *, cast: bool, whose: str
+) -> list[Target]:
+    """What each tensor of a version fills, in the manifest's order.
+
+    Every tensor of the module is filled by one of the version, tied ones by one of their names.
+
+    Args:
+        version: whose manifest is compared; nothing is read.
+        tensors: the module's by name, as :func:`tensors_of` gives them.
+        rename: the version's name to the module's.
+        cast: whether floating values may be of another floating dtype than the module's, fp8 aside.
+        whose: the module, for messages.
+
+    Raises:
+        EngineMismatchError: says what does not fit.
+    """
+    given: dict[str, TensorEntry] = {}
+    wrong: list[str] = []
+    for entry in version.manifest.tensors:
+        name = rename(entry.name)
+        if name is None:
+            continue
+        if name in given:
+            wrong.append(f"{shown(entry.name)} and {shown(given[name].name)} are both renamed to "
+                         f"{shown(name)}")  # fmt: skip
+        elif name not in tensors:
+            wrong.append(f"{_told(entry.name, name)} is not in {whose}")
+        given[name] = entry
+    filled = {_memory(value) for name, value in tensors.items() if name in given}
+    wrong += [
+        f"{shown(name)} is not in the version"
+        for name, value in tensors.items()
+        if name not in given and _memory(value) not in filled
+    ]
+    targets: list[Target] = []
+    first: dict[object, TensorEntry] = {}
+    for name, entry in given.items():
+        if name not in tensors:
+            continue
+        value = tensors[name]
+        target = _target(entry, value, cast=cast, whose=whose)
+        if isinstance(target, str):
+            wrong.append(f"{_told(entry.name, name)} {target}")
+            continue
+        tied = first.setdefault(_memory(value), entry)
+        if tied is entry:
+            targets.extend(target)
+        elif tied.digest != entry.digest:
+            wrong.append(
+                f"{shown(tied.name)} and {shown(entry.name)} have different values, and are one "
+                f"tensor in {whose}"
+            )
+    refuse(version, whose, wrong)
+    return targets
+
+
+def _told(name: str, renamed: str) -> str:
+    return shown(name) if name == renamed else f"{shown(name)} (here {shown(renamed)})"
+
+
+def _memory(tensor: Tensor) -> object:
+    """What is equal for tensors that are the same memory: tied weights."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local records gradients
+    if not _has_memory(local) or not local.numel():
+        return id(tensor)
+    return local.device, local.data_ptr(), local.dtype, tuple(local.shape), local.stride()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether its elements lie in memory that a copy can be made into."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+def _target(entry: TensorEntry, value: Tensor, *, cast: bool, whose: str) -> Sequence[Target] | str:
+    """What an entry fills (nothing on a rank that has no part of it); or why it cannot."""
+    if tuple(value.shape) != entry.shape:
+        return f"is {list(entry.shape)}, {whose} has {list(value.shape)}"
+    dtype = DTYPES.get(entry.dtype)
+    if dtype != value.dtype and not (cast and _casts(dtype, value.dtype)):
+        return f"is {entry.dtype}, {whose} has {value.dtype}"
+    assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker
+    box: Box | None = whole(entry.shape)
+    local = value
+    if isinstance(value, DTensor):
+        try:
+            box = local_box(entry.name, value)
+        except CheckpointError as error:
+            return f"cannot be filled: {error}"
+        local = value._local_tensor  # noqa: SLF001 - to_local records gradients
+    fault = _fault(local)
+    if fault:
+        return fault
+    return () if box is None else (Target(entry.name, dtype, local.detach(), box),)
+
+
+def _fault(tensor: Tensor) -> str:
+    """Why a tensor cannot be changed in place, or nothing."""
+    if tensor.is_meta:
+        return "is on the meta device: the module has no weights to replace"
+    if not _has_memory(tensor):
+        return f"is a {type(tensor).__name__}, whose elements are not in memory as they are"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "is an inference tensor, which cannot be changed in place"
+    if any(
+        size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        return "is an expanded tensor, whose elements share memory"
+    return ""
+
+
+def _casts(given: torch.dtype | None, wanted: torch.dtype) -> bool:
+    """Floating values become floating ones; fp8 means nothing without the scales beside it."""
+    return all(
+        dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
+        for dtype in (given, wanted)
+    )

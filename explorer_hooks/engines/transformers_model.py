@@ -1,0 +1,203 @@
+"""A Hugging Face model in this process, with generation; or the PEFT adapter on one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
+
+from explorer_hooks.engines.fitting import refuse
+from explorer_hooks.engines.targets import Target, tensors_of
+from explorer_hooks.engines.torch_module import InPlace, TorchModule
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.adapter import PREFIX
+from syncd.protocol.errors import EngineMismatchError
+from syncd.protocol.layout import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_GENERATION: Final = "generation_config.json"
+#: What of an adapter's configuration changes what it computes, and is not seen in its tensors.
+_COMPUTES: Final = (
+    "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
+    "alpha_pattern",
+)  # fmt: skip
+
+
+class TransformersModel(TorchModule):
+    """A ``PreTrainedModel``, or a PEFT model over one, loaded in place.
+
+    A model takes full versions, a PEFT model takes adapters; both promise what
+    :class:`~explorer_hooks.engines.torch_module.TorchModule` does.
+
+    Full versions must have the names of the model's own ``state_dict()``, as those have that a
+    trainer of the same class publishes. ``save_pretrained`` of some models (mixtures of experts
+    above all) writes other names and shapes, which ``from_pretrained`` converts: such a version is
+    refused. The version's ``generation_config.json``, where there is one, is applied with the
+    weights, so that ``generate`` samples as the trainer's would. Tied weights stay tied; buffers
+    that are no weights, of rotary embeddings say, stay as they are.
+
+    Adapters replace the values of the one that the PEFT model has by that name, whether it is
+    active or not. It must be of the same ranks and scaling, on the same modules, and not merged.
+
+    Args:
+        model: ``from_pretrained``, on any device; or a ``PeftModel``, or a model with an adapter
+            that ``load_adapter`` or ``add_adapter`` has put there.
+        adapter: which adapter of a PEFT model is replaced.
+        takes_generation_config: whether that of a version is applied.
+        cast: as for :class:`TorchModule`.
+        in_place: as for :class:`TorchModule`.
+        lock: as for :class:`TorchModule`: it must be held while the model generates.
+        threads: as for :class:`TorchModule`.
+
+    Raises:
+        EngineMismatchError: it is a PEFT model that has no such adapter.
+    """
+
+    _whose = "the model"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        adapter: str = "default",
+        takes_generation_config: bool = True,
+        cast: bool = False,
+        in_place: InPlace = "staged",
+        lock: AbstractContextManager[Any] | None = None,
+        threads: int = 4,
+    ) -> None:
+        super().__init__(model, cast=cast, in_place=in_place, lock=lock, threads=threads)
+        self._adapter = adapter
+        self._takes_generation_config = takes_generation_config
+        self._generation: Any = None
+        self._config = _adapter_config(model, adapter)
+        self.kinds = frozenset({"full" if self._config is None else "adapter"})
+
+    def _targets(self, version: LeasedVersion) -> list[Target]:
+        """What else has to fit is looked at with the tensors: no call goes without."""
+        try:
+            targets = super()._targets(version)
+        except EngineMismatchError as error:
+            if _converts(self._module):
+                raise EngineMismatchError(
+                    f"{error} (transformers converts names and tensors of this model when it saves "
+                    "and loads them: a version must have those of the model's own state_dict())"
+                ) from error
+            raise
+        if self._config is not None:
+            self._check_adapter(version, self._config)
+        elif self._takes_generation_config:
+            self._generation = _generation_config(version)
+        return targets
+
+    def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:
+        state = tensors_of(self._module)
+        if self._config is None:
+            return state
+        from peft import get_peft_model_state_dict  # noqa: PLC0415 - the model is PEFT's
+
+        found = get_peft_model_state_dict(
+            self._module,
+            state_dict=state,
+            adapter_name=self._adapter,
+            save_embedding_layers=False,  # "auto" may ask the hub
+        )
+        # PEFT saves whole embeddings beside an adapter under the names that they have.
+        saved = {entry.name for entry in version.manifest.tensors} & state.keys()
+        return {**found, **{name: state[name] for name in saved}}
+
+    def _renamed(self, name: str) -> str | None:
+        """The adapter's files have the prefix of a PeftModel, on whatever it was trained."""
+        if self._config is None or _is_wrapped(self._module):
+            return name
+        return name.removeprefix(PREFIX)
+
+    def _check_adapter(self, version: LeasedVersion, mine: Mapping[str, Any]) -> None:
+        told = _json(version, ADAPTER_CONFIG)
+        wrong = [
+            f"its {ADAPTER_CONFIG} says {key} {told[key]!r}, and the model's adapter has "
+            f"{mine[key]!r}"
+            for key in _COMPUTES
+            if told is not None and key in told and key in mine and told[key] != mine[key]
+        ]
+        merged = next(
+            (name for name, module in self._module.named_modules()
+             if self._adapter in getattr(module, "merged_adapters", ())),
+            None,
+        )  # fmt: skip
+        if merged is not None:
+            wrong.append(f"the adapter is merged into {merged}: call unmerge_adapter() first")
+        refuse(version, self._whose, wrong)
+
+    def _loaded(self, version: LeasedVersion) -> None:
+        del version
+        if self._generation is not None:
+            self._module.generation_config = self._generation
+
+
+def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
+    """The configuration of the model's adapter, as JSON has it; None of a model without PEFT."""
+    configs = getattr(model, "peft_config", None)
+    if not configs:
+        return None
+    if adapter not in configs:
+        raise EngineMismatchError(
+            f"the model has no adapter {adapter!r} but {', '.join(map(repr, configs))}: say which "
+            "one versions replace, by TransformersModel(model, adapter=...)"
+        )
+    config: dict[str, Any] = configs[adapter].to_dict()
+    return {
+        key: getattr(value, "value", value)  # peft_type is an enumeration
+        for key, value in config.items()
+    }
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    """Whether the model's names have PEFT's prefix."""
+    return any(name.startswith(PREFIX) for name, _ in model.named_parameters())
+
+
+def _generation_config(version: LeasedVersion) -> Any:
+    """The version's, ready to be the model's; None where it has none."""
+    told = _json(version, _GENERATION)
+    if told is None:
+        return None
+    from transformers import GenerationConfig  # noqa: PLC0415 - the model is transformers'
+
+    try:
+        return GenerationConfig.from_dict(told)
+    except (TypeError, ValueError) as error:
+        raise EngineMismatchError(
+            f"{version.folder / _GENERATION} is none that transformers takes: {error}"
+        ) from error
+
+
+def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
+    """A JSON object among the version's files; None where there is no such file.
+
+    Raises:
+        EngineMismatchError: it is no JSON object.
+        OSError: it cannot be read.
+    """
+    if all(file.name != name for file in version.manifest.files):
+        return None
+    try:
+        told = json.loads(version.read_file(name))
+    except (ValueError, RecursionError) as error:
+        raise EngineMismatchError(f"{version.folder / name} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise EngineMismatchError(f"{version.folder / name} is no JSON object")
+    return told
+
+
+def _converts(model: nn.Module) -> bool:
+    """Whether transformers saves the model by other names or shapes than it has."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
+    except ImportError:  # before transformers 5 there was nothing of the kind
+        return False
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    return hasattr(base, "config") and bool(get_model_conversion_mapping(base, add_legacy=False))

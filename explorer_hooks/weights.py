@@ -1,0 +1,222 @@
+"""A version's tensors, one by one or in parts, without loading the rest."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.boxes import Box, extents, whole
+from syncd.checkpoint.safetensors_file import Entry, SafetensorsFile
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
+from syncd.protocol.errors import InvalidSettingsError, VerificationError
+
+
+class Span(NamedTuple):
+    """Bytes of a file, and where they belong.
+
+    Attributes:
+        file: open for as long as its reader is.
+        offset: in the file.
+        into: as many bytes of memory.
+    """
+
+    file: SafetensorsFile
+    offset: int
+    into: memoryview
+
+    def read(self) -> None:
+        """Read them.
+
+        Raises:
+            VerificationError: the file is shorter than it was.
+            OSError: storage failed.
+        """
+        fill(self.file, self.into, self.offset)
+
+
+class WeightsReader:
+    """Reads the tensors of a version that is held. A context manager: it closes what it opened.
+
+    Promised: each file is opened once, when the first of its tensors is wanted, and its header is
+    compared with the manifest then; only the bytes that are asked for are read. Tensors are on the
+    CPU, contiguous, and stay when the reader is closed.
+
+    Not promised: that the bytes are what the manifest's digests say; ``version.verify()`` checks
+    that. Nor that several threads may call it.
+
+    Args:
+        version: of kind ``full`` or ``adapter``, held for as long as the reader is open.
+        mmap: map the files into memory and copy nothing: a tensor's bytes are read when they are
+            looked at; writing into it changes no file. For local filesystems alone: where a server
+            loses a mapped file, or someone cuts it short, the process is killed (SIGBUS); and the
+            version must be held for as long as a tensor of it is used. By default each tensor is
+            read by pread into memory of its own.
+    """
+
+    def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
+        self._version = version
+        self._maps = mmap
+        self._told = {entry.name: entry for entry in version.manifest.tensors}
+        self._open: dict[str, _OpenFile] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Safe to call twice."""
+        while self._open:
+            self._open.popitem()[1].file.close()
+
+    def open(self, names: Iterable[str]) -> None:
+        """Open the files that these tensors are in, and compare them with the manifest.
+
+        Raises:
+            InvalidSettingsError, VerificationError, ShardFormatError, OSError: as of
+                :meth:`get_weight`.
+        """
+        for name in names:
+            self._find(name)
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all tensors, in the manifest's order."""
+        return tuple(self._told)
+
+    def get_weight(self, name: str) -> Tensor:
+        """One tensor.
+
+        Raises:
+            InvalidSettingsError: the version has none of that name.
+            VerificationError, ShardFormatError: its file is not what the manifest says.
+            EngineMismatchError: this torch does not have its dtype.
+            OSError: storage failed.
+        """
+        opened, entry = self._find(name)
+        if opened.memory is not None and entry.end > entry.begin:
+            dtype = torch_dtype(entry.dtype)
+            count = (entry.end - entry.begin) // dtype.itemsize
+            flat = torch.frombuffer(opened.memory, dtype=dtype, count=count, offset=entry.begin)
+            return flat.view(entry.shape)
+        return self._read(entry, whole(entry.shape))
+
+    def get_slice(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor; no other bytes of it are read.
+
+        Args:
+            name: the tensor's.
+            box: which part: the first index and the size along each dimension.
+
+        Returns:
+            A tensor of the box's shape.
+
+        Raises:
+            InvalidSettingsError: the version has no such tensor, or the tensor has no such part.
+            VerificationError, ShardFormatError, EngineMismatchError, OSError: as of
+                :meth:`get_weight`.
+        """
+        opened, entry = self._find(name)
+        if len(box.shape) != len(entry.shape) or not all(
+            min(begin, count) >= 0 and begin + count <= size
+            for begin, count, size in zip(*box, entry.shape, strict=True)
+        ):
+            raise InvalidSettingsError(
+                f"{shown(name)} is of shape {list(entry.shape)} and has no part of shape "
+                f"{list(box.shape)} at {list(box.offsets)}"
+            )
+        if opened.memory is not None:
+            index = tuple(slice(begin, begin + count) for begin, count in zip(*box, strict=True))
+            return self.get_weight(name)[index].contiguous()
+        return self._read(entry, box)
+
+    def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor, one after the other, as they lie in the files.
+
+        Lazy: a tensor is read when it is its turn, and forgotten here.
+
+        Raises:
+            VerificationError, ShardFormatError, EngineMismatchError, OSError: as of
+                :meth:`get_weight`.
+        """
+        for name in dict.fromkeys(entry.file for entry in self._told.values()):
+            for entry in self._opened(name).file.entries:
+                yield entry.name, self.get_weight(entry.name)
+
+    def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
+        """The reads that fill memory with a part of a tensor, in C order; none is done yet.
+
+        Args:
+            name: the tensor's.
+            box: a part that it has.
+            into: as many bytes as the part has.
+        """
+        opened, entry = self._find(name)
+        size, at = ITEMSIZE[entry.dtype], 0
+        for first, length in extents(whole(entry.shape), box):
+            end = at + length * size
+            yield Span(opened.file, entry.begin + first * size, into[at:end])
+            at = end
+
+    def _read(self, entry: Entry, box: Box) -> Tensor:
+        tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
+        for span in self.spans(entry.name, box, bytes_of(tensor)):
+            span.read()
+        return tensor
+
+    def _find(self, name: str) -> tuple[_OpenFile, Entry]:
+        told = self._told.get(name)
+        if told is None:
+            raise InvalidSettingsError(
+                f"version {self._version.sequence} (step {self._version.step}) has no tensor "
+                f"{shown(name)}"
+            )
+        opened = self._opened(told.file)
+        entry = opened.entries.get(name)
+        if entry is None:
+            raise VerificationError(
+                f"{opened.file.path} does not have {shown(name)}, which the manifest says",
+                sequence=self._version.sequence,
+            )
+        return opened, entry
+
+    def _opened(self, name: str) -> _OpenFile:
+        found = self._open.get(name)
+        if found is None:
+            file = self._version.open_file(name)
+            try:
+                check_header(self._version, file, self._told)
+                entries = {entry.name: entry for entry in file.entries}
+                # A private map: what is written into a tensor stays in this process.
+                memory = (
+                    mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) if self._maps else None
+                )
+            except BaseException:
+                file.close()
+                raise
+            found = self._open[name] = _OpenFile(file, entries, memory)
+        return found
+
+
+class _OpenFile(NamedTuple):
+    """A file of the version.
+
+    Attributes:
+        memory: all of it, where files are mapped; tensors hold it for as long as they need it.
+    """
+
+    file: SafetensorsFile
+    entries: dict[str, Entry]
+    memory: mmap.mmap | None

@@ -1,0 +1,57 @@
+"""Which part of a tensor a DTensor's rank has. Imports torch: imported where it is used alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+
+from syncd.checkpoint import placement
+from syncd.checkpoint.boxes import Box
+from syncd.checkpoint.placement import Sharding, place
+from syncd.checkpoint.tensor_rules import shown
+
+
+def local_box(name: str, tensor: DTensor) -> Box | None:
+    """The part of the whole tensor that ``to_local()`` is; None on a rank outside the mesh.
+
+    No communication.
+
+    Args:
+        name: the tensor's, for messages.
+        tensor: of any mesh and any number of dimensions.
+
+    Raises:
+        PlacementError: it has a placement that is neither Shard nor Replicate.
+        CoverageError: its local tensor is not of the shape that the placements say.
+    """
+    mesh, spec = tensor.device_mesh, tensor._spec  # noqa: SLF001 - the order of cuts is only there
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    order = getattr(spec, "shard_order", None)  # torch 2.10 and later
+    local = tuple(tensor._local_tensor.shape)  # noqa: SLF001 - to_local records gradients
+    cuts = [(told.tensor_dim, tuple(told.mesh_dims)) for told in order or ()]
+    layout = Sharding(
+        tuple(tensor.shape),
+        tuple(mesh.shape),
+        tuple(coordinate),
+        tuple(map(_placement, tensor.placements)),
+        None if order is None else tuple(cuts),
+    )
+    position = place(local, layout, tensor=shown(name), file="the model")
+    return Box(position.offsets, local)
+
+
+def _placement(told: Any) -> placement.Placement:
+    """Torch's placement as ours."""
+    if isinstance(told, TorchReplicate):
+        return placement.Replicate()
+    factor = getattr(told, "split_factor", None)
+    if isinstance(factor, int):
+        return placement.StridedShard(told.dim, factor)
+    if isinstance(told, TorchShard):
+        return placement.Shard(told.dim)
+    return placement.Other(repr(told))

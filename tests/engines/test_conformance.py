@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer_hooks.engines import conformance
+from explorer_hooks.engines.conformance import CHECKS, Check, ConformanceError, Subject, name_of
+from explorer_hooks.engines.fake import FakeEngine, content_of
+from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.reader import LeasedVersion
+from tests.engines.subjects import SUBJECTS
+
+
+@pytest.fixture(scope="module", params=SUBJECTS.values(), ids=SUBJECTS.keys())
+def subject(request: pytest.FixtureRequest) -> Subject:
+    return request.param()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=name_of)
+def test_every_engine_does_what_the_protocol_promises(
+    check: Check, subject: Subject, tmp_path: Path
+) -> None:
+    check(subject, tmp_path)
+
+
+class TakesAnything(FakeEngine):
+    def check(self, version: LeasedVersion) -> None:
+        pass
+
+
+class LoadsByHalves(FakeEngine):
+    def load(self, version: LeasedVersion) -> None:
+        self.served = None
+        super().load(version)
+
+
+class KeepsWhatItHad(FakeEngine):
+    def load(self, version: LeasedVersion) -> None:
+        if self.served is None or version.sequence > self.served.sequence:
+            super().load(version)
+
+
+class LoadsAhead(FakeEngine):
+    def prepare(self, version: LeasedVersion) -> None:
+        super().load(version)
+
+
+class HidesErrors(FakeEngine):
+    def load(self, version: LeasedVersion) -> None:
+        try:
+            super().load(version)
+        except Exception:  # noqa: BLE001 - that is what is wrong with it
+            self.is_paused = False
+
+
+class LoadsWhatIsPrepared(FakeEngine):
+    """What was prepared first, whatever is loaded."""
+
+    prepared: LeasedVersion | None = None
+
+    def prepare(self, version: LeasedVersion) -> None:
+        self.prepared = version
+
+    def load(self, version: LeasedVersion) -> None:
+        super().load(self.prepared or version)
+
+
+@pytest.mark.parametrize(
+    ("engine", "check"),
+    [(TakesAnything, conformance.check_refuses_what_does_not_fit),
+     (LoadsByHalves, conformance.a_read_error_at_any_tensor_changes_nothing),
+     (LoadsByHalves, conformance.a_file_that_is_cut_short_changes_nothing),
+     (HidesErrors, conformance.a_file_that_is_cut_short_changes_nothing),
+     (KeepsWhatItHad, conformance.serves_the_bits_of_what_was_loaded),
+     (LoadsAhead, conformance.follows_the_order_of_a_hook),
+     (LoadsWhatIsPrepared, conformance.what_is_prepared_need_not_be_loaded)],
+)  # fmt: skip
+def test_a_wrong_engine_is_found_out(
+    engine: type[FakeEngine], check: Check, tmp_path: Path
+) -> None:
+    def served(made: Any) -> object:
+        return made.served.digest if made.served is not None else None
+
+    tensors = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
+    subject = Subject(make=engine, served=served, tensors=tensors, expected=content_of)
+    with pytest.raises((ConformanceError, OSError)):
+        check(subject, tmp_path)

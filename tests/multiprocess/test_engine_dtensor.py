@@ -1,0 +1,223 @@
+"""An engine on real ranks: of each tensor it fills this rank's part, and reads nothing else.
+
+What a rank has is known by how torch has cut the model. It is remembered, zeroed, and loaded from a
+version of the whole tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Partial as TorchPartial
+
+from explorer_hooks.engines.made_versions import Hold, TensorBytes, make_version
+from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.tensor_rules import DTYPES
+from syncd.checkpoint.version import read_manifest
+from syncd.coordination.tensors import bytes_of
+from syncd.protocol.errors import EngineMismatchError
+from tests.fsdp_ranks import mesh
+from tests.multiprocess import model_ranks
+from tests.multiprocess.processes import ENVIRONMENT
+from tests.multiprocess.test_dtensor_rules import (
+    MESHES,
+    _cut,
+    by_placements,
+    by_shard_order,
+    init_device_mesh,
+    random_layouts,
+)
+from tests.storages import RuledStorage
+
+WORLD_SIZE: Final = 4
+KINDS: Final = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")
+#: A guard against hanging; a rank that fails leaves the others waiting for it.
+DEADLINE: Final = 120.0
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found out."""
+    folder = tmp_path_factory.mktemp("engine")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "tests.multiprocess.test_engine_dtensor", str(folder)],
+        cwd=Path(__file__).parents[2],
+        env=ENVIRONMENT,
+        start_new_session=True,
+    )
+    try:
+        assert launcher.wait(DEADLINE) == 0
+    finally:
+        if launcher.poll() is None:  # ranks that wait for each other outlive it
+            os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+    return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("what", ["layouts", *KINDS])
+def test_a_rank_fills_its_own_part_and_reads_as_many_bytes_as_that_has(
+    said: list[dict[str, Any]], what: str
+) -> None:
+    for rank in said:
+        for in_place in ("staged", "direct"):
+            found = rank[what][in_place]
+            assert found["wrong"] == []
+            assert found["read"] == found["own"]
+            assert found["tensors"] > 0
+    if what not in {"plain", "ddp"}:
+        assert any(rank[what]["staged"]["own"] < rank[what]["whole"] for rank in said)
+
+
+def test_a_rank_of_four_reads_a_quarter_of_what_is_cut_in_four(said: list[dict[str, Any]]) -> None:
+    for rank in said:
+        told = rank["fsdp2_columns"]
+        assert told["staged"]["own"] < told["whole"] * 0.4  # its one bias is cut evenly by no four
+
+
+def test_what_cannot_be_filled_is_refused(said: list[dict[str, Any]]) -> None:
+    for rank in said:
+        assert "FullyShardedDataParallel" in rank["fsdp1"]
+        assert "Partial" in rank["partial"]
+
+
+# -- the ranks ---------------------------------------------------------------------------------
+
+
+class _Holder(nn.Module):
+    """Tensors of any dtype and name."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in tensors.items():
+            self.register_buffer(name, value)
+
+
+class _Rank:
+    def __init__(self, rank: int, folder: Path) -> None:
+        self._rank = rank
+        self._folder = folder
+
+    def version(self, name: str, tensors: Mapping[str, torch.Tensor]) -> LeasedVersion:
+        """A version of these whole tensors, written by rank 0."""
+        folder = self._folder / name
+        if self._rank == 0:
+            make_version(
+                folder,
+                {
+                    key: TensorBytes(
+                        DTYPES[str(value.dtype).removeprefix("torch.")][0],
+                        tuple(value.shape),
+                        bytes(bytes_of(value.contiguous())),
+                    )
+                    for key, value in tensors.items()
+                },
+            )
+        dist.barrier()
+        hold: Any = Hold()
+        storage = RuledStorage()
+        return LeasedVersion(storage, folder, read_manifest(storage, folder), hold)
+
+    def loads(
+        self, name: str, module: nn.Module, tensors: Mapping[str, torch.Tensor], **options: Any
+    ) -> dict[str, Any]:
+        """Load the whole tensors into a module that has parts of them."""
+        version = self.version(name, tensors)
+        found: dict[str, Any] = {"whole": sum(value.nbytes for value in tensors.values())}
+        for in_place in ("staged", "direct"):
+            engine = TorchModule(module, in_place=in_place, **options)
+            parts = {
+                key: value._local_tensor if isinstance(value, DTensor) else value
+                for key, value in module.state_dict().items()
+                if isinstance(value, torch.Tensor)
+            }
+            before = {key: _bits(part) for key, part in parts.items()}
+            with torch.no_grad():
+                for part in parts.values():
+                    part.view(torch.uint8).zero_() if part.ndim else part.zero_()
+            engine.check(version)
+            storage: Any = version._storage
+            storage.calls.clear()
+            engine.load(version)
+            read = sum(len(given[1]) for called, given in storage.calls if called == "pread_into")
+            # Of tied tensors one is read.
+            own = {part.data_ptr(): part.nbytes for part in parts.values() if part.nbytes}
+            found[in_place] = {
+                "wrong": [key for key, part in parts.items() if _bits(part) != before[key]],
+                "read": read,
+                "own": sum(own.values()),
+                "tensors": len(parts),
+            }
+        return found
+
+    def layouts(self) -> dict[str, Any]:
+        """Random layouts on all kinds of meshes, in the two ways that torch says them."""
+        meshes = []
+        for shape, left_away in MESHES[WORLD_SIZE]:
+            names = ("a", "b", "c")[: len(shape)]
+            made = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            meshes.append(made[names[left_away:]] if left_away else made)
+        wholes, cut = {}, {}
+        for at, (number, layout) in enumerate(random_layouts(WORLD_SIZE)):
+            whole = torch.arange(1, 1 + math.prod(layout.shape), dtype=torch.int32)
+            whole = whole.reshape(layout.shape)
+            local = _cut(whole, layout.parts(meshes[number].get_coordinate()))
+            for way in (by_placements, by_shard_order):
+                name = f"{way.__name__}_{at}"
+                wholes[name] = whole
+                cut[name] = way(whole, local.clone(), meshes[number], layout)
+        return self.loads("layouts", _Holder(cut), wholes)
+
+    def kind(self, name: str) -> dict[str, Any]:
+        """A real model."""
+        module, truth = getattr(model_ranks, name)(WORLD_SIZE)
+        rename = (lambda key: f"module.{key}") if name == "ddp" else None
+        return self.loads(name, module, truth, rename=rename)
+
+    def refused(self, name: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+        version = self.version(name, tensors)
+        try:
+            TorchModule(module).check(version)
+        except EngineMismatchError as error:
+            return str(error)
+        return "nothing"
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    return bytes(bytes_of(tensor.detach().contiguous()))
+
+
+def _run(rank: int, folder: Path) -> None:
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    store = dist.FileStore(str(folder / "store"), WORLD_SIZE)
+    timeout = timedelta(seconds=DEADLINE / 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
+    own = _Rank(rank, folder)
+    said: dict[str, Any] = {"layouts": own.layouts()}
+    said |= {name: own.kind(name) for name in KINDS}
+    said["fsdp1"] = own.refused("fsdp1", *model_ranks.fsdp1(WORLD_SIZE))
+    summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])
+    said["partial"] = own.refused("partial", _Holder({"sum": summand}), {"sum": torch.ones(3)})
+    (folder / f"rank_{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(_run, (Path(sys.argv[1]),), nprocs=WORLD_SIZE, start_method="fork")

@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model_state_dict
+from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
+
+from explorer_hooks.engines.made_versions import TensorBytes, make_version
+from explorer_hooks.engines.transformers_model import TransformersModel
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.tensor_rules import DTYPES
+from syncd.protocol.errors import EngineMismatchError
+from syncd.protocol.records import Kind
+from tests.engines.subjects import bits_of, lora_qwen, tiny_qwen
+
+INPUTS = torch.arange(12).view(2, 6) * 3
+
+
+def packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, TensorBytes]:
+    contents = bits_of(tensors)
+    return {
+        name: TensorBytes(
+            DTYPES[str(value.dtype).removeprefix("torch.")][0], tuple(value.shape), contents[name]
+        )
+        for name, value in tensors.items()
+    }
+
+
+def version_of(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    kind: Kind = "full",
+    sequence: int = 1,
+    **files: dict[str, Any],
+) -> LeasedVersion:
+    contents = {f"{name}.json": json.dumps(told).encode() for name, told in files.items()}
+    return make_version(
+        folder / f"v{sequence}", packed(tensors), kind=kind, sequence=sequence, files=contents
+    )
+
+
+@torch.no_grad()
+def trained(model: Any, seed: int) -> Any:
+    torch.manual_seed(seed)
+    for value in model.parameters():
+        if value.requires_grad:
+            value.add_(torch.randn_like(value) * 0.3)
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(INPUTS).logits
+
+
+def adapter(model: Any) -> dict[str, torch.Tensor]:
+    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    config: dict[str, Any] = model.peft_config["default"].to_dict()
+    return {key: sorted(value) if isinstance(value, set) else value
+            for key, value in config.items() if not callable(value)}  # fmt: skip
+
+
+def test_a_model_generates_as_the_trainers_and_samples_as_it_says(tmp_path: Path) -> None:
+    truth, model = trained(tiny_qwen(), 1), tiny_qwen()
+    rotary = model.model.rotary_emb.inv_freq.clone()
+    engine = TransformersModel(model)
+    version = version_of(
+        tmp_path, truth.state_dict(), generation_config={"top_k": 7, "eos_token_id": 3}
+    )
+    engine.check(version)
+    assert model.generation_config.eos_token_id != 3
+    engine.load(version)
+    assert torch.equal(logits(model), logits(truth))
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.model.rotary_emb.inv_freq, rotary)
+    assert (model.generation_config.top_k, model.generation_config.eos_token_id) == (7, 3)
+    truth.generation_config = GenerationConfig(eos_token_id=3)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(INPUTS, **greedy), truth.generate(INPUTS, **greedy))
+    # Of a version that says nothing, the one before stays.
+    engine.load(version_of(tmp_path, truth.state_dict(), sequence=2))
+    assert model.generation_config.top_k == 7
+    told = version_of(tmp_path, truth.state_dict(), sequence=3, generation_config={"top_k": 9})
+    TransformersModel(model, takes_generation_config=False).load(told)
+    assert model.generation_config.top_k == 7
+
+
+def test_a_generation_config_that_is_none_is_refused(tmp_path: Path) -> None:
+    model = tiny_qwen()
+    version = make_version(
+        tmp_path / "v1", packed(model.state_dict()), files={"generation_config.json": b"[1"}
+    )
+    with pytest.raises(EngineMismatchError, match=r"generation_config\.json is no JSON"):
+        TransformersModel(model).check(version)
+
+
+def test_a_model_that_transformers_saves_by_other_names_says_so(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=1, num_local_experts=2,
+        )
+    )  # fmt: skip
+    own = version_of(tmp_path, model.state_dict())
+    TransformersModel(model).check(own)
+    model.save_pretrained(tmp_path / "saved")
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() != model.state_dict().keys()
+    with pytest.raises(EngineMismatchError, match=r"the model's own state_dict\(\)"):
+        TransformersModel(model).check(version_of(tmp_path, saved, sequence=2))
+
+
+def test_an_adapter_is_swapped_in_place_and_the_base_model_stays(tmp_path: Path) -> None:
+    truth, model = trained(lora_qwen(), 1), lora_qwen()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    engine = TransformersModel(model)
+    assert engine.kinds == {"adapter"}
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    engine.check(version)
+    engine.load(version)
+    assert torch.equal(logits(model), logits(truth))
+    assert not torch.equal(logits(model), logits(lora_qwen()))
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["norm"]}],
+    ids=["layers", "embeddings too"],
+)
+def test_what_peft_saves_is_what_is_loaded(tmp_path: Path, options: dict[str, Any]) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    truth, model = trained(lora_qwen(**options), 2), lora_qwen(**options)
+    truth.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_bytes())
+    version = version_of(tmp_path, saved, kind="adapter", adapter_config=config)
+    TransformersModel(model).load(version)
+    assert torch.equal(logits(model), logits(truth))
+
+
+def test_one_of_several_adapters_is_replaced(tmp_path: Path) -> None:
+    truth, model = trained(lora_qwen(bias="none"), 1), lora_qwen(bias="none")
+    model.add_adapter("other", model.peft_config["default"])
+    default = bits_of(get_peft_model_state_dict(model, adapter_name="default"))
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    TransformersModel(model, adapter="other").load(version)
+    assert bits_of(get_peft_model_state_dict(model, adapter_name="other")) == bits_of(
+        adapter(truth)
+    )
+    found = bits_of(get_peft_model_state_dict(model, adapter_name="default"))
+    lora = {name for name in default if "lora" in name}
+    assert all(found[name] == default[name] for name in lora)
+    with pytest.raises(EngineMismatchError, match="no adapter 'third' but 'default', 'other'"):
+        TransformersModel(model, adapter="third")
+
+
+def test_an_adapter_on_a_model_without_the_peft_wrapper(tmp_path: Path) -> None:
+    truth = trained(lora_qwen(), 3)
+    truth.save_pretrained(tmp_path / "first")
+    plain = tiny_qwen()
+    plain.load_adapter(str(tmp_path / "first"))
+    assert not isinstance(plain, PeftModel)
+    trained(truth, 4)
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    TransformersModel(plain).load(version)
+    assert torch.equal(logits(plain), logits(truth))
+
+
+def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path) -> None:
+    truth, model = lora_qwen(), lora_qwen()
+    engine = TransformersModel(model)
+    scaled = config_of(truth) | {"lora_alpha": 12}
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=scaled)
+    with pytest.raises(EngineMismatchError, match="lora_alpha 12, and the model's adapter has 6"):
+        engine.check(version)
+    version = version_of(
+        tmp_path, adapter(truth), kind="adapter", sequence=2, adapter_config=config_of(truth)
+    )
+    engine.check(version)
+    model.merge_adapter()
+    with pytest.raises(EngineMismatchError, match="unmerge_adapter"):
+        engine.check(version)
+    model.unmerge_adapter()
+    full = version_of(tmp_path, tiny_qwen().state_dict(), sequence=3)
+    with pytest.raises(EngineMismatchError, match="is of kind full"):
+        engine.check(full)
+    with pytest.raises(EngineMismatchError, match="is a LoRA adapter"):
+        TransformersModel(tiny_qwen()).check(version)
