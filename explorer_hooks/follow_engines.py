@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.fitting import Fits
@@ -34,7 +34,7 @@ class CommandEngine(InProcessEngine):
         fits: what versions are compared with first; None for the version that it took before.
     """
 
-    kinds: ClassVar[frozenset[str]] = frozenset({"full", "adapter", "remote"})
+    kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
 
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command
@@ -98,7 +98,7 @@ class LinkEngine(InProcessEngine):
         InvalidSettingsError: something else than a link is there, or its folder is not.
     """
 
-    kinds: ClassVar[frozenset[str]] = frozenset({"full", "adapter"})
+    kinds: frozenset[str] = frozenset({"full", "adapter"})
 
     def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
         self._path = path.absolute()
