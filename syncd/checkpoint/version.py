@@ -88,8 +88,8 @@ def copy_version(
         cancel: called often, in this thread; it raises to stop.
 
     Raises:
-        VerificationError: a file is missing, or not what the manifest says; or that is so of the
-            copy, which says nothing about the version.
+        VerificationError: a file is missing, or not what the manifest says; or the target's folder
+            is, which says nothing about the version.
         OSError: one of the two storages failed.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
@@ -135,10 +135,8 @@ def _copy(
     cancel: Check,
 ) -> None:
     path, copy = folder / file.name, target / file.name
-    if to.link_if_possible(path, copy):
-        _verify(to, target, file, told, cancel)
-    else:
-        _verify(storage, folder, file, told, cancel, _Copy(to, copy))
+    linked = to.link_if_possible(path, copy)
+    _verify(storage, folder, file, told, cancel, None if linked else _Copy(to, copy))
 
 
 @dataclass(frozen=True, slots=True)
