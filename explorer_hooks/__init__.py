@@ -1,6 +1,6 @@
 """What an explorer imports: ``ExplorerHook`` keeps an engine on the newest weights.
 
-``explorer_hooks.reader`` works without torch; the names here are loaded when they are used.
+All but engines of torch works without torch; the names here are loaded when they are used.
 """
 
 from __future__ import annotations
@@ -11,14 +11,27 @@ if TYPE_CHECKING:
     from explorer_hooks.engines.torch_module import TorchModule
     from explorer_hooks.hook import ExplorerHook
     from explorer_hooks.reader import LeasedVersion, Reader
+    from explorer_hooks.staging import Staging
+    from syncd.protocol.policy import SyncSettings, Version
 
-__all__ = ["ExplorerHook", "LeasedVersion", "Reader", "TorchModule"]
+__all__ = [
+    "ExplorerHook",
+    "LeasedVersion",
+    "Reader",
+    "Staging",
+    "SyncSettings",
+    "TorchModule",
+    "Version",
+]
 
 _HOMES = {
     "ExplorerHook": "explorer_hooks.hook",
     "LeasedVersion": "explorer_hooks.reader",
     "Reader": "explorer_hooks.reader",
+    "Staging": "explorer_hooks.staging",
+    "SyncSettings": "syncd.protocol.policy",
     "TorchModule": "explorer_hooks.engines.torch_module",
+    "Version": "syncd.protocol.policy",
 }
 
 

@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from explorer_hooks.background import Follower, follow
 from explorer_hooks.engines.base import Engine
-from explorer_hooks.reader import LeasedVersion, Reader
-from syncd.protocol.errors import CancelledError, VerificationError, WaitTimeoutError
-from syncd.protocol.policy import RunningStatus, Version
+from explorer_hooks.pipeline import Pipeline
+from explorer_hooks.pulling import Puller
+from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.reload import OnRemote, RefusedError
+from explorer_hooks.staging import Staging
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.member import POLL, Seams
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    NotFollowingError,
+    WaitTimeoutError,
+)
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    SyncStyle,
+    Version,
+    explorer_sync_is_due,
+)
+from syncd.protocol.records import Reload
 from syncd.storage.fsio import Storage
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -22,17 +46,27 @@ class ExplorerHook:
 
     Promised: the engine is touched only by versions that were verified and fit; its version never
     goes back; the version that it serves stays on disk until the next one is applied, so that an
-    engine may restart from that folder. A version that cannot be used is refused and reported.
+    engine may restart from that folder. A version that cannot be used is refused and reported. The
+    name is no other live explorer's. Not promised: that every version is served; only ever the
+    newest is.
 
     Args:
         job_dir: the job directory.
         name: this explorer's, unique in the job.
         engine: what to load into.
-        poll: seconds between two looks where the filesystem sends no events.
+        settings: who syncs when; ``memory`` and ``checkpoint`` are served, all styles.
+        staging: copies versions to this host first, while the engine still serves.
+        memory_dir: the second job directory, where versions are (method ``memory``).
+        before_load: is given the version that is about to be loaded, to finish work in flight.
+        on_remote: is given the path of each version of kind ``remote``, and the version; without,
+            such versions are refused, unless the engine takes them.
+        poll: seconds between two looks where the filesystem sends no events, at most.
         storage: the seam for tests.
 
-    Attributes:
-        last_load_seconds: how long the last pull took to verify and load what it had waited for.
+    Raises:
+        NameTakenError: a live explorer has the name; to know may take a lease time.
+        JobUnavailableError: the job directory is missing or cannot be written.
+        InvalidSettingsError: the name cannot be part of a file name, or method ``nccl``.
     """
 
     def __init__(
@@ -41,38 +75,125 @@ class ExplorerHook:
         name: str,
         engine: Engine,
         *,
-        poll: float = 1.0,
+        settings: SyncSettings | None = None,
+        staging: Staging | None = None,
+        memory_dir: str | Path | None = None,
+        before_load: Callable[[LeasedVersion], object] | None = None,
+        on_remote: OnRemote | None = None,
+        poll: float = POLL,
         storage: Storage | None = None,
     ) -> None:
+        self._settings = settings = settings or SyncSettings()
+        if settings.method is SyncMethod.NCCL:
+            raise InvalidSettingsError(
+                "ExplorerHook does not serve method nccl yet: use checkpoint or memory"
+            )
         self._engine = engine
-        self._reader = Reader(job_dir, name, poll=poll, storage=storage)
-        self._pulling = threading.Lock()
-        self._held: LeasedVersion | None = None
-        self._leaving: list[LeasedVersion] = []
-        self._refused_sequence = 0
-        self._refused: str | None = None
-        self._nothing_new = 0
-        self.last_load_seconds = 0.0
+        self._poll = poll
+        self._cancel = Cancellation()
         self._closed = False
-        self._report(RunningStatus.RUNNING)
+        self._follower: Follower | None = None
+        self._unfollow = Cancellation()
+        self._sync = ExplorerSynchronizer(
+            job_dir,
+            name,
+            settings=settings,
+            memory_dir=memory_dir,
+            seams=Seams(storage=storage, poll=poll),
+        )
+        self._pipeline = Pipeline(
+            self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
+        )
+        self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
+        self._cancel.attach(self._pipeline.wake)
+        try:
+            engine.attach()
+            self._sync.set_explorer_status(RunningStatus.RUNNING)
+        except BaseException:
+            self._sync.close()
+            raise
+
+    # -- what it serves --------------------------------------------------------------------------
 
     @property
     def version(self) -> Version | None:
         """What the engine serves; None before the first pull."""
-        held = self._held
-        return Version(held.sequence, held.step) if held else None
+        return self._pipeline.version
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the version that the engine serves; it stays until the next is applied."""
-        return self._held.folder if self._held else None
+        """The folder that the engine's version was read from; it stays until the next is applied.
+
+        With a stage folder, that of the copy.
+        """
+        held = self._pipeline.held
+        return held.folder if held else None
+
+    @property
+    def last(self) -> Reload | None:
+        """How long the last reload took, and its pause; None before the first."""
+        return self._pipeline.last
+
+    @property
+    def last_load_seconds(self) -> float:
+        """How long the last pull took to verify and load what it had waited for."""
+        return self.last.seconds if self.last else 0.0
+
+    @property
+    def fault(self) -> str | None:
+        """Why this explorer cannot be relied on; None while all is well."""
+        return self._pipeline.fault
+
+    @property
+    def synchronizer(self) -> ExplorerSynchronizer:
+        """What this hook is registered by: who else there is, and what is needed to resume."""
+        return self._sync
+
+    def may_produce(self) -> bool:
+        """Whether what the engine serves is known, and fresh enough (``max_staleness``).
+
+        Raises:
+            NotFollowingError: what followed in the background has ended.
+            OSError: LATEST cannot be read.
+        """
+        self._raise_if_dead()
+        return self.fault is None and self._sync.may_produce()
+
+    def get_weight(self, name: str) -> Tensor:
+        """One tensor of the version that is served, from its folder, in host memory.
+
+        Raises:
+            InvalidSettingsError: nothing is served yet, or there is no such tensor.
+        """
+        # Torch is imported by those alone who want tensors.
+        from explorer_hooks.weights import WeightsReader  # noqa: PLC0415
+
+        with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
+            return reader.get_weight(name)
+
+    def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the version that is served now, one at a time, in host memory.
+
+        The version is held from the first one to the last, whatever is served meanwhile.
+
+        Raises:
+            InvalidSettingsError: nothing is served yet.
+        """
+        from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as above
+
+        with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
+            yield from reader.state_dict_iterator()
+
+    # -- taking what is newer --------------------------------------------------------------------
 
     def pull(self, timeout: float | None = None) -> Version:
         """Wait for a newer version than the engine has, and load it.
 
+        A sync is required meanwhile, and again whenever the trainer says that it has nothing newer.
+
         Args:
-            timeout: seconds to wait for one; 0 to take what is there now; None for as long as it
-                takes.
+            timeout: seconds to wait for one; 0 to take what is there now, and require nothing; None
+                for as long as it takes.
 
         Returns:
             The version that the engine serves now.
@@ -82,59 +203,157 @@ class ExplorerHook:
             VerificationError, EngineMismatchError, or what the engine raises: the version was
                 refused; the engine is as it was. The next pull waits for one above it.
             OSError: storage failed; the engine is as it was, and the next pull tries again.
+            EngineBrokenError: what the engine serves is not known; the next pull tries to give it
+                back what it had.
             CancelledError: the hook was closed by another thread.
+            NotFollowingError: what followed in the background has ended.
+            InvalidSettingsError: something follows in the background.
         """
-        with self._pulling:
-            self._reader.check_open()
-            have = self._held.sequence if self._held else 0
-            self._report(RunningStatus.REQUIRE_SYNC)
-            try:
-                version = self._reader.next_version(max(have, self._refused_sequence), timeout)
-            except WaitTimeoutError:
-                self._nothing_new += 1
-                self._report(RunningStatus.RUNNING)
-                raise
-            except VerificationError as error:
-                self._refuse(error.sequence or 0, error)
-                raise
-            begun = time.monotonic()
-            try:
-                version.verify(cancel=self._reader.check_open)
-                self._engine.check(version)
-                self._load(version)
-            except BaseException as error:
-                self._let_go(version)
-                # What storage refused, or who pulls has stopped, may well work the next time.
-                if isinstance(error, Exception) and not isinstance(error, OSError | CancelledError):
-                    self._refuse(version.sequence, error)
-                raise
-            self.last_load_seconds = time.monotonic() - begun
-            before, self._held = self._held, version
-            self._refused = None
-            self._let_go(before)
-            self._report(RunningStatus.RUNNING)
-            log.info(
-                "%s serves version %d (step %d), loaded in %.3f s",
-                self._reader.name,
-                version.sequence,
-                version.step,
-                self.last_load_seconds,
+        self._raise_if_dead()
+        if self._follower is not None:
+            raise InvalidSettingsError(
+                f"{self._sync.name} follows in the background: see version, or wait_until_served, "
+                "or stop() first"
             )
-            return Version(version.sequence, version.step)
+        try:
+            return self._puller.newest(timeout, asks=True, cancel=self._cancel)
+        except RefusedError as refused:
+            raise refused.error from refused.error.__cause__
+
+    def pull_step(self, step: int, timeout: float | None = None) -> Version:
+        """Have a step that is on disk published, and load it: to evaluate it. No trainer may work.
+
+        Args:
+            step: the step.
+            timeout: seconds until it must be published; the settings' ``sync_timeout`` by default.
+
+        Raises:
+            SaveFailedError: the daemon has refused the save.
+            InvalidSettingsError: a trainer works.
+            WaitTimeoutError, or as :meth:`pull`.
+        """
+        seconds = self._settings.sync_timeout if timeout is None else timeout
+        try:
+            return self._puller.step(step, seconds)
+        except RefusedError as refused:
+            raise refused.error from refused.error.__cause__
+
+    def sync_is_due(self, step: int) -> bool:
+        """Whether :meth:`after_step` will sync: what is in flight should be finished by then."""
+        return explorer_sync_is_due(self._settings, step)
+
+    def after_step(self, step: int) -> Version | None:
+        """Sync after a step of rollouts, if it is due by the settings.
+
+        It waits until the trainer has something newer, or says that it has not, or stops. What is
+        refused, or cannot be read now, is in the log and the report, and the engine goes on with
+        what it has. Under ``fully_async`` :meth:`start` does all of it.
+
+        Args:
+            step: the last step that was begun, counted from 1.
+
+        Returns:
+            The version that the engine serves now; None before the first.
+
+        Raises:
+            WaitTimeoutError: none of that within ``sync_timeout``.
+            EngineBrokenError, CancelledError, NotFollowingError: as :meth:`pull`.
+            InvalidSettingsError: ``fully_async``, and nothing follows.
+        """
+        self._raise_if_dead()
+        if self._settings.style is SyncStyle.FULLY_ASYNC and self._follower is None:
+            raise InvalidSettingsError("style fully_async: call start() before the first step")
+        if not self.sync_is_due(step) or self._follower is not None:
+            return self.version
+        try:
+            self._puller.sync(self._settings.sync_timeout)
+        except RefusedError:
+            pass  # it is in the log and in the report
+        except OSError as error:
+            log.warning("%s goes on with what it has: %s", self._sync.name, error)
+        return self.version
+
+    # -- in the background -------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Follow the job in a thread of its own: take each newest version as it comes.
+
+        A sync is required only under ``explorer_driven``. What it meets is said at
+        :func:`~explorer_hooks.background.follow`; its death is raised by the next call of
+        :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served`, once.
+        Does nothing where it follows already.
+        """
+        self._cancel.check()
+        if self._follower is not None and self._follower.is_alive:
+            return
+        self._unfollow = cancel = Cancellation()
+        stopped = threading.Event()
+        cancel.attach(stopped.set)
+        self._pipeline.follows()
+        asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
+        pull = partial(self._puller.newest, None, asks=asks, cancel=cancel)
+        self._follower = Follower(
+            partial(follow, pull, pause=stopped.wait, poll=self._poll), died=self._follower_died
+        )
+
+    def stop(self) -> None:
+        """End the thread; a load that it is in is waited for. Safe to call without one."""
+        self._unfollow.cancel()
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.join()
+
+    def wait_until_served(
+        self, timeout: float | None = None, *, newer_than: Version | None = None
+    ) -> Version:
+        """Wait until the engine serves a version, while something follows.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+            newer_than: a version that is not enough.
+
+        Raises:
+            WaitTimeoutError: it does not in time.
+            NotFollowingError: what followed has ended.
+            CancelledError: the hook was cancelled, or closed.
+        """
+        least = newer_than.sequence if newer_than else 0
+        found = self._pipeline.wait(
+            lambda version: (
+                (version is not None and version.sequence > least)
+                or self._follower_error() is not None
+                or self._cancel.is_done
+            ),
+            timeout,
+        )
+        self._raise_if_dead()
+        self._cancel.check()
+        if found is None or found.sequence <= least:
+            newer = f" newer than {newer_than}" if newer_than else ""
+            raise WaitTimeoutError(f"{self._sync.name} serves nothing{newer} within {timeout:g} s")
+        return found
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """End all pulls, now and from now on; from any thread, or a signal handler."""
+        self._cancel.cancel()
+        self._unfollow.cancel()
 
     def close(self) -> None:
-        """End a pull that waits in another thread, let the version go, and say so.
+        """End pulls in other threads, let the version go, and say that this explorer has stopped.
 
         Safe to call twice. Whoever reads the version's folder must have stopped.
         """
         if self._closed:
             return
         self._closed = True
-        self._reader.cancel()
-        with self._pulling:
-            self._report(RunningStatus.STOPPED)
-            self._let_go(self._held)
-            self._reader.close()
+        self.cancel()
+        self.stop()
+        with self._puller.lock:
+            self._engine.close()
+            self._pipeline.close()
+            self._sync.close()
 
     def __enter__(self) -> Self:
         return self
@@ -142,42 +361,18 @@ class ExplorerHook:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _load(self, version: LeasedVersion) -> None:
-        """Load; an engine that fails half-way is given back what it had, which is still leased."""
-        try:
-            self._engine.load(version)
-        except Exception:
-            if self._held is not None:
-                log.warning("loading again what was served: version %d", self._held.sequence)
-                self._engine.load(self._held)
-            raise
+    def _follower_died(self, error: BaseException) -> None:
+        self._pipeline.follows_no_more(f"nothing follows the job any more: {error!r}")
 
-    def _refuse(self, sequence: int, error: Exception) -> None:
-        log.error("version %d is refused: %s", sequence, error)
-        self._refused_sequence = max(self._refused_sequence, sequence)
-        self._refused = f"version {sequence}: {error}"
-        self._report(RunningStatus.RUNNING)
+    def _follower_error(self) -> BaseException | None:
+        return self._follower.error if self._follower is not None else None
 
-    def _let_go(self, version: LeasedVersion | None) -> None:
-        """Release a version, and those that storage did not let go of before."""
-        if version is not None:
-            self._leaving.append(version)
-        try:
-            while self._leaving:
-                self._leaving[-1].release()
-                self._leaving.pop()
-        except OSError as error:
-            log.warning("a lease stays until the next pull: %s", error)
-
-    def _report(self, status: RunningStatus) -> None:
-        """Say what this explorer does; an engine goes on serving where that cannot be said."""
-        try:
-            self._reader.report(
-                status,
-                sequence=self._held.sequence if self._held else None,
-                step=self._held.step if self._held else None,
-                nothing_new=self._nothing_new,
-                refused=self._refused,
-            )
-        except OSError as error:
-            log.warning("%s cannot report: %s", self._reader.name, error)
+    def _raise_if_dead(self) -> None:
+        error = self._follower_error()
+        if error is None:
+            return
+        self._follower = None
+        raise NotFollowingError(
+            f"what followed the job for {self._sync.name} has ended, and its engine stays at "
+            f"{self.version or 'what it began with'}: {error!r}; start() again, or pull"
+        ) from error

@@ -68,6 +68,11 @@ class Reader:
             )
             self._stack = stack.pop_all()
 
+    @property
+    def session_id(self) -> str:
+        """This process's heartbeat in the job, which its leases name."""
+        return self._session.id
+
     def latest(self) -> Latest | None:
         """What LATEST says now; None where there is none, or none that can be read yet.
 

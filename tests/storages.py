@@ -33,8 +33,9 @@ class FastStorage(Storage):
 
 #: What changes storage, one system call each.
 CHANGES = (
-    "mkdir", "rmdir", "rename", "link", "unlink", "create", "open_append", "write", "pwrite",
-    "copy_file_range", "sendfile", "clone_range", "fsync", "close", "sync_folder", "utime",
+    "mkdir", "rmdir", "rename", "link", "symlink", "unlink", "create", "open_append", "write",
+    "pwrite", "copy_file_range", "sendfile", "clone_range", "fsync", "close", "sync_folder",
+    "utime",
 )  # fmt: skip
 #: What only looks at it.
 READS = (

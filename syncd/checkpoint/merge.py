@@ -216,7 +216,7 @@ def _stream(
         at = entry.begin
         while at < entry.end:
             cancel()
-            count = storage.pread_into(source.fd, view[: entry.end - at], at)
+            count = source.storage.pread_into(source.fd, view[: entry.end - at], at)
             if count == 0:
                 raise shorter(source.path)
             hasher.update(view[:count])

@@ -219,11 +219,16 @@ _EMBEDDINGS: Final = frozenset(
 )
 
 
+def is_output_embedding(name: str) -> bool:
+    """Whether a tensor is what may be tied to the input embedding."""
+    return _module(name) in _HEADS
+
+
 def _without_tied(tensors: list[_Whole]) -> list[_Whole]:
     """Leave out output embeddings that are the input embedding, or must be equal to it."""
     kept = {tensor.name: tensor for tensor in tensors}
     for head in tensors:
-        if _module(head.name) not in _HEADS:
+        if not is_output_embedding(head.name):
             continue
         alike = [
             tensor

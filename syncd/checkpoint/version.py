@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,7 +20,7 @@ from syncd.protocol.errors import CheckpointError, SaveNotReadyError, Verificati
 from syncd.protocol.layout import MANIFEST
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
 from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage
 
 #: What :meth:`Storage.open_read` says of a link, a pipe, a device or a folder.
 _NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})
@@ -58,6 +60,55 @@ def verify_version(
         VerificationError: a file is missing, or not what the manifest says.
         OSError: storage failed while it was read; nothing is known.
     """
+    _each_file(partial(_verify, storage, folder), folder, manifest, threads, cancel)
+
+
+def copy_version(
+    storage: Storage,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    to: Storage,
+    target: Path,
+    threads: int = 4,
+    cancel: Callable[[], None] = lambda: None,
+) -> None:
+    """Copy a version's files, the manifest aside, and verify them in the same pass.
+
+    Each byte is read once. Where both folders share a filesystem nothing is copied: the files get a
+    second name, or share blocks.
+
+    Args:
+        storage: what the files are read through.
+        folder: of the version.
+        manifest: of the version.
+        to: the storage to write to.
+        target: an empty folder; its own entry is the caller's to sync.
+        threads: how many files are copied at a time, and no more than there are processors.
+        cancel: called often, in this thread; it raises to stop.
+
+    Raises:
+        VerificationError: a file is missing, or not what the manifest says; or the target's folder
+            is, which says nothing about the version.
+        OSError: one of the two storages failed.
+    """
+    for name in sorted({file.name for file in manifest.files if "/" in file.name}):
+        to.make_folder((target / name).parent, below=target.parent)
+    copy = partial(_copy, storage, folder, to, target)
+    _each_file(copy, folder, manifest, threads, cancel)
+
+
+#: Looks at one file of a version, of which it is given what the manifest says, and a check.
+_Work = Callable[[VersionFile, Mapping[str, TensorEntry], Check], None]
+
+
+def _each_file(
+    work: _Work,
+    folder: Path,
+    manifest: Manifest,
+    threads: int,
+    cancel: Callable[[], None],
+) -> None:
     listed = {file.name for file in manifest.files}
     told: dict[str, dict[str, TensorEntry]] = {name: {} for name in listed}
     for entry in manifest.tensors:
@@ -68,10 +119,42 @@ def verify_version(
             )
         told[entry.file][entry.name] = entry
     run_side_by_side(
-        [partial(_verify, storage, folder, file, told[file.name]) for file in manifest.files],
+        [partial(work, file, told[file.name]) for file in manifest.files],
         threads=threads_here(threads),
         look=cancel,
     )
+
+
+def _copy(
+    storage: Storage,
+    folder: Path,
+    to: Storage,
+    target: Path,
+    file: VersionFile,
+    told: Mapping[str, TensorEntry],
+    cancel: Check,
+) -> None:
+    path, copy = folder / file.name, target / file.name
+    linked = to.link_if_possible(path, copy)
+    _verify(storage, folder, file, told, cancel, None if linked else _Copy(to, copy))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Where the copy of a file goes that is verified."""
+
+    storage: Storage
+    path: Path
+
+    def shares(self, fd: int, size: int) -> bool:
+        """Whether it could be made by sharing all blocks of an open file; else nothing is there."""
+        made = self.storage.create(self.path)
+        with self.storage.closing(made):
+            if self.storage.share_range(fd, made, size, 0, 0):
+                self.storage.fsync(made)
+                return True
+        self.storage.unlink(self.path)
+        return False
 
 
 def _verify(
@@ -80,13 +163,14 @@ def _verify(
     file: VersionFile,
     told: Mapping[str, TensorEntry],
     cancel: Check,
+    copy: _Copy | None = None,
 ) -> None:
     path = folder / file.name
     try:
         if file.name.endswith(WEIGHTS):
-            _verify_weights(storage, path, file, told, cancel)
+            _verify_weights(storage, path, file, told, cancel, copy)
         else:
-            _verify_other(storage, path, file)
+            _verify_other(storage, path, file, copy)
     except (CheckpointError, SaveNotReadyError) as error:
         raise VerificationError(str(error)) from error
     except OSError as error:
@@ -101,6 +185,7 @@ def _verify_weights(
     file: VersionFile,
     told: Mapping[str, TensorEntry],
     cancel: Callable[[], None],
+    copy: _Copy | None,
 ) -> None:
     with SafetensorsFile.open(storage, path) as opened:
         _compare(path, "its size", opened.size, file.size)
@@ -110,9 +195,19 @@ def _verify_weights(
             {entry.name: (entry.dtype, tuple(entry.shape)) for entry in opened.entries},
             {name: (entry.dtype, entry.shape) for name, entry in told.items()},
         )
-        if file.digest is None:
+        if copy is not None and copy.shares(opened.fd, opened.size):
+            copy = None
+        if file.digest is None and copy is None:
             return
-        found = digest_safetensors(storage, opened, cancel=cancel)
+        found = digest_safetensors(
+            copy.storage if copy else storage,
+            opened,
+            digests=file.digest is not None,
+            cancel=cancel,
+            copy_to=copy.path if copy else None,
+        )
+    if file.digest is None:
+        return
     for tensor in found.tensors:
         _compare(
             path, f"the digest of {shown(tensor.name)}", tensor.digest, told[tensor.name].digest
@@ -120,13 +215,18 @@ def _verify_weights(
     _compare(path, "its digest", found.files[0].digest, file.digest)
 
 
-def _verify_other(storage: Storage, path: Path, file: VersionFile) -> None:
+def _verify_other(storage: Storage, path: Path, file: VersionFile, copy: _Copy | None) -> None:
     fd = storage.open_read(path)
     hasher = xxhash.xxh3_128()
     try:
         _compare(path, "its size", storage.fstat(fd).st_size, file.size)
-        while file.digest is not None and (part := storage.read_part(fd, _BUFFER)):
-            hasher.update(part)
+        with Draft(copy.storage, copy.path) if copy else nullcontext() as draft:
+            while (file.digest is not None or draft) and (part := storage.read_part(fd, _BUFFER)):
+                hasher.update(part)
+                if draft:
+                    draft.write(part)
+            if draft:
+                draft.commit()
     finally:
         storage.release(fd)
     if file.digest is not None:

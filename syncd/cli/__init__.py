@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Final
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Final
 
 import click
 
 from syncd import __version__
 from syncd.cli import log_lines
-from syncd.protocol.errors import SyncdError
+from syncd.protocol.errors import InvalidSettingsError, SyncdError
 
 _COMMANDS: Final = {
     "run": "Serve a job: merge, publish, signal, prune.",
@@ -26,24 +27,58 @@ _COMMANDS: Final = {
     "config": "Check a configuration file, or show what a daemon would be told by it.",
     "demo": "Train, merge, publish, reload and prune on this machine, to see it work.",
 }
+#: Entry points of commands that other packages add: the hooks, which syncd never imports itself.
+_ADDED: Final = "syncd.commands"
 
 
 class _Lazy(click.Group):
     """A group that imports a command's module only to run it: the daemon stays small."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 # click's signature
-        return list(_COMMANDS)
+        return [*_COMMANDS, *_added()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002 # click's signature
-        if cmd_name not in _COMMANDS:
+        if cmd_name in _COMMANDS:
+            command = importlib.import_module(f"syncd.cli.{cmd_name}").command
+        elif cmd_name in (added := _added()):
+            command = _loaded(added[cmd_name])
+        else:
             return None
-        command = importlib.import_module(f"syncd.cli.{cmd_name}").command
         assert isinstance(command, click.Command)  # noqa: S101 # a slip of ours, not of the user's
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 # click's signature
         with formatter.section("Commands"):
-            formatter.write_dl(list(_COMMANDS.items()))
+            formatter.write_dl([*_COMMANDS.items(), *map(_described, _added().values())])
+
+
+def _added() -> dict[str, EntryPoint]:
+    """The commands of other packages by name; none of them replaces one of ours."""
+    found = entry_points(group=_ADDED)
+    return {point.name: point for point in found if point.name not in _COMMANDS}
+
+
+def _loaded(point: EntryPoint) -> Any:
+    """A command of another package.
+
+    Raises:
+        InvalidSettingsError: the package is broken.
+    """
+    try:
+        return point.load()
+    except (ImportError, AttributeError) as error:
+        raise InvalidSettingsError(
+            f"the command {point.name} of {point.value} cannot be loaded: {error}; install its "
+            "package again"
+        ) from error
+
+
+def _described(point: EntryPoint) -> tuple[str, str]:
+    """A line of help; one package that is broken keeps nobody from the others."""
+    try:
+        return point.name, _loaded(point).get_short_help_str(limit=100)
+    except InvalidSettingsError as error:
+        return point.name, str(error)
 
 
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})

@@ -195,16 +195,20 @@ def _show(seen: dict[str, Any], console: Console) -> None:
         say(f"refused  {', '.join(seen['quarantined'])}")
     if not seen["explorers"]:
         return
-    table = Table("explorer", "status", "version", "step", "behind", "heard", "refused")
+    heads = ["explorer", "status", "version", "step", "behind", "heard", "refused"]
+    if reloaded := any(report["reload"] for report in seen["explorers"]):
+        heads.insert(-2, "pause")
+    table = Table(*heads)
     for report in seen["explorers"]:
         cells = (
             report["name"],
-            report["status"],
+            "faulty" if report["fault"] else report["status"],
             report["sequence"] or "-",
             "-" if report["step"] is None else report["step"],
             report["behind"],
+            *([_pause(report["reload"])] if reloaded else []),
             _age(now, report["time"]),
-            report["refused"] or "",
+            report["fault"] or report["refused"] or "",
         )
         table.add_row(*(Text(printable(cell)) for cell in cells))
     console.print(table)
@@ -213,6 +217,14 @@ def _show(seen: dict[str, Any], console: Console) -> None:
 def _kind(kind: str) -> str:
     """What is said of a version that is no full model."""
     return "" if kind == "full" else f" ({kind})"
+
+
+def _pause(reload: dict[str, Any] | None) -> str:
+    """How long an engine did not serve at its last reload, and what of: a copy on its host?"""
+    if reload is None:
+        return "-"
+    staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]
+    return f"{reload['pause']:.3g} s{staged}"
 
 
 def _age(now: float, then: float) -> str:

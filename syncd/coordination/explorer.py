@@ -3,17 +3,48 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import back_to_running, become, require_sync
 from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import InvalidSettingsError, WaitTimeoutError
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
-from syncd.protocol.records import ExplorerReport
+from syncd.protocol.records import ExplorerReport, Reload
+from syncd.storage.leases import Clock
 
 log = logging.getLogger(__name__)
+
+#: How often which trainer has said that nothing newer will come; None for never.
+_Said = tuple[str | None, int] | None
+
+
+class _Request:
+    """What a wait has asked the trainer, and when: not more often than once a poll."""
+
+    def __init__(self, clock: Clock, poll: float) -> None:
+        self._clock = clock
+        self._poll = poll
+        self._at = -math.inf
+        self._answers: _Said | str = "not asked yet"
+
+    def is_due(self) -> bool:
+        """Whether it is time to look whether it was answered; then it is not for a poll."""
+        now = self._clock()
+        if now - self._at < self._poll:
+            return False
+        self._at = now
+        return True
+
+    def is_answered_by(self, said: _Said) -> bool:
+        """Whether there is something to ask: it was not asked, or answered since."""
+        return said != self._answers
+
+    def asked(self, said: _Said) -> None:
+        """It was asked, of a trainer that had said so much by then."""
+        self._answers = said
 
 
 class ExplorerSynchronizer(Member[ExplorerReport]):
@@ -77,6 +108,30 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Say which version this explorer serves, and which newer one it has refused, and why."""
         self._me.update(sequence=version.sequence, step=version.step, refused=refused)
 
+    def report(
+        self,
+        version: Version | None,
+        *,
+        refused: str | None = None,
+        reload: Reload | None = None,
+        fault: str | None = None,
+    ) -> None:
+        """Say all of what an explorer's hook has to say; what is left out is taken back.
+
+        Args:
+            version: what is served; None before the first.
+            refused: which newer version was refused, and why.
+            reload: how the engine came to what it serves.
+            fault: why this explorer cannot be relied on.
+        """
+        self._me.update(
+            sequence=version.sequence if version else None,
+            step=version.step if version else None,
+            refused=refused,
+            reload=reload,
+            fault=fault,
+        )
+
     def wait_new_model_state_dict(
         self,
         current: Version | None,
@@ -137,6 +192,79 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             finally:
                 back_to_running(self._me, nothing_new=self._me.record.nothing_new + missed)
 
+    def wait_for_newer(
+        self,
+        current: Version | None,
+        *,
+        asks: bool = True,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+    ) -> Version:
+        """Wait until a newer version than ``current`` is published, whatever the trainer says.
+
+        Where :meth:`wait_new_model_state_dict` ends with the trainer, or its word that nothing
+        newer comes, this goes on; nor does a job that is away (unmounted) end it.
+
+        Args:
+            current: nothing at or below its sequence is taken; None for any version.
+            asks: whether a sync is required meanwhile, and once more after each answer that there
+                is nothing newer; what storage refuses of that is asked again.
+            timeout: seconds; 0 to take what is there now, and require nothing; None for as long as
+                it takes.
+            cancel: ends the wait from another thread.
+
+        Raises:
+            WaitTimeoutError: nothing newer in time.
+            CancelledError: the wait was cancelled.
+            InvalidTransitionError: this explorer is not running.
+            OSError: LATEST cannot be read.
+        """
+        patience = math.inf if timeout is None else timeout
+        with self._wait(patience, cancel) as wait:
+            missed = 1
+            request = _Request(self._clock, self._poll)
+            try:
+                while True:
+                    newest = self._versions.newest(current)
+                    if newest is not None and newest != current:
+                        missed = 0
+                        return newest
+                    if asks and patience > 0:
+                        self._ask(request)
+                    if not wait.more():
+                        raise WaitTimeoutError(
+                            f"nothing newer than {current or 'nothing'} within {timeout:g} s in "
+                            f"{self._versions.layout.root}"
+                        )
+            finally:
+                self._end_wait(missed)
+
+    def _ask(self, request: _Request) -> None:
+        """Require a sync, if nobody has answered since it was required last."""
+        if not request.is_due():
+            return
+        try:
+            said = self._said()
+            if request.is_answered_by(said):
+                asked = self._me.record.requests + 1
+                if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
+                    self._me.update(requests=asked)
+                else:
+                    require_sync(self._me, requests=asked)
+                request.asked(said)
+        except (JobUnavailableError, OSError) as error:
+            log.warning("%s cannot ask for weights now: %s", self.name, error)
+
+    def _end_wait(self, missed: int) -> None:
+        count = self._me.record.nothing_new + missed
+        if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
+            back_to_running(self._me, nothing_new=count)
+        elif missed and self._me.record.status == RunningStatus.RUNNING.value:
+            try:
+                self._me.update(nothing_new=count)
+            except OSError as error:
+                log.warning("%s cannot say that there was nothing newer: %s", self.name, error)
+
     def _warn_once(self, current: Version | None) -> None:
         if current is not None and current != self._warned:
             self._warned = current
@@ -149,8 +277,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         else:
             require_sync(me, requests=me.record.requests + 1)
 
-    def _said(self) -> tuple[str | None, int] | None:
-        """How often which trainer has said that nothing newer will come; None for never."""
+    def _said(self) -> _Said:
         trainer = self._roster.trainer()
         return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
 

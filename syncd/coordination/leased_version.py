@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.version import WEIGHTS, read_manifest, verify_version
+from syncd.checkpoint.version import WEIGHTS, copy_version, read_manifest, verify_version
 from syncd.protocol.errors import (
     ProtocolMismatchError,
     RecordError,
@@ -23,6 +24,13 @@ from syncd.storage.leases import Lease
 log = logging.getLogger(__name__)
 
 
+class Hold(Protocol):
+    """What keeps a version's files: a lease, or what does so for a copy on one host."""
+
+    def release(self) -> None:
+        """Let it go. Safe to call twice."""
+
+
 class LeasedVersion:
     """A version that stays on disk for as long as it is held.
 
@@ -32,14 +40,25 @@ class LeasedVersion:
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or that of a LoRA adapter; of kind ``remote``
             there is nothing in it to load.
+        source: the folder that was published; another one than ``folder``, which may be pruned,
+            where that is a copy on this host.
         remote_path: where the weights are, of kind ``remote``; else None.
         manifest: what the folder must hold.
     """
 
-    def __init__(self, storage: Storage, folder: Path, manifest: Manifest, lease: Lease) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: Path,
+        manifest: Manifest,
+        lease: Hold,
+        *,
+        source: Path | None = None,
+    ) -> None:
         self._storage = storage
         self._lease = lease
         self.folder = folder
+        self.source = source or folder
         self.manifest = manifest
         self.sequence = manifest.sequence
         self.step = manifest.step
@@ -56,6 +75,28 @@ class LeasedVersion:
             VerificationError: a file is not what the manifest says.
         """
         verify_version(self._storage, self.folder, self.manifest, cancel=cancel)
+
+    def copy_to(
+        self, storage: Storage, folder: Path, *, cancel: Callable[[], None] = lambda: None
+    ) -> None:
+        """Verify it, and copy it in the same pass: each byte is read once.
+
+        Args:
+            storage: of the copy.
+            folder: an empty folder that nobody else looks at.
+            cancel: called often; it raises to stop.
+
+        Raises:
+            VerificationError: a file is not what the manifest says.
+            OSError: one of the two storages failed.
+        """
+        copy_version(
+            self._storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
+        )
+
+    def with_hold(self, hold: Hold) -> LeasedVersion:
+        """The same version, held by something else."""
+        return LeasedVersion(self._storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """The version's safetensors files, each open while the caller is at it."""

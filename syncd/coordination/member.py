@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
 
+from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.participant import FirstReport, Participant, Report, become
 from syncd.coordination.roster import Roster
 from syncd.coordination.saved_state import StateFile
@@ -237,6 +238,15 @@ class Member(Generic[Report]):
             VersionGoneError: that version was retired.
         """
         return self._versions.metadata(version)
+
+    def hold(self, version: Version) -> LeasedVersion:
+        """Hold a version: its files stay until it is released, before this is closed.
+
+        Raises:
+            VersionGoneError: it was retired, or is not visible here yet: take the newer one.
+            VerificationError: its manifest is damaged.
+        """
+        return self._versions.hold(version.sequence)
 
     def set_model_state_dict_with_step_num(
         self,

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
 from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.member import Module, Role
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.participants import SavedState
 from syncd.protocol.policy import RunningStatus, Version
+from syncd.protocol.records import Reload
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,6 +118,18 @@ class Synchronizer:
         """Say which version this explorer serves, and which newer one it has refused, and why."""
         await self._run(self._explorer.set_explorer_version, version, refused)
 
+    async def report(
+        self,
+        version: Version | None,
+        *,
+        refused: str | None = None,
+        reload: Reload | None = None,
+        fault: str | None = None,
+    ) -> None:
+        """Say all of what an explorer has to say; what is left out is taken back."""
+        call = self._explorer.report
+        await self._run(partial(call, version, refused=refused, reload=reload, fault=fault))
+
     async def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
         """How many explorers have which status; the dead are not counted."""
         return await self._run(self.blocking.get_explorer_status_counts)
@@ -169,6 +183,17 @@ class Synchronizer:
         """Require a sync, and wait until a newer version than ``current`` is published."""
         call = self._explorer.wait_new_model_state_dict
         return await self._wait(partial(call, current, no_wait=no_wait, timeout=timeout))
+
+    async def wait_for_newer(
+        self, current: Version | None, *, asks: bool = True, timeout: float | None = None
+    ) -> Version:
+        """Wait until a newer version than ``current`` is published, whatever the trainer says."""
+        call = self._explorer.wait_for_newer
+        return await self._wait(partial(call, current, asks=asks, timeout=timeout))
+
+    async def hold(self, version: Version) -> LeasedVersion:
+        """Hold a version: its files stay until it is released, before this is closed."""
+        return await self._run(self.blocking.hold, version)
 
     async def may_produce(self) -> bool:
         """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -44,6 +44,18 @@ _ATTEMPTS: Final = 10
 _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
 
 
+class _Hold:
+    """One of those who hold a version together."""
+
+    def __init__(self, let_go: Callable[[_Hold], None], sequence: int) -> None:
+        self._let_go = let_go
+        self.sequence = sequence
+
+    def release(self) -> None:
+        """Let it go. Safe to call twice."""
+        self._let_go(self)
+
+
 class Versions:
     """What is published in a job, or in the memory folder beside it.
 
@@ -65,8 +77,8 @@ class Versions:
             self._own = session = Session(layout, open_job(storage, layout).lease_time)
         self._session = session
         self._lock = threading.Lock()
-        #: Sequence → what is leased, and how many hold it.
-        self._held: dict[int, tuple[LeasedVersion, int]] = {}
+        #: Sequence → what is leased, and who holds it.
+        self._held: dict[int, tuple[LeasedVersion, set[_Hold]]] = {}
 
     def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
@@ -90,12 +102,12 @@ class Versions:
                 be held.
             VerificationError: its manifest is damaged.
         """
-        version = self._hold_newest() if wanted is None else self._hold(wanted.sequence)
+        version = self._hold_newest() if wanted is None else self.hold(wanted.sequence)
         try:
             yield version
         finally:
             if version is not None:
-                self._let_go(version)
+                version.release()
 
     def _hold_newest(self) -> LeasedVersion | None:
         for left in reversed(range(_ATTEMPTS)):
@@ -104,30 +116,40 @@ class Versions:
             if newest is None:
                 return None
             try:
-                return self._hold(newest.sequence)
+                return self.hold(newest.sequence)
             except VersionGoneError as error:
                 if not left:
                     raise
                 log.info("%s; looking again", error)
         return None
 
-    def _hold(self, sequence: int) -> LeasedVersion:
-        """One lease a version, however often this participant holds it."""
+    def hold(self, sequence: int) -> LeasedVersion:
+        """Hold a version: one lease of it, however many of this participant hold it.
+
+        Raises:
+            VersionGoneError: it was retired.
+            VerificationError: its manifest is damaged.
+        """
         with self._lock:
-            version, holds = self._held.get(sequence) or (self._lease(sequence), 0)
-            self._held[sequence] = version, holds + 1
-            return version
+            version, holds = self._held.get(sequence) or (self._lease(sequence), set())
+            hold = _Hold(self._let_go, sequence)
+            self._held[sequence] = version, holds | {hold}
+            return version.with_hold(hold)
 
     def _lease(self, sequence: int) -> LeasedVersion:
         return lease_version(self._storage, self.layout, sequence, self._name, self._session.id)
 
-    def _let_go(self, version: LeasedVersion) -> None:
+    def _let_go(self, hold: _Hold) -> None:
+        """End one hold; the last one ends the lease, and stays where storage refuses that."""
         with self._lock:
-            _, holds = self._held.pop(version.sequence)
-            if holds > 1:
-                self._held[version.sequence] = version, holds - 1
-            else:
+            version, holds = self._held.get(hold.sequence, (None, set()))
+            if version is None or hold not in holds:
+                return
+            if holds == {hold}:
                 version.release()
+                del self._held[hold.sequence]
+            else:
+                holds.discard(hold)
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of a version, one at a time; none where there is no version.

@@ -27,6 +27,11 @@ class Cancellation:
             for wake in self._wakes:
                 wake()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it was cancelled."""
+        return self._done
+
     def check(self) -> None:
         """Do nothing until it is cancelled.
 

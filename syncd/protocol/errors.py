@@ -21,7 +21,10 @@
     ├── JobUnavailableError       11   the job folder cannot be used now (missing, unmounted, busy)
     ├── CancelledError            12   asked to stop in the middle of something
     ├── SaveFailedError          13   a trainer's save that did not become whole
-    └── NoRoomError              14   the disk has no room for what was about to be written
+    ├── NoRoomError              14   the disk has no room for what was about to be written
+    ├── EngineBrokenError        15   an engine of which nobody knows what weights it has
+    ├── NotFollowingError        16   a background watcher that has ended by itself
+    └── CommandFailedError       17   a command of the user's that did not take a version
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -146,3 +149,31 @@ class NoRoomError(SyncdError):
     """Raised when storage has no room for a version; nothing was begun."""
 
     exit_code = 14
+
+
+class EngineBrokenError(SyncdError):
+    """Raised when an engine took neither the new weights nor, again, those that it had.
+
+    Or it has weights, and does not serve.
+
+    Attributes:
+        refuses: whether it is for the new version that it broke, which is then not tried again.
+    """
+
+    exit_code = 15
+
+    def __init__(self, message: str, *, refuses: bool = False) -> None:
+        super().__init__(message)
+        self.refuses = refuses
+
+
+class NotFollowingError(SyncdError):
+    """Raised when what followed a job in the background has ended, and the engine stays behind."""
+
+    exit_code = 16
+
+
+class CommandFailedError(SyncdError):
+    """Raised when the user's command, which was given a version, failed or took too long."""
+
+    exit_code = 17

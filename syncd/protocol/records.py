@@ -22,6 +22,7 @@ PROTOCOL: Final = 1
 Sequence = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(ge=0)]
 #: xxh3-128, as 32 hexadecimal digits.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: What a version is: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
@@ -333,6 +334,37 @@ class Quarantine(Record):
     time: float
 
 
+class Reload(BaseModel):
+    """How an engine came to the version that it serves: seconds by the explorer's clock.
+
+    Attributes:
+        sequence, step: the version.
+        verify: to read all of it and to compare it with the manifest; with a stage folder that is
+            one pass with the copy, or the wait for another explorer's copy.
+        prepare: what the engine did while it still served, and what its user waited for.
+        pause: how long it did not serve: from ``pause`` to the end of ``resume``.
+        load: of that, what ``load`` took.
+        staged: whether it was read from a copy on its own host; None where staging is off.
+        not_staged: why it was not, where it should have been.
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    sequence: Sequence
+    step: Step
+    verify: Seconds = 0.0
+    prepare: Seconds = 0.0
+    pause: Seconds = 0.0
+    load: Seconds = 0.0
+    staged: bool | None = None
+    not_staged: Text | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From the moment that the version was held until it is served."""
+        return self.verify + self.prepare + self.pause
+
+
 class ExplorerReport(Record):
     """``.syncd/explorers/ID.json``: what an explorer says about itself.
 
@@ -342,6 +374,9 @@ class ExplorerReport(Record):
         refused: the newest version that it refused, and why.
         requests: how often it has required a sync; it waits now while its status says so.
         joined: the offer of a transfer that it has joined.
+        reload: how it came to the version that it serves.
+        fault: why it cannot be relied on: what its engine serves is not known, or nothing follows
+            the job any more; None while all is well.
     """
 
     name: str
@@ -353,6 +388,8 @@ class ExplorerReport(Record):
     refused: Text | None = None
     requests: Size = 0
     joined: str | None = None
+    reload: Reload | None = None
+    fault: Text | None = None
     time: float
 
 

@@ -76,6 +76,11 @@ class Calls:
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
 
+    def symlink(self, target: Path, path: Path) -> None:
+        """Make a symbolic link. Raises FileExistsError where the name is taken."""
+        with self._beneath.at(path) as (name, folder):
+            os.symlink(target, name, dir_fd=folder)
+
     def unlink(self, path: Path) -> None:
         """Remove a file's name."""
         with self._beneath.at(path) as (name, folder):

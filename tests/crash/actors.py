@@ -23,7 +23,6 @@ import pytest
 import torch
 
 from explorer_hooks import reader
-from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from syncd.daemon.loop import Loop
 from syncd.daemon.offline import would_prune
@@ -37,6 +36,7 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.layout import FULL, RETIRED, JobLayout
+from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, TrainerReport, encode
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import open_job
@@ -493,21 +493,6 @@ def pruner(begin: Begin, layout: JobLayout) -> Callable[[Actor], None]:
     return work
 
 
-class _Serving:
-    """An engine that serves what it is given, and never anything older."""
-
-    def __init__(self, served: list[int]) -> None:
-        self._served = served
-
-    def check(self, version: LeasedVersion) -> None:
-        assert version.sequence >= max(self._served, default=0), "an explorer went back"
-
-    def load(self, version: LeasedVersion) -> None:
-        for file in version.open_weights():
-            assert file.entries
-        self._served.append(version.sequence)
-
-
 def explorer(
     name: str, layout: JobLayout, sessions: Sessions, served: list[int]
 ) -> Callable[[Actor], None]:
@@ -515,22 +500,42 @@ def explorer(
 
     def work(actor: Actor) -> None:
         while True:
-            hook = ExplorerHook(layout.root, name, _Serving(served), storage=actor.storage)
-            session = hook._reader._session.id
+            one = reader.Reader(layout.root, name, storage=actor.storage)
+            held: LeasedVersion | None = None
             actor.asked_to_stop = False
             actor.rest()
             while not actor.asked_to_stop:
                 try:
-                    hook.pull(timeout=0)
+                    held = _served(one, held, served)
                     actor.rest()
-                    if hook._held is not None:
-                        hook._held.verify()  # an engine may restart from its folder at any time
+                    held.verify()  # an engine may restart from its folder at any time
                 except WaitTimeoutError:
                     pass
                 except VerificationError:
-                    if session in sessions.living():
+                    if one.session_id in sessions.living():
                         raise
                 actor.rest()
-            hook.close()
+            if held is not None:
+                held.release()
+            one.close()
 
     return work
+
+
+def _served(one: reader.Reader, before: LeasedVersion | None, served: list[int]) -> LeasedVersion:
+    """The next version, once it was read whole; it is never older than what was served."""
+    one.report(RunningStatus.REQUIRE_SYNC, sequence=before.sequence if before else None, step=None)
+    version = one.next_version(before.sequence if before else 0, 0)
+    try:
+        version.verify()
+    except VerificationError:
+        version.release()
+        raise
+    assert version.sequence >= max(served, default=0), "an explorer went back"
+    for file in version.open_weights():
+        assert file.entries
+    served.append(version.sequence)
+    if before is not None:
+        before.release()
+    one.report(RunningStatus.RUNNING, sequence=version.sequence, step=version.step)
+    return version

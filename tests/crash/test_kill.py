@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,22 @@ class DeadlyStorage(RuledStorage):
 
 def killed(job: Job, scenario: Scenario, moment: int) -> bool:
     """Let a child do the work until it is killed; False where it came to its end before that."""
+
+    def act() -> None:
+        job.storage = DeadlyStorage(moment)
+        scenario.act(job, Clock())
+
+    return in_a_child(act, f"moment {moment}")
+
+
+def in_a_child(act: Callable[[], None], when: str) -> bool:
+    """Let a child do something until it is killed; False where it came to its end before that."""
     pid = os.fork()
     if not pid:
         status = 1
         try:
             signal.alarm(_HANGS)
-            job.storage = DeadlyStorage(moment)
-            scenario.act(job, Clock())
+            act()
             status = 0
         except BaseException:  # noqa: BLE001 - a child must never go on as a second pytest
             traceback.print_exc()
@@ -67,9 +77,9 @@ def killed(job: Job, scenario: Scenario, moment: int) -> bool:
             os._exit(status)
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"it hung at moment {moment}"
+        assert os.WTERMSIG(status) == signal.SIGKILL, f"it hung at {when}"
         return True
-    assert os.WEXITSTATUS(status) == 0, f"the work itself failed before moment {moment}"
+    assert os.WEXITSTATUS(status) == 0, f"the work itself failed before {when}"
     return False
 
 

@@ -6,6 +6,7 @@ import pty
 import shlex
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import click
@@ -76,7 +77,8 @@ def test_the_group_lists_every_command_there_is() -> None:
     for name in COMMANDS:
         assert f"  {name} " in result.output
     modules = {path.stem for path in (Path(__file__).parents[2] / "syncd" / "cli").glob("*.py")}
-    assert set(COMMANDS) == modules - {"__init__", "options", "demo_model", "log_lines"}
+    added = {point.name for point in entry_points(group="syncd.commands")}
+    assert set(COMMANDS) == (modules - {"__init__", "options", "demo_model", "log_lines"}) | added
 
 
 def test_an_unknown_command_or_option_is_an_error_of_use() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.hook import ExplorerHook, Version
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
@@ -25,7 +26,7 @@ from tests.storages import refuse
 pytestmark = pytest.mark.lagging
 
 
-class Engine:
+class Engine(InProcessEngine):
     """An engine that notes what is done to it."""
 
     def __init__(self) -> None:

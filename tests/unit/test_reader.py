@@ -248,7 +248,10 @@ def test_closing_ends_the_session(job: Job) -> None:
     assert os.listdir(job.layout.sessions) == []
 
 
-@pytest.mark.parametrize("module", ["explorer_hooks.reader", "syncd.daemon.service", "syncd.cli"])
+@pytest.mark.parametrize(
+    "module",
+    ["explorer_hooks.reader", "explorer_hooks.hook", "syncd.daemon.service", "syncd.cli"],
+)
 def test_reader_daemon_and_cli_import_no_torch(module: str) -> None:
     program = f"import sys, {module}; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
-from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer, Synchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.coordination.waiting import Cancellation
@@ -43,16 +44,6 @@ from tests.storages import Clock, RuledStorage, once, refuse
 RUNNING, REQUIRE_SYNC, STOPPED = RunningStatus
 LONG = 60.0
 SEAMS = Seams(poll=0.02)
-
-
-class Engine:
-    """Loads nothing."""
-
-    def check(self, version: LeasedVersion) -> None:
-        """Everything fits."""
-
-    def load(self, version: LeasedVersion) -> None:
-        """Nothing to do."""
 
 
 class Members:
@@ -403,7 +394,19 @@ def test_an_explorer_that_does_not_count_its_requests_is_answered_once_a_wait(
     members: Members,
 ) -> None:
     trainer, job = members.trainer(), members.job
-    with ExplorerHook(job.layout.root, "uncounted", Engine(), poll=0.02) as hook:  # type: ignore[arg-type] # it loads nothing
+    with Reader(job.layout.root, "uncounted") as reader:
+        for step in (1, 2):
+            reader.report(RunningStatus.REQUIRE_SYNC, sequence=None, step=None)
+            wait_until(trainer.explorer_requires_sync, "it asks")
+            trainer.set_model_state_dict(None, step)
+            assert not trainer.explorer_requires_sync()
+            reader.report(RunningStatus.RUNNING, sequence=None, step=None)
+            assert not trainer.explorer_requires_sync()
+
+
+def test_a_hook_asks_and_is_answered_by_the_next_version(members: Members) -> None:
+    trainer, job = members.trainer(), members.job
+    with ExplorerHook(job.layout.root, "hook", FakeEngine(), poll=0.02) as hook:
         for step in (1, 2):
             pulling = members.aside(hook.pull, LONG)
             wait_until(trainer.explorer_requires_sync, "it asks")

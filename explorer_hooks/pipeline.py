@@ -1,0 +1,285 @@
+"""From a version that was published to one that is served: lease, verify, stage, apply, report."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from explorer_hooks.engines.base import Engine
+from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.reload import OnRemote, RefusedError, Reloader, refuses
+from explorer_hooks.staging import NotStagedError, Staging
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, VerificationError
+from syncd.protocol.policy import Version
+from syncd.protocol.records import Reload
+
+log = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """What an engine serves, and how it comes to the next version.
+
+    One thread at a time brings versions; any thread may look at what is served.
+
+    Args:
+        sync: this explorer, registered: it holds versions, and reports.
+        engine: what is loaded into.
+        staging: copies versions to this host first; off where the engine reads elsewhere too.
+        before_load: is given the version that is about to be loaded.
+        on_remote: takes versions of kind ``remote`` in place of the engine.
+
+    Attributes:
+        held: the version that the engine serves, held; None before the first.
+        last: how it came to it.
+        fault: why the explorer cannot be relied on.
+    """
+
+    def __init__(
+        self,
+        sync: ExplorerSynchronizer,
+        engine: Engine,
+        *,
+        staging: Staging | None,
+        before_load: Callable[[LeasedVersion], object] | None,
+        on_remote: OnRemote | None,
+    ) -> None:
+        self._sync = sync
+        self._reloader = Reloader(engine, on_remote)
+        self._before_load = before_load
+        self._staging = staging if engine.is_local else None
+        if staging is not self._staging:
+            log.warning("the engine does not read on this host alone: nothing is staged")
+        self.held: LeasedVersion | None = None
+        self.last: Reload | None = None
+        self._broken: str | None = None
+        self._abandoned: str | None = None
+        self._refused: tuple[Version, str] | None = None
+        self._leaving: list[LeasedVersion] = []
+        self._changed = threading.Condition()
+
+    @property
+    def version(self) -> Version | None:
+        """What the engine serves."""
+        held = self.held
+        return _label(held) if held else None
+
+    @property
+    def fault(self) -> str | None:
+        """Why the explorer cannot be relied on; None while all is well."""
+        return self._broken or self._abandoned
+
+    @property
+    def floor(self) -> Version | None:
+        """What is served, or the newer one that was refused: what comes next is above it."""
+        served = self.version
+        if self._refused is None or (served and served.sequence > self._refused[0].sequence):
+            return served
+        return self._refused[0]
+
+    def take(self, version: Version, cancel: Cancellation) -> Version:
+        """Lease, verify, stage, apply and report a version.
+
+        Raises:
+            VersionGoneError: it was retired, or is not visible yet.
+            RefusedError: it cannot be used; the engine is as it was.
+            EngineBrokenError: what the engine serves is not known.
+            Exception: what storage, the engine or a callback refused for this time.
+        """
+        try:
+            leased = self._sync.hold(version)
+        except VerificationError as error:
+            raise self._refusal(version, error) from error
+        using = [leased]  # what is to be let go where it comes to nothing
+        blames = True
+        try:
+            ready, told = self._ready(leased, cancel)
+            using = [leased, ready] if ready is not leased else using
+            blames = False  # for what work in flight ends with, no version is to blame
+            begun = time.monotonic()
+            if self._before_load is not None:
+                self._before_load(ready)
+            blames = True
+            self._reloader.prepare(ready)
+            cancel.check()
+            told = told.model_copy(update={"prepare": time.monotonic() - begun})
+            told = self._reload(ready, told)
+        except BaseException as error:
+            self._let_go(*using)
+            if blames and refuses(error):
+                refusal = self._refusal(version, error)
+                if not isinstance(error, EngineBrokenError):
+                    raise refusal from error
+            elif isinstance(error, EngineBrokenError):
+                self.report()
+            raise
+        self._served(leased, ready, told)
+        return version
+
+    def restore(self) -> None:
+        """Where the engine is broken, let it serve again what it should.
+
+        Raises:
+            EngineBrokenError: it is still broken.
+        """
+        if self._broken is not None and self.held is not None:
+            self._reloader.restore(self.held)
+            log.info("the engine serves version %d again", self.held.sequence)
+            self._broken = None
+            self.report()
+
+    @contextmanager
+    def hold_again(self) -> Iterator[LeasedVersion]:
+        """What is served now, held once more, whatever is served after.
+
+        Raises:
+            InvalidSettingsError: nothing is served yet.
+        """
+        with self._changed:  # while it cannot be let go
+            held = self.held
+            if held is None:
+                raise InvalidSettingsError(f"{self._sync.name} serves nothing yet: pull() first")
+            if self._staging is not None and held.source != held.folder:
+                again = self._staging.hold_again(held)
+            else:
+                again = self._sync.hold(_label(held))
+        try:
+            yield again
+        finally:
+            self._let_go(again)
+
+    def wait(
+        self, until: Callable[[Version | None], bool], timeout: float | None
+    ) -> Version | None:
+        """Wait until what is served is enough, or the time is up; returns what is served then."""
+        with self._changed:
+            self._changed.wait_for(lambda: until(self.version), timeout)
+            return self.version
+
+    def wake(self) -> None:
+        """Let those who wait look again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def follows(self) -> None:
+        """Something follows the job in the background from now on."""
+        if self._abandoned is not None:
+            self._abandoned = None
+            self.report()
+
+    def follows_no_more(self, why: str) -> None:
+        """What followed the job has died."""
+        with self._changed:
+            self._abandoned = why
+            self._changed.notify_all()
+        self.report()
+
+    def report(self) -> None:
+        """Say what this explorer does; an engine goes on serving where that cannot be said.
+
+        Raises:
+            NameTakenError: another explorer took the name while this one counted as dead.
+        """
+        try:
+            self._sync.report(
+                self.version,
+                refused=self._refused[1] if self._refused else None,
+                reload=self.last,
+                fault=self.fault,
+            )
+        except OSError as error:
+            log.warning("%s cannot report: %s", self._sync.name, error)
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        with self._changed:
+            held, self.held = self.held, None
+        if held is not None:
+            self._let_go(held)
+        if self._staging is not None:
+            self._staging.tidy()
+
+    def _ready(self, leased: LeasedVersion, cancel: Cancellation) -> tuple[LeasedVersion, Reload]:
+        """Verify, stage and check: the version as it is to be loaded, and what that took."""
+        self._reloader.check_kind(leased)
+        begun = time.monotonic()
+        ready, staged, why = leased, None, None
+        if self._staging is not None and leased.kind != "remote":
+            try:
+                ready, staged = self._staging.stage(leased, cancel=cancel.check), True
+            except NotStagedError as error:
+                staged, why = False, str(error)
+                log.warning("version %d is loaded from where it is: %s", leased.sequence, why)
+        try:
+            if ready is leased:
+                leased.verify(cancel=cancel.check)
+            self._reloader.check(ready)
+        except BaseException:
+            if ready is not leased:
+                self._let_go(ready)
+            raise
+        return ready, Reload(
+            sequence=leased.sequence,
+            step=leased.step,
+            verify=time.monotonic() - begun,
+            staged=staged,
+            not_staged=why,
+        )
+
+    def _reload(self, ready: LeasedVersion, told: Reload) -> Reload:
+        try:
+            return self._reloader.reload(ready, self.held, told)
+        except EngineBrokenError as error:
+            self._broken = str(error)
+            raise
+        except Exception:
+            raise
+        except BaseException as error:
+            self._broken = f"a load was cut off by {type(error).__name__}"
+            raise
+
+    def _served(self, leased: LeasedVersion, ready: LeasedVersion, told: Reload) -> None:
+        with self._changed:
+            before, self.held = self.held, ready
+            self.last, self._refused, self._broken = told, None, None
+            self._changed.notify_all()
+        if self._staging is not None:
+            self._staging.serves(ready.folder)
+        # A copy on this host needs no lease.
+        self._let_go(*([leased] if ready is not leased else []), *([before] if before else []))
+        if self._staging is not None:
+            self._staging.tidy()
+        self.report()
+        log.info(
+            "%s serves version %d (step %d), loaded in %.3f s, with a pause of %.3f s",
+            self._sync.name,
+            told.sequence,
+            told.step,
+            told.seconds,
+            told.pause,
+        )
+
+    def _refusal(self, version: Version, error: BaseException) -> RefusedError:
+        log.error("version %d is refused: %s", version.sequence, error)
+        self._refused = version, f"version {version.sequence}: {error}"
+        self.report()
+        return RefusedError(error)
+
+    def _let_go(self, *versions: LeasedVersion) -> None:
+        """Release versions, and those that storage did not let go of before."""
+        with self._changed:
+            self._leaving.extend(versions)
+            try:
+                while self._leaving:
+                    self._leaving[-1].release()
+                    self._leaving.pop()
+            except OSError as error:
+                log.warning("a lease stays until the next pull: %s", error)
+
+
+def _label(version: LeasedVersion) -> Version:
+    return Version(version.sequence, version.step)

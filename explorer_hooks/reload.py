@@ -1,0 +1,175 @@
+"""An engine's change from one version to the next: pause, load, forget, resume; or back."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from explorer_hooks.engines.base import Engine
+from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import CancelledError, EngineBrokenError, JobUnavailableError
+from syncd.protocol.records import Reload
+
+log = logging.getLogger(__name__)
+
+#: Is given the path of a version of kind ``remote``, and the version.
+OnRemote = Callable[[str, LeasedVersion], object]
+
+
+class RefusedError(Exception):
+    """Raised when a version was refused; the engine serves what it served before.
+
+    Attributes:
+        error: why.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def refuses(error: BaseException) -> bool:
+    """Whether an error is about the version, and not about a moment: it is not tried again.
+
+    What storage or a connection refused (any OSError), or who pulls has stopped, may well work the
+    next time.
+    """
+    if isinstance(error, EngineBrokenError):
+        return error.refuses
+    passing = OSError | CancelledError | JobUnavailableError
+    return isinstance(error, Exception) and not isinstance(error, passing)
+
+
+class Reloader:
+    """Brings versions into one engine.
+
+    Promised: the engine is resumed whenever it was paused; where it does not take the new version
+    it has the one before, or that it is broken is an error.
+
+    Args:
+        engine: what is loaded into.
+        on_remote: takes the versions of kind ``remote`` in place of the engine.
+    """
+
+    def __init__(self, engine: Engine, on_remote: OnRemote | None = None) -> None:
+        self._engine = engine
+        self._on_remote = on_remote
+
+    def check_kind(self, version: LeasedVersion) -> None:
+        """See that there is someone who takes versions of this kind.
+
+        Raises:
+            EngineMismatchError: there is not.
+        """
+        if not self._is_elsewhere(version):
+            check_kind(version, self._engine.kinds)
+
+    def check(self, version: LeasedVersion) -> None:
+        """Let the engine compare names, shapes and dtypes; nothing changes.
+
+        Raises:
+            EngineMismatchError: they do not fit.
+        """
+        if not self._is_elsewhere(version):
+            self._engine.check(version)
+
+    def prepare(self, version: LeasedVersion) -> None:
+        """Let the engine do what it can while it still serves."""
+        if not self._is_elsewhere(version):
+            self._engine.prepare(version)
+
+    def reload(self, version: LeasedVersion, before: LeasedVersion | None, told: Reload) -> Reload:
+        """Let the engine serve a version that it has accepted.
+
+        Args:
+            version: the new one.
+            before: what it serves; None before its first version.
+            told: what is to be said of the way there until now.
+
+        Returns:
+            That, with the seconds of the pause and of the load.
+
+        Raises:
+            EngineBrokenError: it has neither of the two, or does not serve.
+            Exception: what the engine raised; it serves the one before. Without one before, an
+                engine that is not all or nothing may have half of the new one.
+        """
+        begun = time.monotonic()
+        # Whatever the pause has done by the time that it fails.
+        with _Resumed(self._engine):
+            self._engine.pause()
+            loading = time.monotonic()
+            try:
+                self._load(version)
+                loaded = time.monotonic()
+                self._engine.reset_cache()
+            except Exception as error:
+                self._go_back(before, error)
+                raise
+        pause = time.monotonic() - begun
+        return told.model_copy(update={"pause": pause, "load": loaded - loading})
+
+    def restore(self, version: LeasedVersion) -> None:
+        """Let a broken engine serve again what it should.
+
+        Raises:
+            EngineBrokenError: it is still broken.
+        """
+        try:
+            with _Resumed(self._engine):
+                self._engine.pause()
+                self._load(version)
+                self._engine.reset_cache()
+        except EngineBrokenError:
+            raise
+        except Exception as error:
+            raise EngineBrokenError(
+                f"the engine still does not take version {version.sequence} again: {error}"
+            ) from error
+
+    def _load(self, version: LeasedVersion) -> None:
+        if self._on_remote is not None and version.remote_path is not None:
+            self._on_remote(version.remote_path, version)
+        else:
+            self._engine.load(version)
+
+    def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
+        """An engine that fails half-way is given back what it had, which is still held."""
+        if before is None:
+            return
+        log.warning("loading again what was served: version %d: %s", before.sequence, error)
+        try:
+            self._load(before)
+            self._engine.reset_cache()
+        except Exception as again:  # noqa: BLE001 - raised with the error that came before it
+            raise EngineBrokenError(
+                f"the engine did not take the new version ({error}), nor version "
+                f"{before.sequence}, which it had, again ({again}): what it serves is not known; "
+                "restart it",
+                refuses=refuses(error),
+            ) from error
+
+    def _is_elsewhere(self, version: LeasedVersion) -> bool:
+        return self._on_remote is not None and version.kind == "remote"
+
+
+class _Resumed:
+    """Resumes the engine at the end, however it comes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            self._engine.resume()
+        except Exception as refused:
+            before = f" after {error}" if error is not None else ""
+            raise EngineBrokenError(
+                f"the engine does not serve: it could not be resumed{before}: {refused}",
+                refuses=error is not None and refuses(error),
+            ) from refused

@@ -1,0 +1,293 @@
+"""Copies of versions on this host, made while the engine still serves: one a host, for all.
+
+In the folder that the user names (on NVMe, in ``/dev/shm``)::
+
+    syncd-UID-BOOT/           of one user, since one start of this host
+      .copier                 locked by whoever copies or tidies up
+      v000017-KEY/            one whole copy; KEY says of which job's and which save
+        manifest.json         locked, shared, by each process that holds the copy
+      .tmp-…/                 being made, or on its way out: garbage once ``.copier`` is free
+
+A copy is committed by one rename, whole and verified. Both locks are the kernel's (flock), which
+drops them when a process dies: a copier that is killed hands over, and a dead holder holds nothing.
+Copies need not survive the host, so nothing is synced to disk; those of an earlier start are never
+used, and removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from explorer_hooks.staged_copy import StagedCopy, hold
+from syncd.coordination.leased_version import LeasedVersion
+from syncd.protocol.errors import InvalidSettingsError, VerificationError
+from syncd.protocol.layout import MANIFEST, TEMPORARY, version_folder
+from syncd.protocol.records import encode
+from syncd.storage.calls import Kind
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_COPIER: Final = ".copier"
+#: Seconds between two looks whether the copier is done.
+_LOOK: Final = 0.05
+#: What is left free of the filesystem, which others use too: ``/dev/shm`` is memory.
+_SPARE: Final = 64 * 1024 * 1024
+
+
+class NotStagedError(Exception):
+    """Raised when there is no copy, and why; the version itself may be as good as ever."""
+
+
+class Staging:
+    """The stage folder of this host, for one explorer.
+
+    Promised: :meth:`stage` gives a copy that is whole and verified, and stays until it is released;
+    of one version one process copies, and the others wait for it; what nobody on this host holds is
+    removed. Not promised: that there is room.
+
+    Args:
+        folder: of this host alone, which is made where it is missing. Several explorers, users and
+            jobs may share it.
+        budget_bytes: what all copies in it of this user may take; files that only got a second name
+            count too. None for what the filesystem has.
+        patience: seconds that a copy of another process is waited for.
+        keep_last: whether the copy that was served last stays when it is released: for what serves
+            from its folder for longer than this process lives.
+        storage: the seam for tests.
+
+    Raises:
+        InvalidSettingsError: the folder cannot be used, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        budget_bytes: int | None = None,
+        *,
+        patience: float = 600.0,
+        keep_last: bool = False,
+        storage: Storage | None = None,
+    ) -> None:
+        if budget_bytes is not None and budget_bytes <= 0:
+            raise InvalidSettingsError(f"budget_bytes is {budget_bytes}: it must be more than 0")
+        if not patience > 0:
+            raise InvalidSettingsError(f"patience is {patience}: it must be more than 0 seconds")
+        self.folder = Path(folder).absolute()
+        self._budget = budget_bytes
+        self._patience = patience
+        self._keep_last = keep_last
+        # Without fsync: no copy is used after this host has stopped.
+        self._storage = storage or Storage(self.folder, durable=False)
+        self._rooms = f"syncd-{os.geteuid()}-"
+        self._room = self.folder / f"{self._rooms}{_boot()}"
+        self._kept: str | None = None
+        self._open()
+
+    def stage(
+        self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
+    ) -> LeasedVersion:
+        """Copy a version, or wait until another process has; verified in the same pass.
+
+        Args:
+            version: held, and not verified yet; it stays the caller's to release.
+            cancel: called often; it raises to stop.
+
+        Returns:
+            The version, to be read from its copy and held there.
+
+        Raises:
+            NotStagedError: there is no copy: no room, or a file is not what the manifest says, or
+                one of the two storages failed. The version itself is still to be verified.
+        """
+        try:
+            return self._stage(version, cancel)
+        except (OSError, VerificationError) as error:
+            raise NotStagedError(f"it could not be copied into {self._room}: {error}") from error
+
+    def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
+        """Hold once more a version that :meth:`stage` has given, and that is still held.
+
+        Raises:
+            FileNotFoundError: someone has removed the copy all the same.
+        """
+        again = self._held(copy.folder.name, copy)
+        if again is None:
+            raise FileNotFoundError(f"{copy.folder} was removed")
+        return again
+
+    def serves(self, folder: Path) -> None:
+        """Say what is served from now on: a copy, or any other folder."""
+        if self._keep_last:
+            self._kept = folder.name if folder.parent == self._room else None
+
+    def tidy(self) -> None:
+        """Remove what no process on this host holds; while another copies, that is left to it."""
+        try:
+            with self._copier().acquire(timeout=0):
+                self._sweep()
+        except Timeout:
+            log.debug("someone else copies into %s, and tidies it up", self._room)
+        except OSError as error:
+            log.warning("%s cannot be tidied up: %s", self._room, error)
+
+    def _copier(self) -> FileLock:
+        """A lock of its own each time: one that is had by another thread would count as ours."""
+        return FileLock(self._room / _COPIER)
+
+    def _open(self) -> None:
+        try:
+            self._storage.make_folder(self._room, below=Path(self.folder.anchor))
+            found = self._room.stat(follow_symlinks=False)
+        except OSError as error:
+            raise InvalidSettingsError(
+                f"{self.folder} cannot be the stage folder: {error}"
+            ) from None
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise InvalidSettingsError(
+                f"{self._room} is no folder of this user: take another stage folder, or remove it"
+            )
+
+    def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
+        name = self._name(version)
+        copy = self._held(name, version)
+        if copy is None:
+            with self._elected(cancel):
+                # Whoever was elected before may have copied it.
+                copy = self._held(name, version)
+                if copy is None:
+                    self._sweep()
+                    self._copy(version, name, cancel)
+                    copy = self._held(name, version)
+        if copy is None:
+            raise FileNotFoundError(f"{self._room / name} was removed")
+        return copy
+
+    def _name(self, version: LeasedVersion) -> str:
+        """A folder for this version of this job and of no other, also of a job made anew there."""
+        what = f"{version.source}\0".encode() + encode(version.manifest)
+        return f"{version_folder(version.sequence)}-{xxhash.xxh3_64_hexdigest(what)}"
+
+    def _held(self, name: str, version: LeasedVersion) -> LeasedVersion | None:
+        copy = hold(self._storage, self._room / name)
+        if copy is None:
+            return None
+        return LeasedVersion(
+            self._storage, copy.folder, version.manifest, copy, source=version.source
+        )
+
+    @contextmanager
+    def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
+        """Be the only one on this host who changes the folder.
+
+        Raises:
+            TimeoutError: someone else was all the time.
+        """
+        deadline = time.monotonic() + self._patience
+        while True:
+            cancel()
+            try:
+                lock = self._copier().acquire(timeout=0)
+                break
+            except Timeout:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(
+                        f"another process copies for longer than {self._patience:g} s"
+                    ) from None
+                time.sleep(min(_LOOK, left))
+        with lock:
+            yield
+
+    def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+        size = sum(file.size for file in version.manifest.files)
+        self._check_room(size)
+        draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
+        self._storage.mkdir(draft)
+        try:
+            version.copy_to(self._storage, draft, cancel=cancel)
+            self._storage.write_new(draft / MANIFEST, encode(version.manifest))
+            self._storage.sync_folder(draft)
+            self._storage.rename(draft, self._room / name)
+        except BaseException:
+            self._discard(draft)
+            raise
+
+    def _check_room(self, size: int) -> None:
+        """See that a copy fits.
+
+        Raises:
+            NotStagedError: it does not.
+        """
+        used = sum(self._size(self._room / name) for name in self._copies())
+        if self._budget is not None and used + size > self._budget:
+            raise NotStagedError(
+                f"its {size} bytes do not fit into the stage folder's {self._budget}, of which "
+                f"{used} are held: give it more, or less to hold"
+            )
+        free = self._storage.free(self._room).bytes
+        if free is not None and size + _SPARE > free:
+            raise NotStagedError(
+                f"its {size} bytes do not fit into the {free} free in {self._room}"
+            )
+
+    def _copies(self) -> list[str]:
+        found = self._storage.kinds(self._room)
+        return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
+
+    def _size(self, copy: Path) -> int:
+        """The bytes of a copy, files by files: it may be of a newer syncd."""
+        total = 0
+        pending = [copy]
+        while pending:
+            folder = pending.pop()
+            for name, kind in self._storage.kinds(folder).items():
+                if kind is Kind.FOLDER:
+                    pending.append(folder / name)
+                else:
+                    status = self._storage.status(folder / name)
+                    total += status.st_size if status is not None else 0
+        return total
+
+    def _sweep(self) -> None:
+        """Remove what nobody holds; only who is elected may."""
+        for name, kind in self._storage.kinds(self._room).items():
+            if name.startswith(TEMPORARY):
+                self._discard(self._room / name)
+            elif kind is Kind.FOLDER and name != self._kept:
+                with StagedCopy.unheld(self._storage, self._room / name) as is_free:
+                    if is_free:
+                        self._retire(name)
+        for name in self._storage.names(self.folder):
+            if name.startswith(self._rooms) and name != self._room.name:
+                log.info("%s is of an earlier start of this host and goes", self.folder / name)
+                self._discard(self.folder / name)
+
+    def _retire(self, name: str) -> None:
+        gone = self._room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"
+        self._storage.rename(self._room / name, gone)
+        self._discard(gone)
+        log.info("the copy %s goes: nobody holds it", self._room / name)
+
+    def _discard(self, path: Path) -> None:
+        try:
+            self._storage.remove_tree(path)
+        except OSError as error:
+            log.warning("%s stays: %s", path, error)
+
+
+def _boot() -> str:
+    """What tells this start of the host from every other."""
+    return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())

@@ -1,0 +1,44 @@
+"""Versions for tests of the explorers' side: published at once, and held."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from explorer_hooks.reader import LeasedVersion, Reader
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.records import ExplorerReport, parse
+from tests.jobs import Job
+
+LONG = 60.0
+
+
+def publish(job: Job, *steps: int, keep: int = 2) -> None:
+    """Save steps, and let a daemon publish each."""
+    with job.daemon(DaemonConfig(keep=keep)) as loop:
+        for step in steps:
+            job.save(step)
+            loop.run_once()
+    job.hosts.settle()
+
+
+def report(job: Job, name: str = "explorer") -> ExplorerReport:
+    """What an explorer says about itself."""
+    return parse(ExplorerReport, job.layout.explorer(name).read_bytes(), "it")
+
+
+def leased(job: Job) -> list[int]:
+    """The versions that are leased."""
+    folders = job.layout.leases.iterdir()
+    return sorted(int(folder.name[1:]) for folder in folders if any(folder.iterdir()))
+
+
+@contextmanager
+def held(job: Job, name: str = "holder") -> Iterator[LeasedVersion]:
+    """The newest version, leased."""
+    with Reader(job.layout.root, name, storage=job.explorers) as reader:
+        version = reader.next_version(0, LONG)
+        try:
+            yield version
+        finally:
+            version.release()

@@ -1,0 +1,79 @@
+"""The code of docs/explorer.md, as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from explorer_hooks import ExplorerHook, Staging, TorchModule
+from syncd.protocol.errors import InvalidSettingsError
+from tests.explorers import publish
+from tests.jobs import Job
+
+PAGE = Path(__file__).parents[2] / "docs" / "explorer.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+class Model(nn.Module):
+    """What the test's jobs save."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+
+
+def test_the_page_has_its_blocks() -> None:
+    assert len(BLOCKS) == 4
+
+
+@pytest.mark.parametrize("block", range(len(BLOCKS)))
+def test_a_block_of_the_page_loads_the_newest_weights(
+    job: Path, tmp_path: Path, block: int
+) -> None:
+    publish(Job(job), 7)
+    model, rounds = Model(), iter([True, True, False])
+    names: dict[str, Any] = {
+        "job_dir": job,
+        "name": "explorer",
+        "model": model,
+        "steps": 4,
+        "stage_folder": tmp_path / "stage",
+        "roll_out": lambda *_: None,
+        "work": lambda: next(rounds),
+    }
+    exec(BLOCKS[block], names)  # noqa: S102 # it is what a user pastes
+    assert model.weight.tolist() == [7.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_tensors_of_what_is_served_are_read_whatever_is_served_meanwhile(
+    job: Path, tmp_path: Path, staged: bool
+) -> None:
+    made = Job(job)
+    publish(made, 7)
+    staging = Staging(tmp_path / "stage") if staged else None
+    with ExplorerHook(job, "explorer", TorchModule(Model()), staging=staging) as hook:
+        with pytest.raises(InvalidSettingsError, match="serves nothing yet"):
+            hook.get_weight("weight")
+        hook.pull(0)
+        assert hook.get_weight("weight").tolist() == [7.0, 2.0, 3.0]
+        with pytest.raises(InvalidSettingsError):
+            hook.get_weight("no such tensor")
+        tensors = hook.state_dict_iterator()
+        name, first = next(tensors)
+        folder = hook.folder
+        assert folder is not None
+        publish(made, 8, keep=1)
+        hook.pull(0)
+        assert folder.exists()  # an iterator holds it
+        assert (name, first.tolist()) == ("weight", [7.0, 2.0, 3.0])
+        assert list(tensors) == []
+        assert hook.get_weight("weight").tolist() == [8.0, 2.0, 3.0]
+        publish(made, 9, keep=1)
+        hook.pull(0)
+        assert not folder.exists()

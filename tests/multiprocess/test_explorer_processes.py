@@ -1,0 +1,167 @@
+"""Explorers on one host, as processes: they share copies, are killed, and follow a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import ExplorerReport, parse
+from tests.jobs import Job
+from tests.multiprocess.explorer_processes import following, staging
+from tests.multiprocess.processes import (
+    DEADLINE,
+    LEASE_TIME,
+    Daemon,
+    wait_for_step,
+    wait_until,
+)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[Any]) -> Iterator[subprocess.Popen[Any]]:
+    """A process that has ended with the block."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def told(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
+    """Wait until a process says so."""
+    lines: IO[str] | None = process.stdout
+    assert lines is not None
+    for line in lines:
+        said: dict[str, Any] = json.loads(line)
+        if said["event"] == event:
+            return said
+    raise AssertionError(f"it never said {event!r}")
+
+
+def report(job: Path, name: str) -> ExplorerReport:
+    path = JobLayout(job).explorer(name)
+    return parse(ExplorerReport, path.read_bytes(), path)
+
+
+def serves(job: Path, name: str, sequence: int) -> bool:
+    path = JobLayout(job).explorer(name)
+    return path.exists() and report(job, name).sequence == sequence
+
+
+def test_one_process_of_a_host_copies_and_hands_over_when_it_is_killed(
+    job: Path, tmp_path: Path
+) -> None:
+    stage = tmp_path / "stage"
+    made = Job(job)
+    made.save(1)
+    with made.daemon() as loop:
+        loop.run_once()
+    with ExitStack() as stack:
+        killed = stack.enter_context(ended(staging(job, "killed", stage, "--hangs")))
+        told(killed, "copies")
+        others = [
+            stack.enter_context(ended(staging(job, f"other-{number}", stage)))
+            for number in range(2)
+        ]
+        for other in others:
+            told(other, "found")
+        killed.kill()
+        held = [told(other, "holds") for other in others]
+        assert len({one["folder"] for one in held}) == 1
+        copied = sorted(one["copied"] for one in held)
+        assert copied[0] == 0
+        assert copied[1] > 0
+        others[0].communicate("")
+        folder = Path(held[0]["folder"])
+        assert folder.exists()  # the other one holds it
+        others[1].communicate("")
+        assert [other.returncode for other in others] == [0, 0]
+        assert os.listdir(folder.parent) == [".copier"]
+
+
+def test_a_follower_moves_a_link_ends_at_sigterm_and_survives_kills(
+    job: Path, tmp_path: Path
+) -> None:
+    trainer, layout = Job(job), JobLayout(job)
+    link, stage = tmp_path / "model", tmp_path / "stage"
+    options = ("--link", link, "--stage", stage)
+    with Daemon(job, "--keep", "1") as daemon:
+        trainer.save(1)
+        with ended(following(job, "server", *options)) as follower:
+            wait_until(lambda: serves(job, "server", 1), "version 1 is linked")
+            assert stage in link.resolve().parents
+            found = report(job, "server")
+            assert found.reload is not None
+            assert (found.reload.staged, found.requests) == (True, 0)
+            trainer.save(2)
+            wait_until(lambda: serves(job, "server", 2), "version 2 is linked")
+            follower.kill()
+        trainer.save(3)
+        wait_for_step(job, 3)
+        assert (link / "config.json").exists()  # nobody holds it now, and it is still there
+        with ended(following(job, "server", *options)) as follower:
+            wait_until(lambda: serves(job, "server", 3), "version 3 is linked")
+            daemon.kill()
+            layout.latest.write_bytes(b"torn")
+            with Daemon(job, "--keep", "1"):
+                trainer.save(4)
+                wait_until(lambda: report(job, "server").step == 4, "it has the last step")
+                follower.terminate()
+                assert follower.wait(DEADLINE) == 0
+        assert report(job, "server").status == "stopped"
+        assert not any(any(folder.iterdir()) for folder in layout.leases.iterdir())
+        assert (link / "config.json").exists()
+        assert len(list(link.resolve().parent.iterdir())) == 2  # that copy, and the lock
+
+
+def test_a_follower_gives_versions_to_a_command_and_refuses_what_it_does_not_take(
+    job: Path, tmp_path: Path
+) -> None:
+    trainer, told_to = Job(job), tmp_path / "told"
+    run = f'echo "$SYNCD_STEP" >> {told_to}; test "$SYNCD_STEP" != 2'
+    with Daemon(job), ended(following(job, "server", "--command", run)) as follower:
+        trainer.save(1)
+        wait_until(lambda: serves(job, "server", 1), "version 1 is taken")
+        trainer.save(2)
+        wait_until(lambda: report(job, "server").refused, "version 2 is refused")
+        assert report(job, "server").sequence == 1
+        trainer.save(3)
+        wait_until(lambda: serves(job, "server", 3), "version 3 is taken")
+        assert report(job, "server").refused is None
+        follower.terminate()
+        assert follower.wait(DEADLINE) == 0
+    assert told_to.read_text().split() == ["1", "2", "1", "3"]
+
+
+def test_an_engine_that_hangs_in_a_load_keeps_its_lease(job: Path) -> None:
+    trainer, layout, engine = Job(job), JobLayout(job), FakeEngine()
+    options = ("--keep", "1", "--dead-reader-grace", "0.1")
+    with Daemon(job, *options) as daemon:
+        trainer.save(1)
+        wait_for_step(job, 1)
+        with ExplorerHook(job, "explorer", engine) as hook, engine.hanging("load") as hang:
+            hook.start()
+            assert hang.reached.wait(DEADLINE)
+            for step in (2, 3):
+                trainer.save(step)
+                wait_for_step(job, step)
+            heartbeat = layout.session(hook.synchronizer.session_id)
+            beats = {heartbeat.stat().st_mtime_ns}
+            wait_until(
+                lambda: beats.add(heartbeat.stat().st_mtime_ns) or len(beats) > 3 * LEASE_TIME,
+                "it was alive for more than a lease time",
+            )
+            daemon.wait_for_log("pruned version v000002")
+            assert layout.version(1).exists()
+            hang.release()
+            assert hook.wait_until_served(DEADLINE).sequence >= 1
+            wait_until(lambda: hook.version and hook.version.step == 3, "it has the last")
+        wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")

@@ -1,0 +1,160 @@
+"""``syncd follow``: what it gives versions to, and how the command line finds it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from explorer_hooks.fitting import Fits
+from explorer_hooks.follow import command
+from explorer_hooks.follow_engines import CommandEngine, LinkEngine
+from syncd.protocol.errors import CommandFailedError, EngineMismatchError, InvalidSettingsError
+from tests.explorers import held, publish
+from tests.jobs import Job
+from tests.multiprocess.processes import ENVIRONMENT
+
+WRITES = 'printf "%s %s %s %s\\n" "$SYNCD_SEQUENCE" "$SYNCD_STEP" "$SYNCD_KIND" "$SYNCD_FOLDER"'
+
+
+def follow(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
+
+
+def test_a_command_is_told_of_the_version_in_its_environment(job: Job, tmp_path: Path) -> None:
+    publish(job, 3)
+    engine = CommandEngine(f"{WRITES} >> {tmp_path}/told", timeout=60)
+    with held(job) as version:
+        engine.check(version)
+        engine.load(version)
+    assert (tmp_path / "told").read_text() == f"1 3 full {job.layout.version(1)}\n"
+
+
+def test_a_command_that_fails_or_hangs_has_not_taken_the_version(job: Job, tmp_path: Path) -> None:
+    publish(job, 3)
+    with held(job) as version:
+        with pytest.raises(CommandFailedError, match="status 3 for version 1, step 3"):
+            CommandEngine("exit 3", timeout=60).load(version)
+        # What it has started is killed with it: nothing holds the pipe for long.
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        with pytest.raises(CommandFailedError, match=r"not done with version 1 in 0\.2 s"):
+            CommandEngine(f"(sleep 600; true) > {pipe}; true", timeout=0.2).load(version)
+        os.set_blocking(reader, True)
+        assert os.read(reader, 1) == b""
+        os.close(reader)
+
+
+def test_a_command_is_given_only_what_fits_what_it_took_before(job: Job) -> None:
+    publish(job, 1)
+    engine = CommandEngine("true", timeout=60)
+    with held(job) as version:
+        engine.check(version)
+        engine.load(version)
+        engine.check(version)
+    job.save(2, 1.0, 2.0, 3.0, 4.0)
+    with job.daemon() as loop:
+        loop.run_once()
+    with held(job) as version, pytest.raises(EngineMismatchError, match="took before"):
+        engine.check(version)
+
+
+def test_a_link_is_moved_by_one_rename_and_leads_to_the_version(job: Job, tmp_path: Path) -> None:
+    link = tmp_path / "model"
+    engine = LinkEngine(link)
+    assert engine.target is None
+    for step in (1, 2):
+        publish(job, step)
+        with held(job) as version:
+            engine.check(version)
+            engine.load(version)
+        assert engine.target == job.layout.version(step)
+        assert (link / "config.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "model"]
+
+
+def test_a_link_replaces_nothing_but_a_link(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidSettingsError, match="is no link, and is not replaced"):
+        LinkEngine(tmp_path / "file")
+    with pytest.raises(InvalidSettingsError, match="make it first"):
+        LinkEngine(tmp_path / "nowhere" / "link")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    publish(job, 1)
+    with held(job) as version:
+        LinkEngine(tmp_path / "dangling").load(version)
+        with pytest.raises(EngineMismatchError):
+            LinkEngine(
+                tmp_path / "dangling",
+                fits=Fits(version.manifest.model_copy(update={"tensors": ()})),
+            ).check(version)
+    assert (tmp_path / "dangling" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--name", "a"],
+        ["--name", "a", "--command", "true", "--link", "model"],
+        ["--command", "true"],
+        ["--name", "a", "--command", "true", "--budget", "5"],
+    ],
+)
+def test_options_that_make_no_sense_are_refused(job: Job, options: list[str]) -> None:
+    assert follow(job.layout.root, *options).exit_code == 2
+
+
+def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    result = follow(tmp_path / "none", "--name", "a", "--command", "true")
+    assert "is not there" in str(result.exception)
+
+
+def test_the_command_says_what_it_does() -> None:
+    assert command.help
+    assert command.epilog is not None
+    assert command.epilog.startswith("Example: syncd follow")
+    for option in command.params:
+        assert not isinstance(option, click.Option) or option.help
+    assert follow("--help").exit_code == 0
+
+
+def syncd_with(entry_point: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, where a package is installed that adds a command."""
+    package = folder / "added-1.dist-info"
+    package.mkdir(exist_ok=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: added\nVersion: 1\n")
+    (package / "entry_points.txt").write_text(f"[syncd.commands]\n{entry_point}\n")
+    path = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])
+    return subprocess.run(
+        [sys.executable, "-m", "syncd", *arguments],
+        env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_a_package_adds_commands_and_replaces_none(tmp_path: Path) -> None:
+    ours = "follow2 = explorer_hooks.follow:command\nstatus = explorer_hooks.follow:command"
+    listed = syncd_with(ours, tmp_path, "--help").stdout
+    assert "follow2 Follow JOB for a server" in " ".join(listed.split())
+    assert syncd_with(ours, tmp_path, "follow2", "--help").returncode == 0
+    assert "who serves what" in syncd_with(ours, tmp_path, "status", "--help").stdout
+
+
+def test_a_package_that_is_broken_keeps_nobody_from_the_rest(tmp_path: Path) -> None:
+    broken = "lost = no.such.module:command"
+    listed = syncd_with(broken, tmp_path, "--help")
+    assert listed.returncode == 0
+    assert "cannot be loaded" in " ".join(listed.stdout.split())
+    used = syncd_with(broken, tmp_path, "lost")
+    assert used.returncode == 2
+    assert "syncd: the command lost of no.such.module:command cannot be loaded" in used.stderr
+
+
+def test_following_imports_no_torch() -> None:
+    program = "import sys, explorer_hooks.follow; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,433 @@
+"""When a hook syncs: by its settings, in the background, by a step's number; and with whom."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer_hooks import bench
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from syncd.coordination import TrainerSynchronizer
+from syncd.coordination.member import Seams
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import (
+    CancelledError,
+    EngineMismatchError,
+    InvalidSettingsError,
+    NameTakenError,
+    NotFollowingError,
+    VerificationError,
+    WaitTimeoutError,
+)
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from tests.explorers import LONG, leased, publish, report
+from tests.jobs import Job
+from tests.multiprocess.processes import wait_until
+from tests.storages import Clock, RuledStorage, refuse
+
+SEAMS = Seams(poll=0.02)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def trainer(job: Job) -> Iterator[TrainerSynchronizer]:
+    with TrainerSynchronizer(job.layout.root, seams=SEAMS) as made:
+        made.set_trainer_status(RunningStatus.RUNNING)
+        yield made
+
+
+def hook_of(job: Job, engine: FakeEngine, name: str = "explorer", **options: Any) -> ExplorerHook:
+    settings = options.pop("settings", {})
+    return ExplorerHook(
+        job.layout.root, name, engine, settings=SyncSettings(**settings), poll=0.02, **options
+    )
+
+
+class Aside:
+    """A call in a thread, and what came of it."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        self.result: Any = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._call()
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            self.result = error
+
+    def join(self) -> Any:
+        self._thread.join(LONG)
+        assert not self._thread.is_alive()
+        return self.result
+
+
+def test_a_step_syncs_where_the_settings_say_so(job: Job, engine: FakeEngine) -> None:
+    publish(job, 1)
+    with hook_of(job, engine, settings={"sync_interval": 2, "sync_offset": 1}) as hook:
+        for step, due in ((1, False), (2, False), (3, True), (4, False), (5, True)):
+            assert hook.sync_is_due(step) is due
+            before = hook.version
+            if due:
+                publish(job, step)
+            after = hook.after_step(step)
+            assert (after != before) is due
+            assert after == hook.version
+
+
+def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has_not(
+    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer
+) -> None:
+    with hook_of(job, engine) as hook:
+        waiting = Aside(lambda: hook.after_step(1))
+        wait_until(trainer.explorer_requires_sync, "it asks")
+        trainer.set_model_state_dict(None, 1)
+        publish(job, 1)
+        assert waiting.join() == Version(1, 1)
+        waiting = Aside(lambda: hook.after_step(2))
+        wait_until(trainer.explorer_requires_sync, "it asks")
+        trainer.notify_no_new_model_state_dict()
+        assert waiting.join() == Version(1, 1)
+        assert engine.asked("load") == [1]
+        assert report(job).status == "running"
+    with hook_of(job, engine, settings={"sync_timeout": 0.05}) as hook:
+        hook.pull(0)
+        with pytest.raises(WaitTimeoutError):
+            hook.after_step(1)
+
+
+def test_a_step_goes_on_with_what_it_has_where_a_version_is_refused(
+    job: Job, engine: FakeEngine
+) -> None:
+    publish(job, 1)
+    with hook_of(job, engine) as hook:
+        hook.after_step(1)
+        publish(job, 2)
+        engine.fail("check", EngineMismatchError("other names"))
+        assert hook.after_step(2) == Version(1, 1)
+        assert "other names" in str(report(job).refused)
+        publish(job, 3)
+        engine.fail("check", OSError(errno.EIO, "no"))
+        assert hook.after_step(3) == Version(1, 1)
+        assert hook.after_step(4) == Version(3, 3)
+
+
+def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
+    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer
+) -> None:
+    with hook_of(job, engine) as hook:
+        pulling = Aside(lambda: hook.pull(LONG))
+        for _ in range(2):
+            wait_until(trainer.explorer_requires_sync, "it asks")
+            trainer.notify_no_new_model_state_dict()
+        wait_until(trainer.explorer_requires_sync, "it asks once more")
+        assert report(job).requests == 3
+        trainer.close()
+        publish(job, 1)  # by another trainer, say
+        assert pulling.join() == Version(1, 1)
+
+
+@pytest.mark.usefixtures("trainer")
+def test_a_pull_of_no_time_requires_nothing(job: Job, engine: FakeEngine) -> None:
+    with hook_of(job, engine) as hook:
+        with pytest.raises(WaitTimeoutError):
+            hook.pull(0)
+        assert report(job).requests == 0
+
+
+def test_a_pull_goes_on_where_it_cannot_ask(job: Job, engine: FakeEngine) -> None:
+    storage = RuledStorage()
+    with hook_of(job, engine, storage=storage) as hook:
+        storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
+        pulling = Aside(lambda: hook.pull(LONG))
+        wait_until(lambda: storage.count("rename", job.layout.drafts) > 3, "it tries to ask")
+        publish(job, 1)
+        assert pulling.join() == Version(1, 1)
+        storage.rules.clear()
+
+
+def test_two_live_hooks_have_two_names(job: Job, engine: FakeEngine) -> None:
+    job.layout.format.write_bytes(b'{"lease_time": 0.5}')
+    with hook_of(job, engine), pytest.raises(NameTakenError):
+        hook_of(job, FakeEngine())
+    hook_of(job, FakeEngine()).close()
+
+
+def test_an_engine_that_cannot_be_attached_gives_the_name_back(
+    job: Job, engine: FakeEngine
+) -> None:
+    engine.fail("attach", ConnectionError("down"))
+    with pytest.raises(ConnectionError):
+        hook_of(job, engine)
+    hook_of(job, engine).close()
+
+
+def test_method_nccl_is_refused_by_name(job: Job, engine: FakeEngine) -> None:
+    with pytest.raises(InvalidSettingsError, match="nccl"):
+        hook_of(job, engine, settings={"method": "nccl"})
+
+
+def test_a_memory_folder_has_the_versions_and_the_job_the_reports(
+    job: Job, engine: FakeEngine, tmp_path: Path
+) -> None:
+    memory = Job(tmp_path / "memory")
+    publish(memory, 1)
+    settings = {"method": "memory"}
+    with hook_of(job, engine, settings=settings, memory_dir=memory.layout.root) as hook:
+        assert hook.pull(0) == Version(1, 1)
+        assert hook.folder == memory.layout.version(1)
+        assert leased(memory) == [1]
+        assert report(job).sequence == 1
+
+
+def test_staleness_is_counted_from_what_is_served(job: Job, engine: FakeEngine) -> None:
+    publish(job, 1)
+    with hook_of(job, engine, settings={"max_staleness": 1}) as hook:
+        hook.pull(0)
+        publish(job, 2)
+        assert hook.may_produce()
+        publish(job, 3)
+        assert not hook.may_produce()
+        hook.pull(0)
+        assert hook.may_produce()
+
+
+# -- in the background -----------------------------------------------------------------------------
+
+
+def test_a_hook_follows_in_the_background(job: Job, engine: FakeEngine) -> None:
+    with hook_of(job, engine, settings={"style": "fully_async"}) as hook:
+        with pytest.raises(InvalidSettingsError, match=r"start\(\)"):
+            hook.after_step(1)
+        hook.start()
+        hook.start()
+        publish(job, 1)
+        first = hook.wait_until_served(LONG)
+        assert first == Version(1, 1)
+        with pytest.raises(InvalidSettingsError, match="follows in the background"):
+            hook.pull(0)
+        publish(job, 2)
+        engine.fail("check", EngineMismatchError("no"), sequence=3)
+        assert hook.wait_until_served(LONG, newer_than=first) == Version(2, 2)
+        publish(job, 3)
+        wait_until(lambda: report(job).refused, "it is refused")
+        publish(job, 4)
+        hook.wait_until_served(LONG, newer_than=Version(2, 2))
+        assert hook.after_step(7) == Version(4, 4)
+        assert report(job).requests == 0
+        hook.stop()
+        publish(job, 5)
+        assert hook.pull(0) == Version(5, 5)
+        with pytest.raises(WaitTimeoutError):
+            hook.wait_until_served(0.01, newer_than=Version(5, 5))
+
+
+def test_a_follower_outlives_what_passes(job: Job, engine: FakeEngine) -> None:
+    publish(job, 1)
+    with hook_of(job, engine) as hook:
+        engine.fail("load", ConnectionError("down"), torn=True, times=2)
+        hook.start()
+        assert hook.wait_until_served(LONG) == Version(1, 1)
+        assert hook.fault is None
+        engine.fail("load", ConnectionError("down"), torn=True, times=3)
+        publish(job, 2)
+        assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
+
+
+@pytest.mark.parametrize("call", ["pull", "after_step", "may_produce", "wait_until_served"])
+def test_the_death_of_a_follower_is_raised_once_and_reported(
+    job: Job, engine: FakeEngine, call: str
+) -> None:
+    def finish(version: Any) -> None:
+        if version.sequence == 2:
+            raise ZeroDivisionError("in a callback")
+
+    publish(job, 1)
+    with hook_of(job, engine, before_load=finish) as hook:
+        hook.start()
+        hook.wait_until_served(LONG)
+        publish(job, 2)
+        wait_until(lambda: report(job).fault, "its death is reported")
+        assert "in a callback" in str(hook.fault)
+        arguments = [1] if call == "after_step" else []
+        with pytest.raises(NotFollowingError, match="in a callback"):
+            getattr(hook, call)(*arguments)
+        assert not hook.may_produce()
+        publish(job, 3)
+        hook.start()
+        assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(3, 3)
+        assert (hook.fault, report(job).fault) == (None, None)
+
+
+def test_closing_ends_a_follower_once_its_load_is_done(job: Job, engine: FakeEngine) -> None:
+    publish(job, 1)
+    hook = hook_of(job, engine)
+    with engine.hanging("load") as hang:
+        hook.start()
+        assert hang.reached.wait(LONG)
+        closing = Aside(hook.close)
+        time.sleep(0.05)  # closing has nothing that could be waited for
+        assert closing._thread.is_alive()
+        hang.release()
+        closing.join()
+    assert leased(job) == []
+    assert report(job).status == "stopped"
+    with pytest.raises(CancelledError):
+        hook.start()
+
+
+def test_cancelling_ends_who_waits_to_be_served(job: Job, engine: FakeEngine) -> None:
+    with hook_of(job, engine) as hook:
+        hook.start()
+        waiting = Aside(lambda: hook.wait_until_served(LONG))
+        hook.cancel()
+        assert isinstance(waiting.join(), CancelledError)
+
+
+# -- kinds -----------------------------------------------------------------------------------------
+
+
+def point_to(job: Job, step: int, path: str) -> None:
+    """Let a Tinker-style trainer's step be published, once it has lain still."""
+    job.layout.step(step).mkdir()
+    (job.layout.step(step) / "remote_sampler_path.txt").write_text(path)
+    job.point(step)
+    clock = Clock()
+    with job.daemon(clock=clock) as loop:
+        for _ in range(3):
+            loop.run_once()
+            clock.advance(20)
+
+
+def test_a_remote_path_is_handed_to_the_callback(job: Job, engine: FakeEngine) -> None:
+    given: list[tuple[str, int]] = []
+
+    def use(path: str, version: Any) -> None:
+        if path.endswith("bad"):
+            raise ValueError("no such sampler")
+        given.append((path, version.sequence))
+
+    with hook_of(job, engine, on_remote=use) as hook:
+        point_to(job, 1, "tinker://one")
+        assert hook.pull(0) == Version(1, 1)
+        point_to(job, 2, "tinker://bad")
+        with pytest.raises(ValueError, match="no such sampler"):
+            hook.pull(0)
+        assert given == [("tinker://one", 1), ("tinker://one", 1)]  # it was given back
+        assert hook.version == Version(1, 1)
+        assert "no such sampler" in str(report(job).refused)
+    assert engine.asked("load") == []
+    assert engine.asked("check") == []
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_only_an_engine_that_takes_a_kind_is_given_it(job: Job, takes: bool) -> None:
+    point_to(job, 1, "tinker://one")
+    kinds = frozenset({"full", "remote"}) if takes else frozenset({"full"})
+    engine = FakeEngine(kinds=kinds)
+    with hook_of(job, engine) as hook:
+        if takes:
+            assert hook.pull(0) == Version(1, 1)
+            assert engine.asked("load") == [1]
+        else:
+            with pytest.raises(EngineMismatchError, match="tinker://one"):
+                hook.pull(0)
+            assert engine.asked("check") == []
+
+
+def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
+    job: Job, engine: FakeEngine, tmp_path: Path
+) -> None:
+    from explorer_hooks.staging import Staging  # noqa: PLC0415 # of this test
+
+    publish(job, 1)
+    path = job.layout.version(1) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    with hook_of(job, engine, staging=Staging(tmp_path / "stage")) as hook:
+        with pytest.raises(VerificationError):
+            hook.pull(0)
+        assert engine.asked("check") == []
+        assert str(report(job).refused).startswith("version 1: ")
+        assert leased(job) == []
+
+
+# -- bench -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(job: Job) -> Iterator[Job]:
+    """A daemon that works behind; steps 1 to 4, of which 2 and 4 are full, and 3 is being saved."""
+    for step in (1, 2, 3, 4):
+        job.save(step, point=step == 1)
+    for step in (2, 3, 4):
+        (job.layout.step(step) / ".full_checkpoint").touch()
+    (job.layout.step(3) / ".saving").touch()
+    over = threading.Event()
+    config = DaemonConfig(keep=1, prune_steps=False)
+    with job.daemon(config) as loop:
+
+        def work() -> None:
+            while not over.wait(0.01):
+                loop.run_once()
+
+        working = threading.Thread(target=work)
+        working.start()
+        try:
+            yield job
+        finally:
+            over.set()
+            working.join()
+
+
+def test_a_bench_loads_the_latest_a_step_and_every_full_checkpoint(
+    served: Job, engine: FakeEngine
+) -> None:
+    root = served.layout.root
+    assert bench.full_checkpoints(root) == [2, 4]
+    with hook_of(served, engine) as hook:
+        assert bench.latest(hook, LONG).step == 1
+        assert bench.latest(hook, LONG).step == 1
+        assert bench.step(hook, 2, LONG).step == 2
+        assert bench.step(hook, 2, LONG).step == 2
+        steps = [version.step for version in bench.every_full_checkpoint(hook, root, timeout=LONG)]
+        assert steps == [2, 4]
+        assert list(bench.every_full_checkpoint(hook, root, after=4)) == []
+        assert len(engine.asked("load")) == 3
+        with TrainerSynchronizer(root, seams=SEAMS) as trainer:
+            trainer.set_trainer_status(RunningStatus.RUNNING)
+            with pytest.raises(InvalidSettingsError, match="the trainer works"):
+                bench.step(hook, 1, LONG)
+
+
+def test_full_checkpoints_of_trainers_without_markers_are_known_by_their_optimizers(
+    job: Job,
+) -> None:
+    job.save(5)
+    job.save(6)
+    (job.layout.actor(6) / "optim_world_size_1_rank_0.pt").touch()
+    assert bench.full_checkpoints(job.layout.root) == [6]
+
+
+def test_serving_says_each_version_until_it_is_cancelled(job: Job, engine: FakeEngine) -> None:
+    said: list[Version] = []
+    with hook_of(job, engine) as hook:
+        serving = Aside(lambda: bench.serve(hook, said.append, interval=0.05))
+        for step in (1, 2):
+            publish(job, step)
+            wait_until(lambda: said and said[-1].step == step, "it is said")  # noqa: B023 # now
+        hook.cancel()
+        assert serving.join() is None
+    assert said == [Version(1, 1), Version(2, 2)]

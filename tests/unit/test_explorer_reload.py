@@ -1,0 +1,206 @@
+"""What a hook asks of its engine, in which order, and what it does when the engine fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer_hooks.engines.fake import Call, FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.staging import Staging
+from syncd.protocol.errors import EngineBrokenError, EngineMismatchError, WaitTimeoutError
+from syncd.protocol.policy import Version
+from tests.explorers import leased, publish, report
+from tests.jobs import Job
+
+PER_VERSION = ("check", "prepare", "pause", "load", "reset_cache", "resume")
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+@pytest.fixture
+def hook(job: Job, engine: FakeEngine) -> Iterator[ExplorerHook]:
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as made:
+        made.pull(0)
+        publish(job, 2)
+        engine.calls.clear()
+        yield made
+
+
+def test_an_engine_is_asked_in_order_and_does_not_serve_while_it_loads(
+    job: Job, engine: FakeEngine
+) -> None:
+    publish(job, 1)
+    seen: list[Any] = []
+    with ExplorerHook(
+        job.layout.root, "explorer", engine, before_load=lambda v: seen.append((v, engine.calls[:]))
+    ) as hook:
+        hook.pull(0)
+        with_version = ("check", "prepare", "load")
+        given = [Call(what, 1 if what in with_version else None) for what in PER_VERSION]
+        assert engine.calls == [Call("attach"), *given]
+        ((version, calls),) = seen
+        assert version.sequence == 1
+        assert calls == [Call("attach"), Call("check", 1)]
+    assert engine.calls[-1] == Call("close")
+
+
+def test_how_long_it_took_is_on_record(job: Job, hook: ExplorerHook) -> None:
+    hook.pull(0)
+    told = hook.last
+    assert told is not None
+    assert (told.sequence, told.step, told.staged, told.not_staged) == (2, 2, None, None)
+    assert 0 < told.load <= told.pause
+    assert told.verify > 0
+    assert hook.last_load_seconds == told.seconds == told.verify + told.prepare + told.pause
+    assert report(job).reload == told
+
+
+@pytest.mark.parametrize("what", ["check", "prepare", "pause", "load", "reset_cache"])
+@pytest.mark.parametrize("passes", [True, False])
+def test_an_engine_that_fails_goes_on_with_what_it_had(
+    job: Job, hook: ExplorerHook, engine: FakeEngine, what: str, passes: bool
+) -> None:
+    error = OSError(errno.EIO, "no") if passes else EngineMismatchError("no")
+    engine.fail(what, error, torn=what == "load")
+    with pytest.raises(type(error)):
+        hook.pull(0)
+    assert hook.version == Version(1, 1)
+    assert engine.answer(0).sequence == 1
+    assert leased(job) == [1]
+    assert hook.fault is None
+    assert (report(job).refused is None) is passes
+    if passes:  # it may well work the next time
+        assert hook.pull(0) == Version(2, 2)
+    else:
+        with pytest.raises(WaitTimeoutError):
+            hook.pull(0)
+
+
+def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
+    job: Job, hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    engine.fail("load", RuntimeError("half"), torn=True, times=3)
+    with pytest.raises(EngineBrokenError, match=r"half.* nor version 1, which it had, again"):
+        hook.pull(0)
+    assert not engine.is_paused
+    assert not hook.may_produce()
+    assert "what it serves is not known" in str(hook.fault)
+    assert "what it serves is not known" in str(report(job).fault)
+    with pytest.raises(EngineBrokenError, match="still does not take version 1"):
+        hook.pull(0)
+    with pytest.raises(WaitTimeoutError):  # it takes version 1 again; version 2 was refused
+        hook.pull(0)
+    assert engine.answer(0).sequence == 1
+    assert (hook.fault, report(job).fault) == (None, None)
+    assert hook.may_produce()
+    publish(job, 3)
+    assert hook.pull(0) == Version(3, 3)
+
+
+def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
+    job: Job, hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    engine.fail("load", ConnectionError("down"), torn=True, times=2)
+    with pytest.raises(EngineBrokenError):
+        hook.pull(0)
+    assert report(job).refused is None
+    assert hook.pull(0) == Version(2, 2)
+    assert engine.answer(0).sequence == 2
+    assert report(job).fault is None
+
+
+def test_an_engine_that_does_not_resume_is_broken(hook: ExplorerHook, engine: FakeEngine) -> None:
+    engine.fail("resume", ConnectionError("down"))
+    with pytest.raises(EngineBrokenError, match="could not be resumed"):
+        hook.pull(0)
+    assert hook.version == Version(1, 1)
+    assert not hook.may_produce()
+    assert hook.pull(0) == Version(2, 2)
+    assert hook.may_produce()
+
+
+def test_a_load_that_is_cut_off_is_a_fault(hook: ExplorerHook, engine: FakeEngine) -> None:
+    engine.fail("load", KeyboardInterrupt(), torn=True)
+    with pytest.raises(KeyboardInterrupt):
+        hook.pull(0)
+    assert not engine.is_paused
+    assert "cut off" in str(hook.fault)
+    assert hook.pull(0) == Version(2, 2)
+    assert hook.fault is None
+
+
+def test_work_in_flight_that_fails_is_no_fault_of_the_version(job: Job, engine: FakeEngine) -> None:
+    publish(job, 1)
+    failing = [True]
+
+    def finish(_: object) -> None:
+        if failing.pop() if failing else False:
+            raise RuntimeError("a rollout failed")
+
+    with ExplorerHook(job.layout.root, "explorer", engine, before_load=finish) as hook:
+        with pytest.raises(RuntimeError, match="a rollout failed"):
+            hook.pull(0)
+        assert engine.asked("pause") == []
+        assert hook.pull(0) == Version(1, 1)
+
+
+def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
+    job: Job, engine: FakeEngine, tmp_path: Path
+) -> None:
+    publish(job, 1)
+    stage = tmp_path / "stage"
+    with ExplorerHook(job.layout.root, "explorer", engine, staging=Staging(stage)) as hook:
+        hook.pull(0)
+        assert leased(job) == []
+        first = hook.folder
+        assert first is not None
+        assert stage in first.parents
+        assert engine.answer(0).folder == first
+        assert hook.last is not None
+        assert hook.last.staged is True
+        publish(job, 2, 3, keep=1)
+        assert not job.layout.version(1).exists()
+        engine.fail("load", RuntimeError("no"), torn=True)
+        with pytest.raises(RuntimeError):
+            hook.pull(0)  # it had version 1 given back, which is nowhere else
+        assert engine.answer(0).folder == first
+        publish(job, 4)
+        hook.pull(0)
+        assert not first.exists()
+        assert hook.folder is not None
+        room = hook.folder.parent
+    assert [path.name for path in room.iterdir()] == [".copier"]
+
+
+def test_what_does_not_fit_is_loaded_from_where_it_is(
+    job: Job, engine: FakeEngine, tmp_path: Path
+) -> None:
+    publish(job, 1)
+    staging = Staging(tmp_path / "stage", 10)
+    with ExplorerHook(job.layout.root, "explorer", engine, staging=staging) as hook:
+        hook.pull(0)
+        assert hook.folder == job.layout.version(1)
+        told = report(job).reload
+        assert told is not None
+        assert told.staged is False
+        assert "do not fit" in str(told.not_staged)
+
+
+def test_an_engine_that_reads_elsewhere_gets_the_published_folder(job: Job, tmp_path: Path) -> None:
+    publish(job, 1)
+    engine = FakeEngine(is_local=False)
+    staging = Staging(tmp_path / "stage")
+    with ExplorerHook(job.layout.root, "explorer", engine, staging=staging) as hook:
+        hook.pull(0)
+        assert hook.folder == job.layout.version(1)
+        assert hook.last is not None
+        assert hook.last.staged is None
