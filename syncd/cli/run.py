@@ -11,6 +11,8 @@ import click
 
 from syncd.cli import options
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.hang import HangGuard
+from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import stopped_by_signals
 from syncd.daemon.services import Services
 
@@ -47,6 +49,20 @@ log = logging.getLogger(__name__)
     metavar="SECONDS",
     help="How long a step without weights and without a remote path is waited for.",
 )
+@click.option(
+    "--hang-time",
+    type=click.FloatRange(min=0, min_open=True),
+    default=DaemonConfig().hang_time,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without an answer of storage for so long this process ends, for another to take over.",
+)
+@click.option(
+    "--shared-group",
+    default=None,
+    metavar="GROUP",
+    help="A group of trainers, explorers and daemon, which what is made here is given to.",
+)
 @options.digest
 @options.dtype
 @options.max_shard_size
@@ -61,6 +77,9 @@ def command(job: Path, digest: str, **given: Any) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     log.debug("up to %d open files instead of %d", hard, soft)
-    services = Services(job, DaemonConfig(digests=digest == "on", **given))
-    with stopped_by_signals(services.stop):
-        services.run()
+    config = DaemonConfig(digests=digest == "on", **given)
+    manager = ServiceManager.of_environment()
+    with HangGuard(config.hang_time, manager) as guard:
+        services = Services(job, config, manager=manager, guard=guard)
+        with stopped_by_signals(services.stop):
+            services.run()

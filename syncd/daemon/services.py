@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.hang import HangGuard
+from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
 from syncd.protocol.layout import STATE_POINTER
@@ -30,15 +33,30 @@ class Services:
 
     Args:
         root: the job directory.
-        config: what the daemon was told; ``memory_dir`` names the second job, if there is one.
+        config: what the daemon was told; ``memory_dir`` names the second job, if there is one. With
+            ``shared_group`` the umask of this process leaves the group's bits.
+        manager: who started this process.
+        guard: ends this process where one of the jobs hangs.
 
     Raises:
-        InvalidSettingsError: one of the two directories is inside the other.
+        InvalidSettingsError: one of the two directories is inside the other, or ``shared_group``
+            cannot be given to them.
         JobUnavailableError: one of them is not there, or cannot be written.
     """
 
-    def __init__(self, root: Path, config: DaemonConfig) -> None:
+    def __init__(
+        self,
+        root: Path,
+        config: DaemonConfig,
+        *,
+        manager: ServiceManager | None = None,
+        guard: HangGuard | None = None,
+    ) -> None:
         self._stopping = False
+        self._manager = manager or ServiceManager()
+        self._guard = guard or HangGuard(config.hang_time, self._manager)
+        if config.shared_group is not None:
+            os.umask(os.umask(0o077) & ~0o070)
         self._jobs = [(root, config)]
         if config.memory_dir is not None:
             memory = config.memory_dir.absolute()
@@ -53,6 +71,7 @@ class Services:
     def stop(self) -> None:
         """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
         self._stopping = True
+        self._manager.stopping()
         for service in self._services:
             service.stop()
 
@@ -73,6 +92,12 @@ class Services:
                 thread.join()
 
     def _keep_serving(self, number: int) -> None:
+        try:
+            self._serve_again_and_again(number)
+        finally:
+            self._guard.forget(str(self._jobs[number][0]))
+
+    def _serve_again_and_again(self, number: int) -> None:
         root, _ = self._jobs[number]
         failed = False
         while not self._stopping:
@@ -98,7 +123,13 @@ class Services:
             return number == 0 and all(service.is_idle for service in self._services[1:])
 
         root, config = self._jobs[number]
-        return Service(root, config, may_end=may_end)
+        return Service(
+            root,
+            config,
+            may_end=may_end,
+            answered=self._guard.watch(str(root)),
+            notice=self._manager.job(str(root)),
+        )
 
     def _is_asked_to_stop(self) -> bool:
         return self._stopping
