@@ -2,7 +2,7 @@
 
 ``SYNCD_LAB`` names a folder with ``systemd.sh FOLDER COMMAND...``, which boots systemd as PID 1
 with a copy of FOLDER at /opt/work, runs COMMAND there as root and ends with its status; and with
-``setup.sh PACKAGE...``, which makes the container. ``.ci/run`` sets it where it finds such a folder.
+``setup.sh PACKAGE...``, which makes the container. ``.ci/run`` sets it where it finds one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 LAB = os.environ.get("SYNCD_LAB", "")
@@ -26,10 +27,20 @@ Steps = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    """What was found in one boot."""
+    """What was found in one boot; workers that run side by side share it."""
     if not LAB:
         pytest.skip("SYNCD_LAB names no folder with systemd.sh")
-    folder = tmp_path_factory.mktemp("guest")
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with FileLock(shared / "systemd.lock"):
+        found = shared / "systemd.json"
+        if not found.exists():
+            found.write_text(json.dumps(_boot(tmp_path_factory.mktemp("guest"))))
+        steps: Steps = json.loads(found.read_text())
+        return steps
+
+
+def _boot(folder: Path) -> Steps:
     folder.chmod(0o755)  # the service's user reads it
     for name in NEEDED:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
