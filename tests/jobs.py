@@ -13,6 +13,7 @@ from syncd.checkpoint.safetensors_file import Entry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop
+from syncd.daemon.meter import Meter
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
 from syncd.protocol.records import AuditLine, Latest, Receipt, ReceiptFile, Saves, encode, parse
@@ -158,7 +159,12 @@ class Job:
 
     @contextmanager
     def daemon(
-        self, config: DaemonConfig | None = None, *, clock: Clock | None = None, begin: bool = True
+        self,
+        config: DaemonConfig | None = None,
+        *,
+        clock: Clock | None = None,
+        begin: bool = True,
+        meter: Meter | None = None,
     ) -> Iterator[Loop]:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
@@ -178,6 +184,7 @@ class Job:
                 judge,
                 epoch,
                 cancel=nothing,
+                meter=meter,
                 clock=clock,
                 wall=lambda: 0.0,
             )

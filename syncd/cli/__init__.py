@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from typing import Final
 
 import click
 
 from syncd import __version__
+from syncd.cli import log_lines
 from syncd.protocol.errors import SyncdError
 
 _COMMANDS: Final = {
@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "pause": "Stop publishing and pruning, until resume.",
     "resume": "Go on with publishing and pruning.",
     "unit": "Services of systemd: print or install the units for a job.",
+    "config": "Check a configuration file, or show what a daemon would be told by it.",
     "demo": "Train, merge, publish, reload and prune on this machine, to see it work.",
 }
 
@@ -54,16 +55,14 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line. An error of ours ends it with one line and that error's exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
-    )
+    log_lines.set_up()
     try:
         cli.main(standalone_mode=True)
     except SyncdError as error:
-        click.echo(f"syncd: {error}", err=True)
+        log_lines.last_words(error, error.exit_code)
         sys.exit(error.exit_code)
     except OSError as error:
-        click.echo(f"syncd: {error}", err=True)
+        log_lines.last_words(error, 1)
         sys.exit(1)
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
-from syncd.daemon.config import DaemonConfig
+from syncd.daemon.config import RunConfig
+from syncd.daemon.configuration import KEYS, Given
 from syncd.protocol.layout import (
     CHECKPOINT_POINTER,
     STATE_POINTER,
@@ -18,13 +20,30 @@ from syncd.protocol.layout import (
     version_folder,
 )
 
-_DEFAULTS = DaemonConfig()
+_DEFAULTS = RunConfig()
 
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
 _VERSION = re.compile(r"v0*([1-9][0-9]{0,17})", re.ASCII)
 _STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
+
+
+#: The name of an option → the key of the configuration, where they differ.
+_KEY_OF = {"digest": "digests"}
+
+
+def given(ctx: click.Context) -> dict[str, Given]:
+    """What the command line says itself: key of the configuration → value and option."""
+    found = {}
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        key = _KEY_OF.get(name, name)
+        source = ctx.get_parameter_source(name)
+        if key in KEYS and source is ParameterSource.COMMANDLINE:
+            option = parameter.opts[0] if isinstance(parameter, click.Option) else name.upper()
+            found[key] = Given(ctx.params[name], option, is_local=True)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +110,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         help="Delete step folders that were published or skipped and are no full checkpoints.",
     ),
     click.option(
-        "--prune-foreign",
-        is_flag=True,
+        "--prune-foreign/--no-prune-foreign",
         default=_DEFAULTS.prune_foreign,
         help=f"That too for saves without receipts in a job without {STATE_POINTER}.",
     ),
@@ -130,6 +148,27 @@ def policy(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+config_file = click.option(
+    "--config",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="A TOML file with any of these, and the job; see docs/configuration.md.",
+)
+log_format = click.option(
+    "--log-format",
+    type=click.Choice(["human", "json"]),
+    default=_DEFAULTS.log_format,
+    show_default=True,
+    help="Lines for people, or one JSON object a line.",
+)
+log_level = click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default=_DEFAULTS.log_level,
+    show_default=True,
+    help="The least that is logged.",
+)
 digest = click.option(
     "--digest",
     type=click.Choice(["on", "off"]),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 import click
 
 from syncd.cli import options
-from syncd.daemon.config import DaemonConfig
+from syncd.daemon.configuration import load
 from syncd.daemon.decide import DropLease, PruneStep, Pruning, RetireVersion
 from syncd.daemon.offline import prune_now, would_prune
 from syncd.protocol.layout import JobLayout, step_folder, version_folder
@@ -17,15 +18,20 @@ from syncd.protocol.layout import JobLayout, step_folder, version_folder
 @click.command("prune", epilog="Example: syncd prune /shared/jobs/qwen-grpo --dry-run --keep 1")
 @options.job
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@options.config_file
 @options.policy
-def command(job: Path, *, dry_run: bool, **given: Any) -> None:
+@click.pass_context
+def command(
+    ctx: click.Context, /, job: Path, config: Path | None, *, dry_run: bool, **_options: Any
+) -> None:
     """Delete versions and step folders of JOB by the daemon's rules, where no daemon runs.
 
-    Every deletion is a line in .syncd/audit.jsonl.
+    They are its options, its configuration file and its environment, as 'syncd run' has them. Every
+    deletion is a line in .syncd/audit.jsonl.
     """
-    config = DaemonConfig(**given)
+    rules = load(config, os.environ, options.given(ctx)).config
     layout = JobLayout(job)
-    actions = would_prune(layout, config) if dry_run else prune_now(layout, config)
+    actions = would_prune(layout, rules) if dry_run else prune_now(layout, rules)
     for action in actions:
         click.echo(f"{'would delete' if dry_run else 'deleted'} {_said(action)}")
     if not actions:

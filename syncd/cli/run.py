@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import click
 
-from syncd.cli import options
-from syncd.daemon.config import DaemonConfig
+from syncd.cli import log_lines, options
+from syncd.daemon.config import DaemonConfig, RunConfig
+from syncd.daemon.configuration import Reloader, load, misspelt
 from syncd.daemon.hang import HangGuard
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import stopped_by_signals
 from syncd.daemon.services import Services
+from syncd.protocol.events import Event
 
 log = logging.getLogger(__name__)
 
+_DEFAULTS = RunConfig()
+
 
 @click.command("run", epilog="Example: syncd run /shared/jobs/qwen-grpo --keep 3")
-@options.job
+@click.argument("job", required=False, type=click.Path(path_type=Path, file_okay=False))
+@options.config_file
 @click.option(
     "--tick",
     type=click.FloatRange(min=0, min_open=True, max=60),
-    default=DaemonConfig().tick,
+    default=_DEFAULTS.tick,
     show_default=True,
     metavar="SECONDS",
     help="How often the job is looked at when no event says that something changed.",
@@ -36,15 +44,14 @@ log = logging.getLogger(__name__)
     help="A second job directory to serve, on a memory filesystem of this host.",
 )
 @click.option(
-    "--exit-when-idle",
-    is_flag=True,
-    default=DaemonConfig().exit_when_idle,
+    "--exit-when-idle/--no-exit-when-idle",
+    default=_DEFAULTS.exit_when_idle,
     help="End once all trainers and explorers that were there are gone, and all is published.",
 )
 @click.option(
     "--remote-timeout",
     type=click.FloatRange(min=0),
-    default=DaemonConfig().remote_timeout,
+    default=_DEFAULTS.remote_timeout,
     show_default=True,
     metavar="SECONDS",
     help="How long a step without weights and without a remote path is waited for.",
@@ -52,7 +59,7 @@ log = logging.getLogger(__name__)
 @click.option(
     "--hang-time",
     type=click.FloatRange(min=0, min_open=True),
-    default=DaemonConfig().hang_time,
+    default=_DEFAULTS.hang_time,
     show_default=True,
     metavar="SECONDS",
     help="Without an answer of storage for so long this process ends, for another to take over.",
@@ -68,18 +75,79 @@ log = logging.getLogger(__name__)
 @options.max_shard_size
 @options.copy_threads
 @options.policy
-def command(job: Path, digest: str, **given: Any) -> None:
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(min=0, max=65535),
+    default=_DEFAULTS.metrics_port,
+    show_default=True,
+    help="Where on 127.0.0.1 Prometheus finds metrics; 0 for nowhere.",
+)
+@click.option(
+    "--metrics-textfile",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=None,
+    help="A file of this host that the node exporter reads metrics from; it ends with .prom.",
+)
+@options.log_format
+@options.log_level
+@click.pass_context
+def command(ctx: click.Context, /, config: Path | None, **_options: Any) -> None:
     """Serve JOB until SIGTERM: merge, publish, signal, prune.
 
     A second daemon on the same job stands by, and takes over when the first one dies.
+
+    What is not said here is taken from the environment (SYNCD_KEEP for --keep), then from the
+    configuration file, which SIGHUP lets the daemon read again: see 'syncd config --help'.
     """
+    said = options.given(ctx)
+    configuration = Reloader(
+        lambda: load(config, os.environ, said),
+        applied=lambda now: log_lines.set_up(now.log_format, now.log_level),
+    )
+    for name, meant in misspelt(os.environ).items():
+        extra = Event.CONFIG_UNHEARD(key=name, value=os.environ[name], in_force=None)
+        log.warning("%s is not read; did you mean %s?", name, meant, extra=extra)
     # A save of a thousand ranks is a thousand open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     log.debug("up to %d open files instead of %d", hard, soft)
-    config = DaemonConfig(digests=digest == "on", **given)
+    with ExitStack() as stack:
+        services = _services(configuration, stack)
+        # Without a file there is nothing to read again: SIGHUP ends the process, as ever.
+        reload = services.reload if config is not None else None
+        stack.enter_context(stopped_by_signals(services.stop, reload=reload))
+        services.run()
+
+
+def _services(configuration: Reloader, stack: ExitStack) -> Services:
+    """The daemons, and what is beside them while the stack is open."""
+    config, job = configuration.current.config, configuration.current.job
     manager = ServiceManager.of_environment()
-    with HangGuard(config.hang_time, manager) as guard:
-        services = Services(job, config, manager=manager, guard=guard)
-        with stopped_by_signals(services.stop):
-            services.run()
+    guard = stack.enter_context(HangGuard(config.hang_time, manager))
+    if not config.metrics_port and config.metrics_textfile is None:
+        return Services(job, config, read_again=configuration.again, manager=manager, guard=guard)
+    # Imported here: nobody else needs them, and a daemon without metrics is smaller.
+    from syncd.daemon.metrics import Metrics  # noqa: PLC0415
+    from syncd.daemon.metrics_export import Exporter  # noqa: PLC0415
+
+    metrics = Metrics()
+    exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
+    stack.enter_context(exporter)
+    return Services(
+        job,
+        config,
+        read_again=_noting(configuration, lambda: metrics.reloaded.set(configuration.whole)),
+        each_tick=exporter.tick,
+        meter_of=metrics.of_job,
+        manager=manager,
+        guard=guard,
+    )
+
+
+def _noting(configuration: Reloader, note: Callable[[], None]) -> Callable[[], DaemonConfig | None]:
+    def again() -> DaemonConfig | None:
+        config = configuration.again()
+        note()
+        return config
+
+    return again

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
+from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import checked_name
 from syncd.storage.fsio import Storage
@@ -112,19 +112,15 @@ def _instance(
         if given[option] is not None:
             raise click.UsageError("--stage, --budget, --link and --command go with --follow")
     config = _config_of(name, given["config"])
-    told = _read(config)
-    job = _path(config, told, "job")
-    if job is None:
+    # Not by this shell's environment: the unit has one of its own.
+    told = load(config, {}).config
+    if told.job is None:
         raise InvalidSettingsError(f'{config} names no job: add a line such as job = "/shared/job"')
-    writes = [job]
-    memory = _path(config, told, "memory_dir")
-    if memory is not None:
-        writes.append(_folder_of(memory))
-    textfile = _path(config, told, "metrics_textfile")
-    if textfile is not None:
-        writes.append(_folder_of(textfile))
+    # Where they are, and not what they are called: links on the way are not mounts.
+    job = told.job.resolve()
+    beside = [path.resolve() for path in (told.memory_dir, told.metrics_textfile) if path]
+    writes = [job, *map(_folder_of, beside)]
     user, group = _owner(job, user, group)
-    shared = told.get("shared_group")
     return Instance(
         name,
         user,
@@ -132,7 +128,7 @@ def _instance(
         needs=tuple(writes),
         writes=tuple(writes),
         reads=(config,),
-        groups=() if shared is None else (str(shared),),
+        groups=() if told.shared_group is None else (told.shared_group,),
         command=() if given["config"] is None else ("run", "--config", str(config)),
     )
 
@@ -199,25 +195,3 @@ def _owner(job: Path, user: str | None, group: str | None) -> tuple[str, str]:
 
 def _config_of(name: str, given: Path | None) -> Path:
     return _CONFIGS / f"{name}.toml" if given is None else given.absolute()
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(config.read_text("utf-8"))
-    except OSError as error:
-        raise InvalidSettingsError(
-            f"{config} cannot be read ({error.strerror}): write it, with a line such as job = "
-            '"/shared/job"; all else has defaults'
-        ) from error
-    except ValueError as error:
-        raise InvalidSettingsError(f"{config} is not TOML: {error}") from error
-
-
-def _path(config: Path, told: dict[str, Any], key: str) -> Path | None:
-    """A folder that the configuration names: where it is, and not how it is called."""
-    value = told.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, str) or not value.startswith("/"):
-        raise InvalidSettingsError(f"{config}: {key} is {value!r}: give a whole path, as a string")
-    return Path(value).resolve()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.daemon.steering import Steering
+from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
@@ -57,13 +58,15 @@ class Collector:
         self._clock = clock
         # Merges may follow each other for hours, and nobody looks meanwhile.
         self._judge = Judge(storage, grace, clock=clock, counts_pauses=True)
-        # A little more often than the stopwatch needs to run.
-        self._period = grace / (LOOKS_PER_LEASE + 1)
         self._at = clock()
         self._steps: deque[int] = deque()
         self._watched: set[Path] = set()
         self._leased: frozenset[str] = frozenset()
         self._round: Iterator[None] | None = None
+
+    def reconfigure(self, grace: float) -> None:
+        """Let leftovers lie still for another time, those too that are watched already."""
+        self._judge.lease_time = grace
 
     def run_once(self, leased: Iterable[str]) -> None:
         """Look, now and then; remove what was still for long enough.
@@ -73,7 +76,9 @@ class Collector:
         """
         self._leased = frozenset(leased)
         if self._round is None:
-            if self._clock() - self._at < self._period:
+            # A little more often than the stopwatch needs to run.
+            period = self._judge.lease_time / (LOOKS_PER_LEASE + 1)
+            if self._clock() - self._at < period:
                 return
             self._at = self._clock()
             self._round = self._go_round()
@@ -126,7 +131,11 @@ class Collector:
             liveness = self._judge.look(path)
             # A session may beat again at this very moment: that is looked at once more.
             if liveness is Liveness.DEAD and self._judge.break_dead(path):
-                log.info("removed %s, which its process left behind", path)
+                log.info(
+                    "removed %s, which its process left behind",
+                    path,
+                    extra=Event.LEFTOVER_REMOVED(path=path),
+                )
         except OSError as error:
             log.debug("%s is left alone: %s", path, error)
             liveness = Liveness.MISSING

@@ -1,13 +1,14 @@
-"""What the daemon can be told."""
+"""What the daemon can be told. ``configuration.py`` says where it is told from."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from syncd.checkpoint.tensor_rules import Cast
+from syncd.daemon.quantities import Bytes, Count, PromFile, Seconds
 from syncd.protocol.layout import STATE_POINTER
 
 
@@ -45,24 +46,64 @@ class DaemonConfig(BaseModel):
             that has none yet.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     pointer: Literal["latest_state_dict_iteration.txt", "latest_checkpointed_iteration.txt"] = (
         STATE_POINTER
     )
-    tick: Annotated[float, Field(gt=0, le=60)] = 1.0
-    keep: Annotated[int, Field(ge=1)] = 2
+    tick: Annotated[Seconds, Field(gt=0, le=60)] = 1.0
+    keep: Annotated[Count, Field(ge=1)] = 2
     digests: bool = True
     cast: Cast | None = None
-    max_shard_size: Annotated[int, Field(ge=1)] = 1_000_000_000
-    copy_threads: Annotated[int, Field(ge=1, le=64)] = 4
+    max_shard_size: Annotated[Bytes, Field(ge=1)] = 1_000_000_000
+    copy_threads: Annotated[Count, Field(ge=1, le=64)] = 4
     prune_steps: bool = True
     prune_foreign: bool = False
-    remote_timeout: Annotated[float, Field(ge=0)] = 60.0
-    dead_reader_grace: Annotated[float, Field(ge=0)] = 300.0
-    leftover_grace: Annotated[float, Field(gt=0)] = 900.0
+    remote_timeout: Annotated[Seconds, Field(ge=0)] = 60.0
+    dead_reader_grace: Annotated[Seconds, Field(ge=0)] = 300.0
+    leftover_grace: Annotated[Seconds, Field(gt=0)] = 900.0
     memory_dir: Path | None = None
     exit_when_idle: bool = False
-    hang_time: Annotated[float, Field(gt=0)] = 600.0
-    shared_group: Annotated[str, Field(min_length=1)] | None = None
-    lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    hang_time: Annotated[Seconds, Field(gt=0)] = 600.0
+    shared_group: str | None = None
+    lease_time: Annotated[Seconds, Field(gt=0, le=3600)] = 30.0
+
+
+#: What a running daemon hears of; all else needs a restart. A new key belongs here only once the
+#: loop takes it over between two rounds.
+LIVE_KEYS: Final = frozenset(
+    {
+        "tick",
+        "keep",
+        "digests",
+        "cast",
+        "max_shard_size",
+        "copy_threads",
+        "prune_steps",
+        "prune_foreign",
+        "remote_timeout",
+        "dead_reader_grace",
+        "leftover_grace",
+        "exit_when_idle",
+        "log_format",
+        "log_level",
+    }
+)
+
+
+class RunConfig(DaemonConfig):
+    """What ``syncd run`` can be told: a daemon's configuration, and its process's.
+
+    Attributes:
+        job: the job directory.
+        metrics_port: the port on 127.0.0.1 where metrics are served; 0 for none.
+        metrics_textfile: a file of this host that metrics are written to, for the node exporter.
+        log_format: lines for people, or one JSON object a line.
+        log_level: the least that is logged.
+    """
+
+    job: Path | None = None
+    metrics_port: Annotated[Count, Field(ge=0, le=65535)] = 0
+    metrics_textfile: PromFile | None = None
+    log_format: Literal["human", "json"] = "human"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.save import Save
@@ -28,6 +26,8 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
+from syncd.daemon.journal import Journal
+from syncd.daemon.meter import Meter
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
@@ -45,14 +45,11 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout, parse_lease_marker, printable
-from syncd.protocol.records import DaemonCounters
+from syncd.protocol.layout import JobLayout, parse_lease_marker
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
 from syncd.storage.reserve import Reserve
-
-log = logging.getLogger(__name__)
 
 #: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
 _LONGEST_WAIT: Final = 30.0
@@ -77,6 +74,7 @@ class Loop:
         cancel: called between chunks of a merge; raises to stop.
         publishes: whether new versions are made; without, the loop only prunes.
         notice: told when the job was first looked at, and what is done.
+        meter: hears of what is done.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
 
@@ -97,6 +95,7 @@ class Loop:
         cancel: Callable[[], None],
         publishes: bool = True,
         notice: JobNotice | None = None,
+        meter: Meter | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
@@ -118,15 +117,11 @@ class Loop:
         self._publisher = Publisher(
             storage, layout, config, epoch, session.id, cancel=cancel, wall=wall, clock=clock
         )
-        self._counters = DaemonCounters()
-        self._said = ""
+        self._meter = meter or Meter()
+        self._journal = Journal(self._meter)
+        self._whole_since = clock()
         self._cancel = cancel
-        self._collector = Collector(
-            storage,
-            layout,
-            max(config.leftover_grace, 2 * session.lease_time),
-            clock=clock,
-        )
+        self._collector = Collector(storage, layout, self._leftover_grace, clock=clock)
         self._reserve = Reserve(storage, layout)
         self._reporter = Reporter(
             layout, epoch, session, self._reserve, config.memory_dir, clock=clock, wall=wall
@@ -147,12 +142,22 @@ class Loop:
         try:
             self._pruner.sweep()
         except OSError as error:  # what cannot be deleted now keeps nobody from new weights
-            log.warning("what was left behind cannot be removed now: %s", error)
+            self._journal.cleanup_delayed(error)
             self._untidy = True
             self._reserve.relieve(error)
         self._keep_room()
         self._report("watching")
-        log.info("working on %s in epoch %d", self._layout.root, self._epoch.number)
+        self._journal.began(self._layout.root, self._epoch.number)
+
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Work by another configuration from the next round on.
+
+        Heard of it is what ``LIVE_KEYS`` names; the rest must be as it was.
+        """
+        self._config = config
+        self._scanner.reconfigure(config)
+        self._publisher.reconfigure(config)
+        self._collector.reconfigure(self._leftover_grace)
 
     def run_once(self) -> Decision:
         """One round.
@@ -165,11 +170,14 @@ class Loop:
         if self._lock.lost:
             raise SupersededError(f"the lock of {self._layout.root} was taken by another daemon")
         self.pruned.clear()
+        started = self._clock()
         seen = self._scanner.scan(self._known())
         decision = decide(seen, self._config)
         self._notice.ready()  # before a merge, which may take minutes
         waiting_for = decision.waiting_for
         begun = self._clock()
+        self._whole_since = begun - seen.save_still_for
+        self._meter.scanned(seen)
         refused: dict[str, str] = {}
         # New weights first; but after a merge nothing is pruned by what was seen before it, and
         # where one merge follows the other nothing ever would be.
@@ -188,12 +196,10 @@ class Loop:
             self._scanner.look_again()
         self._tidy(refused, seen)
         waiting_for = waiting_for or next(iter(refused.values()), "")
-        if waiting_for != self._said:
-            self._said = waiting_for
-            if waiting_for:
-                log.info("waiting: %s", waiting_for)
+        self._journal.waiting(waiting_for)
         self._pause = seen.pause.id if seen.pause else None
         self._report("watching", waiting_for)
+        self._meter.round_ended(self._clock() - started)
         return decision
 
     @property
@@ -206,7 +212,7 @@ class Loop:
         try:
             self._pruner.sweep()
         except OSError as error:
-            log.warning("what was left behind cannot be removed now: %s", error)
+            self._journal.cleanup_delayed(error)
         self._report("stopped")
 
     def _act(self, action: Action) -> str:
@@ -215,17 +221,15 @@ class Loop:
             case Publish():
                 return self._publish(action) if self._publishes else ""
             case GiveUp(save):
-                path = self._quarantine(save, CheckpointError(save.reason))
-                log.error("step %d is given up: %s (kept in %s)", save.step, save.reason, path)
+                self._quarantine(save, CheckpointError(save.reason))
             case Republish():
                 self._republish(action)
             case Answer():
                 self._publisher.answer(action.request, made=action.made, why=action.why)
             case Skip():
-                log.info("step %d is skipped: a newer one is out", action.step)
                 self._publisher.skip(action.step, action.identity)
                 self._scanner.look_again()
-                self._count(skipped=1)
+                self._journal.skipped(action.step)
             case Forget():
                 self._publisher.forget(action.step)
             case CloseLeaseFolder():
@@ -239,13 +243,15 @@ class Loop:
         """Delete one thing; returns whether it is gone."""
         match action:
             case DropLease():
-                return self._pruner.drop_lease(action)
+                gone = self._pruner.drop_lease(action)
+                if gone:
+                    self._journal.lease_dropped()
             case RetireVersion():
                 gone = self._pruner.retire_version(action)
-                self._count(versions_retired=int(gone))
+                self._journal.pruned(versions_retired=int(gone))
             case PruneStep():
                 gone = self._pruner.prune_step(action)
-                self._count(steps_pruned=int(gone))
+                self._journal.pruned(steps_pruned=int(gone))
                 if gone:
                     self._publisher.forget(action.seen.step)
         return gone
@@ -253,6 +259,7 @@ class Loop:
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
         """One thing that storage refuses keeps nobody from the rest; it is tried again."""
         self._raise_if_away(error)
+        self._meter.failed(error)
         what = type(action).__name__
         if what not in refused:
             refused[what] = f"{what} is refused by storage, and tried again: {error}"
@@ -284,7 +291,7 @@ class Loop:
         try:
             self._reserve.fill()
         except OSError as error:
-            log.warning("no room can be kept back for pruning: %s", error)
+            self._journal.reserve_short(error)
 
     def _known(self) -> Known:
         latest = self._publisher.latest
@@ -301,7 +308,7 @@ class Loop:
         if save.identity != self._trying:
             self._trying, self._failures, self._publish_again_at = save.identity, 0, 0.0
         if self._clock() < self._publish_again_at:
-            return self._said
+            return self._journal.waiting_for
         if self._steering.is_paused():
             return "paused"
         begun = self._clock()
@@ -310,33 +317,24 @@ class Loop:
             self._report("merging", f"step {save.step}")
             manifest = self._publisher.publish(save)
         except (SaveNotReadyError, NoRoomError) as error:
-            return self._try_later(str(error))
+            return self._try_later(str(error), error)
         except CheckpointError as error:
-            path = self._quarantine(save, error)
-            log.error("step %d cannot be published: %s (kept in %s)", save.step, error, path)
+            self._quarantine(save, error)
             return ""
         except OSError as error:
             self._raise_if_away(error)
             self._reserve.relieve(error)
-            return self._try_later(f"step {save.step} could not be merged: {error}")
+            return self._try_later(f"step {save.step} could not be merged: {error}", error)
         except SyncdError:
             raise
-        except MemoryError:
-            return self._try_later(f"step {save.step}: not enough memory to merge it now")
-        except Exception as error:  # a fault of ours: the next save is served
-            path = self._quarantine(save, error)
-            log.exception("step %d cannot be published: a fault of syncd (%s)", save.step, path)
+        except MemoryError as error:
+            return self._try_later(f"step {save.step}: not enough memory to merge it now", error)
+        except Exception as error:  # noqa: BLE001 - a fault of ours is logged whole
+            self._journal.fault(save, error, self._publisher.quarantine(save, error))
             return ""
         self._failures = 0
-        merged = sum(file.size for file in manifest.files)
-        self._count(published=1, merged_bytes=merged)
-        log.info(
-            "published step %d as version %d: %.1f MB in %.2f s",
-            save.step,
-            manifest.sequence,
-            merged / 1e6,
-            self._clock() - begun,
-        )
+        now = self._clock()
+        self._journal.published(manifest, seconds=now - begun, latency=now - self._whole_since)
         return ""
 
     def _republish(self, action: Republish) -> None:
@@ -356,34 +354,27 @@ class Loop:
             self._refusals += 1
             if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
                 raise
-            log.error("version %d cannot be served again: %s", request.sequence, error)
+            self._journal.rollback_refused(request, error)
             self._publisher.answer(request, made=None, why=str(error))
             return
-        self._count(rolled_back=1)
-        log.info(
-            "version %d is served again, as version %d, asked for by %s",
-            request.sequence,
-            manifest.sequence,
-            printable(request.by),
-        )
+        self._journal.rolled_back(request, manifest)
         self._publisher.answer(request, made=manifest.sequence, why="")
 
-    def _try_later(self, why: str) -> str:
+    def _try_later(self, why: str, error: Exception) -> str:
         """Let the next attempt at the same save wait, longer each time."""
+        self._meter.failed(error)
         self._untidy = True
         wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
         self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
         self._publish_again_at = self._clock() + wait
         return f"{why}; trying again in {wait:g} s"
 
-    def _quarantine(self, save: Save, error: Exception) -> Path:
-        self._count(quarantined=1)
-        return self._publisher.quarantine(save, error)
+    def _quarantine(self, save: Save, error: CheckpointError) -> None:
+        self._journal.quarantined(save, error, self._publisher.quarantine(save, error))
 
-    def _count(self, **more: int) -> None:
-        self._counters = self._counters.model_copy(
-            update={name: getattr(self._counters, name) + by for name, by in more.items()}
-        )
+    @property
+    def _leftover_grace(self) -> float:
+        return max(self._config.leftover_grace, 2 * self._session.lease_time)
 
     def _report(self, state: str, detail: str = "") -> None:
         latest = self._publisher.latest
@@ -394,7 +385,7 @@ class Loop:
             detail,
             latest=latest,
             paused=self._pause,
-            counters=self._counters,
+            counters=self._journal.counters,
         )
 
 

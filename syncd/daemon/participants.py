@@ -51,6 +51,10 @@ class Participants:
         self._seen = False
         self._alive = True
 
+    def reconfigure(self, *, tick: float) -> None:
+        """Be looked at with another time between two looks."""
+        self._lookout.tick = tick
+
     @property
     def alive(self) -> bool:
         """Whether anyone was there at the last look, for all that is known."""

@@ -10,6 +10,7 @@ from typing import Final, Literal
 
 from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion, StepSeen
 from syncd.daemon.steps import look_at_step
+from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     HUGGINGFACE,
     RECEIPTS,
@@ -116,7 +117,11 @@ class Pruner:
             self._put_back(trash, folder)  # what cannot be looked at is not deleted either
             raise
         if found != action.seen or needed:
-            log.info("%s changed while it was pruned: it is put back", folder)
+            log.info(
+                "%s changed while it was pruned: it is put back",
+                folder,
+                extra=Event.PUT_BACK(path=folder, reason="it changed while it was pruned"),
+            )
             self._put_back(trash, folder)
             return False
         doomed = self._epoch.condemn(trash)
@@ -133,13 +138,28 @@ class Pruner:
             name = trash.name.partition("-")[0]
             if parse_step_folder(name) is None:
                 # Its name could lead anywhere; daemons set aside nothing but step folders.
-                log.error("%s was set aside by no daemon: it is let be", trash)
+                log.error(
+                    "%s was set aside by no daemon: it is let be",
+                    trash,
+                    extra=Event.LEFT_ALONE(path=trash, reason="it was set aside by no daemon"),
+                )
                 continue
-            log.info("%s was set aside by a daemon that ended: it is put back", name)
+            log.info(
+                "%s was set aside by a daemon that ended: it is put back",
+                name,
+                extra=Event.PUT_BACK(
+                    path=self._layout.root / name, reason="the daemon that set it aside ended"
+                ),
+            )
             try:
                 self._put_back(trash, self._layout.root / name)
             except (IsADirectoryError, NotADirectoryError) as error:
-                log.error("%s cannot be put back, and stays there: %s", trash, error)
+                log.error(
+                    "%s cannot be put back, and stays there: %s",
+                    trash,
+                    error,
+                    extra=Event.LEFT_ALONE(path=trash, reason=error),
+                )
         for doomed in self._epoch.condemned():
             if doomed.name in self._on_record:
                 continue
@@ -219,7 +239,13 @@ class Pruner:
         return self._storage.open_append(self._layout.audit)
 
     def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
-        log.info("pruned %s %s: %s", what, name, why)
+        log.info(
+            "pruned %s %s: %s",
+            what,
+            name,
+            why,
+            extra=Event.PRUNED(what=what, name=name, reason=why),
+        )
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
             fd = self._audit()
@@ -231,4 +257,10 @@ class Pruner:
             if error.errno not in NO_ROOM:
                 raise
             # A full disk must not keep what would free it.
-            log.error("no room for the audit line of %s %s: %s", what, name, error)
+            log.error(
+                "no room for the audit line of %s %s: %s",
+                what,
+                name,
+                error,
+                extra=Event.RECORD_UNWRITTEN(path=self._layout.audit, reason=error),
+            )

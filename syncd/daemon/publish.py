@@ -23,6 +23,7 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     VersionGoneError,
 )
+from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     JobLayout,
     parse_version_folder,
@@ -109,12 +110,20 @@ class Publisher:
         self._take_notice_down()
         self.latest, self.outcomes, self._floor = found.latest, found.outcomes, found.highest
         for sequence in found.unfinished:
-            log.warning("%s is not whole: discarded", version_folder(sequence))
+            log.warning(
+                "%s is not whole: discarded",
+                version_folder(sequence),
+                extra=Event.VERSION_DISCARDED(version=sequence),
+            )
             self._epoch.condemn(self._layout.version(sequence))
         served = found.served
         if found.adopted is not None:
             served = found.adopted
-            log.info("adopting %s, which LATEST does not name yet", version_folder(served.sequence))
+            log.info(
+                "adopting %s, which LATEST does not name yet",
+                version_folder(served.sequence),
+                extra=Event.VERSION_ADOPTED(version=served.sequence, step=served.step),
+            )
             self._epoch.open_leasing(served.sequence)
             self._announce(served)
         elif self.latest is not None and not self._storage.exists(
@@ -133,6 +142,11 @@ class Publisher:
                 identity=served.save_id, outcome="published", sequence=served.sequence
             )
             self._put_on_record(served.step, outcome)
+
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Make the next version by another configuration."""
+        self._config = config
+        self._sized = None  # another dtype is of another size
 
     def publish(self, save: Save) -> Manifest:
         """Merge a whole save and make it LATEST.
@@ -271,7 +285,12 @@ class Publisher:
         try:
             self._epoch.publish_file(path, encode(record))
         except OSError as refused:
-            log.error("%s cannot be written: %s", path, refused)
+            log.error(
+                "%s cannot be written: %s",
+                path,
+                refused,
+                extra=Event.RECORD_UNWRITTEN(path=path, reason=refused),
+            )
         self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
         return path
 
@@ -297,7 +316,12 @@ class Publisher:
         try:
             self._storage.unlink_if_there(self._layout.publish_lock)
         except OSError as error:  # a hint only
-            log.warning("%s stays: %s", self._layout.publish_lock, error)
+            log.warning(
+                "%s stays: %s",
+                self._layout.publish_lock,
+                error,
+                extra=Event.CLEANUP_DELAYED(reason=error),
+            )
 
     def _announce(self, manifest: Manifest) -> None:
         """Let LATEST name a published version."""
@@ -321,7 +345,12 @@ class Publisher:
             self._epoch.publish_file(self._layout.saves, encode(Saves(steps=self.outcomes)))
         except OSError as error:
             if not self._unwritten:
-                log.error("%s cannot be written now: %s", self._layout.saves, error)
+                log.error(
+                    "%s cannot be written now: %s",
+                    self._layout.saves,
+                    error,
+                    extra=Event.RECORD_UNWRITTEN(path=self._layout.saves, reason=error),
+                )
             self._unwritten = True
         else:
             self._unwritten = False

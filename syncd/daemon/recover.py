@@ -11,6 +11,7 @@ from typing import Final
 
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout, parse_version_folder
 from syncd.protocol.records import (
     DaemonReport,
@@ -75,25 +76,35 @@ def look_back(storage: Storage, layout: JobLayout) -> Found:
         if sequence <= known:
             break
         if sequence > known + _BELIEVED:
-            log.error("%s: no daemon made it; it is let be", layout.version(sequence))
+            _let_be(layout.version(sequence), "no daemon made it")
             continue
         try:
             found.adopted = look.finished(sequence)
         except ProtocolMismatchError as error:
-            log.error("%s: it is let be", error)
+            _let_be(layout.version(sequence), error)
             continue
         if found.adopted is not None:
             break
         if look.has_content(layout.lease_folder(sequence)):
-            log.error("%s is not whole, but held: it is let be", layout.version(sequence))
+            _let_be(layout.version(sequence), "it is not whole, but held")
         else:
             found.unfinished.append(sequence)
     if found.latest is not None:
         try:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
-            log.error("%s: what is pointed to is published again", error)
+            log.error(
+                "%s: what is pointed to is published again",
+                error,
+                extra=Event.VERSION_DAMAGED(
+                    path=layout.version(found.latest.sequence), reason=error
+                ),
+            )
     return found
+
+
+def _let_be(path: Path, why: object) -> None:
+    log.error("%s is let be: %s", path, why, extra=Event.LEFT_ALONE(path=path, reason=why))
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
@@ -117,15 +128,22 @@ class _Look:
         except ProtocolMismatchError:
             raise
         except RecordError as error:
-            log.error("%s: going on as if it were lost", error)
+            self._lost(path, error)
             return None
         except OSError as error:
             if error.errno == errno.ENOENT:
                 return None
             if is_no_record(error):
-                log.error("%s: going on as if it were lost", error)
+                self._lost(path, error)
                 return None
             raise
+
+    def _lost(self, path: Path, error: Exception) -> None:
+        log.error(
+            "%s: going on as if it were lost",
+            error,
+            extra=Event.RECORD_LOST(path=path, reason=error),
+        )
 
     def _read_now(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
         """A file as it is now: a first open may be of what was replaced, the second is not."""
@@ -151,12 +169,24 @@ class _Look:
                 error.errno in {errno.ENOENT, errno.ENOTDIR} or is_no_record(error)
             ):
                 raise  # storage that does not answer says nothing about the version
-            log.warning("%s has no manifest that can be read: %s", folder, error)
+            log.warning(
+                "%s has no manifest that can be read: %s",
+                folder,
+                error,
+                extra=Event.VERSION_DAMAGED(path=folder, reason=error),
+            )
             return None
         for file in manifest.files:
             status = self._status(folder / file.name)
             if status is None or status.st_size != file.size:
-                log.warning("%s is not %d bytes", folder / file.name, file.size)
+                log.warning(
+                    "%s is not %d bytes",
+                    folder / file.name,
+                    file.size,
+                    extra=Event.VERSION_DAMAGED(
+                        path=folder / file.name, reason=f"it is not {file.size} bytes"
+                    ),
+                )
                 return None
         return manifest if manifest.sequence == sequence else None
 

@@ -7,10 +7,12 @@ import os
 import socket
 from pathlib import Path
 
+from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import DaemonCounters, DaemonReport, Latest, encode
 from syncd.storage.epoch import Epoch
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Session
+from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,7 @@ class Reporter:
         self._wall = wall
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
+        self._repeats = Repeats(clock=clock)
 
     def report(
         self,
@@ -85,6 +88,13 @@ class Reporter:
         try:
             self._epoch.publish_file(self._layout.daemon_report, encode(stamped))
         except OSError as error:
-            log.warning("the state cannot be reported: %s", error)  # a full disk, say
+            if self._repeats.due("report"):  # a full disk, say, and at each round of it
+                log.warning(
+                    "the state cannot be reported: %s",
+                    error,
+                    extra=Event.RECORD_UNWRITTEN(path=self._layout.daemon_report, reason=error),
+                )
             self._reported = None
             self._reserve.relieve(error)
+        else:
+            self._repeats.forget("report")

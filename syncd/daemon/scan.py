@@ -16,6 +16,7 @@ from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     JobLayout,
     parse_lease_marker,
@@ -27,6 +28,7 @@ from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature, Storage
 from syncd.storage.leases import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
+from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +75,8 @@ class Scanner:
         self._storage = storage
         self._layout = layout
         self._config = config
-        tick = min(config.tick, judge.lease_time / 4)
-        self._lookout = Lookout(judge, layout, tick=tick, clock=clock)
+        self._lease_time = judge.lease_time
+        self._lookout = Lookout(judge, layout, tick=self._tick, clock=clock)
         self._clock = clock
         self._save: Save | None = None
         self._save_since = 0.0
@@ -83,8 +85,18 @@ class Scanner:
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
         self._steps = Steps(storage, layout, clock=clock)
-        self._said: set[Path] = set()
+        self._repeats = Repeats(clock=clock)
         self._steering = Steering(storage, layout)
+
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Look by another configuration."""
+        self._config = config
+        self._lookout.tick = self._tick
+        self.look_again()
+
+    @property
+    def _tick(self) -> float:
+        return min(self._config.tick, self._lease_time / 4)
 
     def scan(self, known: Known) -> Observation:
         """Look once.
@@ -244,10 +256,14 @@ class Scanner:
             return [""]
 
     def _say(self, path: Path, error: OSError) -> None:
-        """Log once what is let be."""
-        if path not in self._said:
-            self._said.add(path)
-            log.error("%s is let be, until someone puts it right: %s", path, error)
+        """Log what is let be, and not at each look."""
+        if self._repeats.due(path):
+            log.error(
+                "%s is let be, until someone puts it right: %s",
+                path,
+                error,
+                extra=Event.LEFT_ALONE(path=path, reason=error),
+            )
 
     def _announced(self) -> int | None:
         """What the trainer announced last; 0 while it has not said yet where it begins."""

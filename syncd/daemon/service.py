@@ -16,6 +16,7 @@ from typing import Final
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.hang import AnsweredStorage
 from syncd.daemon.loop import Loop
+from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.participants import Participants
 from syncd.protocol.errors import (
@@ -24,12 +25,14 @@ from syncd.protocol.errors import (
     SupersededError,
     SyncdError,
 )
+from syncd.protocol.events import Event
 from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
 from syncd.storage.job import check_folders, open_job
 from syncd.storage.leases import DAEMON_SESSION, DaemonLock, Judge, Session, sweep_broken
+from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
 from syncd.storage.rights import check_rights, share_with_group, unprunable
 from syncd.storage.watch import Watcher
@@ -54,6 +57,8 @@ class Service:
         may_end: asked where ``exit_when_idle`` would end :meth:`run`.
         answered: called whenever storage has answered: this is what counts as progress.
         notice: told when the job was first looked at, and what is done.
+        each_tick: called between two rounds, by the thread of :meth:`run`.
+        meter_of: makes what hears of all that is done.
         storage: the shared storage.
 
     Raises:
@@ -69,6 +74,8 @@ class Service:
         may_end: Callable[[], bool] = lambda: True,
         answered: Callable[[], None] = lambda: None,
         notice: JobNotice | None = None,
+        each_tick: Callable[[], None] = lambda: None,
+        meter_of: MeterOf = unmetered,
         storage: Storage | None = None,
     ) -> None:
         root = root.absolute()
@@ -77,13 +84,19 @@ class Service:
         self._storage = storage or AnsweredStorage(root, answered)
         self._notice = notice or JobNotice()
         self._may_end = may_end
+        self._each_tick = each_tick
+        self._meter = meter_of(self._storage, self._layout)
+        self._meter.active(yes=False)
         self._stopping = False
+        self._next: DaemonConfig | None = None
+        self._loop: Loop | None = None
         self._quiet_rounds = 0
         self._away = False
         self._said = ""
         self._rights_seen = not config.prune_steps
         if config.shared_group is not None:
             share_with_group(self._storage, self._layout, config.shared_group)
+        self._repeats = Repeats()
         self._lease_time = open_job(
             self._storage, self._layout, lease_time=config.lease_time
         ).lease_time
@@ -93,6 +106,9 @@ class Service:
                 "the lease time of this job is %g s, since it was first opened; %g s is not heard",
                 self._lease_time,
                 config.lease_time,
+                extra=Event.CONFIG_UNHEARD(
+                    key="lease_time", value=config.lease_time, in_force=self._lease_time
+                ),
             )
         self._participants = Participants(
             self._storage, self._layout, self._lease_time, tick=self._tick
@@ -104,6 +120,18 @@ class Service:
         self._stopping = True
         self._watcher.wake()
 
+    def reload(self, config: DaemonConfig) -> None:
+        """Take another configuration over before the next round.
+
+        Heard of it is what ``LIVE_KEYS`` names. May be called from any thread.
+        """
+        self._next = config
+        self._watcher.wake()
+
+    def wake(self) -> None:
+        """Let the next tick be now. May be called from a signal handler or any thread."""
+        self._watcher.wake()
+
     def run(self) -> None:
         """Serve until stopped, or until there is nobody and nothing left to serve."""
         with self._watcher:
@@ -111,21 +139,24 @@ class Service:
                 try:
                     self._stand_by_and_serve()
                 except SupersededError as error:
-                    self._say(f"standing by: {error}")
+                    self._say(f"standing by: {error}", error, event=Event.DAEMON_STANDS_BY)
                 except CancelledError:
-                    log.info("stopped in the middle of something; nothing is half done")
+                    log.info(
+                        "stopped in the middle of something; nothing is half done",
+                        extra=Event.DAEMON_STOPPED(),
+                    )
                 except JobUnavailableError as error:
                     self._away = True
-                    self._say(f"paused: {error}")
+                    self._say(f"paused: {error}", error)
                 except SyncdError as error:
-                    self._say(f"paused: {error}")
+                    self._say(f"paused: {error}", error)
                 except OSError as error:
                     # Whatever storage says, nothing is concluded from it and nothing deleted.
-                    self._say(f"paused: {error}", f"paused: {error.strerror}")
+                    self._say(f"paused: {error}", error, change=f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
                 if not self._stopping:
-                    self._watcher.wait(self._tick)
+                    self._wait()
 
     @property
     def is_idle(self) -> bool:
@@ -136,6 +167,17 @@ class Service:
     def _tick(self) -> float:
         """Seconds between two looks: often enough for the stopwatches of liveness too."""
         return min(self._config.tick, self._lease_time / 4)
+
+    def _wait(self) -> None:
+        """Wait for an event or a tick; then do what was asked for meanwhile."""
+        self._watcher.wait(self._tick)
+        self._each_tick()
+        config, self._next = self._next, None
+        if config is not None:
+            self._config = config
+            self._participants.reconfigure(tick=self._tick)
+            if self._loop is not None:
+                self._loop.reconfigure(config)
 
     def _stand_by_and_serve(self) -> None:
         """From one session to its end: until stopped, superseded, or without storage."""
@@ -160,10 +202,11 @@ class Service:
             if lock.try_acquire():
                 return True
             self._notice.ready()
-            self._say("standing by: another daemon is working on this job")
+            why = "another daemon is working on this job"
+            self._say(f"standing by: {why}", why, event=Event.DAEMON_STANDS_BY)
             self._look_for_participants()
             self._quiet_rounds = _QUIET  # what is left to publish is that one's to do
-            self._watcher.wait(self._tick)
+            self._wait()
         return False
 
     def _serve(self, session: Session, lock: DaemonLock) -> None:
@@ -181,18 +224,26 @@ class Service:
             epoch,
             cancel=self._check_stopping,
             notice=self._notice,
+            meter=self._meter,
         )
         loop.begin()
         self._quiet_rounds = 0
+        self._loop = loop
+        self._meter.active(yes=True)
         try:
             while not self._stopping:
                 self._round(loop)
                 if self._participants.gone and self.is_idle and self._may_end():
-                    log.info("all trainers and explorers are gone, and all is published: the end")
+                    log.info(
+                        "all trainers and explorers are gone, and all is published: the end",
+                        extra=Event.DAEMON_ENDS(),
+                    )
                     self._stopping = True
                     return
-                self._watcher.wait(self._tick)
+                self._wait()
         finally:
+            self._loop = None
+            self._meter.active(yes=False)
             if epoch.is_live():
                 loop.end()
 
@@ -209,8 +260,9 @@ class Service:
         except OSError as error:
             if not self._storage.exists(self._layout.format):
                 raise
-            self._say(f"paused: {error}")
+            self._say(f"paused: {error}", error)
         else:
+            self._repeats.forget(self._said)
             self._said = ""
 
     def _look_for_participants(self) -> None:
@@ -224,38 +276,68 @@ class Service:
         found = unprunable(self._storage, self._layout)
         self._rights_seen = found is not None
         if found:
-            log.warning("%s", found)
+            log.warning(
+                "%s", found, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=found)
+            )
 
     def _gave_up_reserve(self) -> bool:
         """A full disk must not keep out who would prune it."""
         try:
             return Reserve(self._storage, self._layout).give_up()
         except OSError as error:
-            log.warning("the reserve cannot be given up: %s", error)
+            log.warning(
+                "the reserve cannot be given up: %s",
+                error,
+                extra=Event.CLEANUP_DELAYED(reason=error),
+            )
             return False
 
     def _check_stopping(self) -> None:
         if self._stopping:
             raise CancelledError("asked to stop")
 
-    def _say(self, what: str, change: str = "") -> None:
-        """Log once per change; ``change`` where names in the message are new ones each time."""
+    def _say(
+        self,
+        what: str,
+        why: Exception | str,
+        *,
+        event: Event = Event.DAEMON_PAUSED,
+        change: str = "",
+    ) -> None:
+        """Log each change, and now and then what does not change.
+
+        ``change`` is what counts as one, where names in the message are new ones each time.
+        """
         self._notice.status(what)
-        if (change or what) != self._said:
-            self._said = change or what
-            log.warning("%s", what)
+        if isinstance(why, Exception):
+            self._meter.failed(why)
+        state = change or what
+        if state != self._said:
+            self._repeats.forget(self._said)
+            self._said = state
+        if self._repeats.due(state):
+            log.warning("%s", what, extra=event(job=self._layout.root, reason=why))
 
 
 @contextmanager
-def stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT call ``stop`` while this is open."""
+def stopped_by_signals(
+    stop: Callable[[], None], *, reload: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """SIGTERM and SIGINT call ``stop`` while this is open, and SIGHUP ``reload``.
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        stop()
+    Without ``reload`` SIGHUP does what it did before: it ends the process.
+    """
 
-    before = {
-        number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and reload is not None:
+            reload()
+        else:
+            stop()
+
+    heard = [signal.SIGTERM, signal.SIGINT]
+    if reload is not None:
+        heard.append(signal.SIGHUP)
+    before = {number: signal.signal(number, on_signal) for number in heard}
     try:
         yield
     finally:

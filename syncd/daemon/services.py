@@ -6,14 +6,17 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.hang import HangGuard
+from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import STATE_POINTER
 from syncd.storage.fsio import Storage
 
@@ -35,6 +38,10 @@ class Services:
         root: the job directory.
         config: what the daemon was told; ``memory_dir`` names the second job, if there is one. With
             ``shared_group`` the umask of this process leaves the group's bits.
+        read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
+            the old one stays. What may not change while the daemon runs is as it was.
+        each_tick: called between two rounds of the first job.
+        meter_of: makes what hears of all that is done in a job.
         manager: who started this process.
         guard: ends this process where one of the jobs hangs.
 
@@ -49,6 +56,9 @@ class Services:
         root: Path,
         config: DaemonConfig,
         *,
+        read_again: Callable[[], DaemonConfig | None] = lambda: None,
+        each_tick: Callable[[], None] = lambda: None,
+        meter_of: MeterOf = unmetered,
         manager: ServiceManager | None = None,
         guard: HangGuard | None = None,
     ) -> None:
@@ -57,14 +67,16 @@ class Services:
         self._guard = guard or HangGuard(config.hang_time, self._manager)
         if config.shared_group is not None:
             os.umask(os.umask(0o077) & ~0o070)
+        self._reload_asked = False
+        self._read_again = read_again
+        self._each_tick = each_tick
+        self._meter_of = meter_of
         self._jobs = [(root, config)]
         if config.memory_dir is not None:
             memory = config.memory_dir.absolute()
             _check_apart(root, memory)
             _make(memory)
-            # A trainer gathers there what explorers are to load: there is nothing to resume from.
-            told = config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
-            self._jobs.append((memory, told))
+            self._jobs.append((memory, _for_memory(config)))
         self._services: list[Service] = []
         self._services.extend(self._service(number) for number in range(len(self._jobs)))
 
@@ -74,6 +86,14 @@ class Services:
         self._manager.stopping()
         for service in self._services:
             service.stop()
+
+    def reload(self) -> None:
+        """Ask for the configuration to be read again, before the next round.
+
+        May be called from a signal handler or any thread.
+        """
+        self._reload_asked = True
+        self._services[0].wake()
 
     def run(self) -> None:
         """Serve until stopped, or until the first job is idle and no other has work."""
@@ -108,9 +128,16 @@ class Services:
                         return
                 self._services[number].run()
             except (SyncdError, OSError) as error:
-                log.error("%s cannot be served now: %s", root, error)
+                log.error(
+                    "%s cannot be served now: %s",
+                    root,
+                    error,
+                    extra=Event.JOB_UNAVAILABLE(job=root, reason=error),
+                )
             except Exception:
-                log.exception("the daemon of %s failed: a fault of syncd", root)
+                log.exception(
+                    "the daemon of %s failed: a fault of syncd", root, extra=Event.FAULT(job=root)
+                )
             else:
                 return
             failed = True
@@ -129,7 +156,24 @@ class Services:
             may_end=may_end,
             answered=self._guard.watch(str(root)),
             notice=self._manager.job(str(root)),
+            each_tick=(lambda: None) if number else self._tick,
+            meter_of=self._meter_of,
         )
+
+    def _tick(self) -> None:
+        """Between two rounds of the first job, by its thread, which is the process's first."""
+        self._each_tick()
+        if not self._reload_asked:
+            return
+        self._reload_asked = False
+        with self._manager.reloading():
+            config = self._read_again()
+            if config is None:
+                return
+            told = [config, _for_memory(config)][: len(self._jobs)]
+            self._jobs = [(root, new) for (root, _), new in zip(self._jobs, told, strict=True)]
+            for service, new in zip(self._services, told, strict=True):
+                service.reload(new)
 
     def _is_asked_to_stop(self) -> bool:
         return self._stopping
@@ -138,6 +182,11 @@ class Services:
         end = time.monotonic() + _AGAIN
         while not self._stopping and time.monotonic() < end:
             time.sleep(_LOOK)
+
+
+def _for_memory(config: DaemonConfig) -> DaemonConfig:
+    """A trainer gathers there what explorers are to load: there is nothing to resume from."""
+    return config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
 
 
 def _check_apart(root: Path, memory: Path) -> None:

@@ -6,11 +6,13 @@ import logging
 from pathlib import Path
 
 from syncd.protocol.errors import RecordError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import TEMPORARY, JobLayout, printable
 from syncd.protocol.records import parse
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
+from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +28,7 @@ class Steering:
     def __init__(self, storage: Storage, layout: JobLayout) -> None:
         self._storage = storage
         self._layout = layout
-        self._said: set[Path] = set()
+        self._repeats = Repeats()
 
     def pause(self) -> Pause | None:
         """The pause that holds, if there is one; a damaged one holds too."""
@@ -108,7 +110,11 @@ class Steering:
         return None
 
     def _say(self, path: Path, error: Exception) -> None:
-        """Log once what is let be."""
-        if path not in self._said:
-            self._said.add(path)
-            log.error("%s is let be, until someone puts it right: %s", printable(path), error)
+        """Log what is let be, and not at each look."""
+        if self._repeats.due(path):
+            log.error(
+                "%s is let be, until someone puts it right: %s",
+                printable(path),
+                error,
+                extra=Event.LEFT_ALONE(path=path, reason=error),
+            )

@@ -11,6 +11,7 @@ from typing import Final
 from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
 from syncd.daemon.decide import Pointer, StepSeen
+from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     CRITIC,
     FULL,
@@ -27,6 +28,7 @@ from syncd.protocol.records import SaveOutcome
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock
+from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ class Steps:
         self._again = False
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
-        self._said: set[Path] = set()
+        self._repeats = Repeats(clock=clock)
 
     @property
     def has_more(self) -> bool:
@@ -144,10 +146,14 @@ class Steps:
         return save if save.identity is not None and passed else None
 
     def _say(self, path: Path, error: OSError) -> None:
-        """Log once what is let be."""
-        if path not in self._said:
-            self._said.add(path)
-            log.error("%s is let be, until someone puts it right: %s", path, error)
+        """Log what is let be, and not at each look."""
+        if self._repeats.due(path):
+            log.error(
+                "%s is let be, until someone puts it right: %s",
+                path,
+                error,
+                extra=Event.LEFT_ALONE(path=path, reason=error),
+            )
 
 
 def look_at_step(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError, NameTakenError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import TEMPORARY, JobLayout
 from syncd.protocol.participants import Claim, session_of
 from syncd.protocol.records import encode
@@ -134,7 +135,11 @@ def read_claim(storage: Storage, path: Path) -> str | None:
             return None
         raise
     if session is None:
-        log.warning("%s is no claim: it names no session", path)
+        log.warning(
+            "%s is no claim: it names no session",
+            path,
+            extra=Event.LEFT_ALONE(path=path, reason="it names no session"),
+        )
     return session
 
 
@@ -180,5 +185,10 @@ class _Holder:
     def take_away(self) -> None:
         """Break the marker, unless it is another's by now."""
         if self._judge.break_dead(self._path):
-            log.info("session %s is dead and loses %s", self.session, self._path)
+            log.info(
+                "session %s is dead and loses %s",
+                self.session,
+                self._path,
+                extra=Event.NAME_LOST(session=self.session, path=self._path),
+            )
         self.session, self._first, self._missing = None, None, 0

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, SupersededError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout, version_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
@@ -368,7 +369,12 @@ def move_away(storage: Storage, path: Path) -> None:
     """Give another name to what stands where a file of ours belongs; nothing is deleted."""
     away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
     storage.rename(path, away)
-    log.error("%s was no file of syncd's: it is %s now, and may be removed", path, away.name)
+    log.error(
+        "%s was no file of syncd's: it is %s now, and may be removed",
+        path,
+        away.name,
+        extra=Event.LEFT_ALONE(path=away, reason="it was no file of syncd's"),
+    )
 
 
 def _order(room: str) -> tuple[int, str]:

@@ -25,9 +25,11 @@ from typing import Final, Self
 from filelock import LeaseCompromise, SoftFileLease, Timeout
 
 from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout, lease_marker
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Signature, Storage, signature
+from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +77,13 @@ class Session:
 
     def _renew_soon(self, lost: LeaseCompromise) -> None:
         """Begin again: a heartbeat ends when it could not refresh for most of a lease."""
-        log.warning("the heartbeat of session %s stopped: %s", self.id, lost.error or lost.reason)
+        why = lost.error or lost.reason
+        log.warning(
+            "the heartbeat of session %s stopped: %s",
+            self.id,
+            why,
+            extra=Event.HEARTBEAT_STOPPED(session=self.id, reason=why),
+        )
         threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
 
     def _renew(self) -> None:
@@ -90,7 +98,11 @@ class Session:
                 except (OSError, Timeout) as error:
                     log.debug("session %s cannot be renewed yet: %s", self.id, error)
                     continue
-            log.info("the heartbeat of session %s goes on", self.id)
+            log.info(
+                "the heartbeat of session %s goes on",
+                self.id,
+                extra=Event.HEARTBEAT_RESUMED(session=self.id),
+            )
             return
 
     def __enter__(self) -> Self:
@@ -142,7 +154,7 @@ class Judge:
         self._clock = clock
         self._counts_pauses = counts_pauses
         self._watched: dict[Path, _Watch] = {}
-        self._said: set[Path] = set()
+        self._repeats = Repeats(clock=clock)
 
     def look(self, path: Path) -> Liveness:
         """Look once. Call at least three times a lease time for the stopwatch to run."""
@@ -153,9 +165,13 @@ class Judge:
                 # Nobody's heartbeat, or one that this user may not see, and not ours to break: its
                 # owner lives, for all we know. Nor may it keep us from looking at the others.
                 self._watched.pop(path, None)
-                if path not in self._said:
-                    self._said.add(path)
-                    log.error("%s counts as held, until someone puts it right: %s", path, error)
+                if self._repeats.due(path):
+                    log.error(
+                        "%s counts as held, until someone puts it right: %s",
+                        path,
+                        error,
+                        extra=Event.LEFT_ALONE(path=path, reason=error),
+                    )
                 return Liveness.ALIVE
             if not is_gone(error):
                 raise
@@ -281,7 +297,12 @@ def sweep_broken(storage: Storage, layout: JobLayout) -> None:
                 try:
                     storage.unlink_if_there(folder / name)
                 except OSError as error:  # a folder, say: no breaker made it
-                    log.warning("%s stays: %s", folder / name, error)
+                    log.warning(
+                        "%s stays: %s",
+                        folder / name,
+                        error,
+                        extra=Event.LEFT_ALONE(path=folder / name, reason=error),
+                    )
 
 
 class Lease:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Final
 
+from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
@@ -30,6 +31,9 @@ class Lookout:
         layout: the job.
         tick: seconds between two calls, about.
         clock: seconds, monotonic.
+
+    Attributes:
+        tick: may be set anew.
     """
 
     def __init__(
@@ -38,8 +42,7 @@ class Lookout:
         self._judge = judge
         self._layout = layout
         self._clock = clock
-        # All of them in a third of a lease, with two ticks to spare for one that comes late.
-        self._turn = max(0.0, judge.lease_time / LOOKS_PER_LEASE - 2 * tick)
+        self.tick = tick
         self._at = clock()
         self._owed = 0.0
         self._order: deque[str] = deque()
@@ -82,10 +85,12 @@ class Lookout:
         count = len(self._order)
         now = self._clock()
         since, self._at = now - self._at, now
-        if count <= _FEW or since >= self._turn:
+        # All of them in a third of a lease, with two ticks to spare for one that comes late.
+        turn = max(0.0, self._judge.lease_time / LOOKS_PER_LEASE - 2 * self.tick)
+        if count <= _FEW or since >= turn:
             self._owed = 0.0
             return count
-        self._owed = min(count, self._owed + count * since / self._turn)
+        self._owed = min(count, self._owed + count * since / turn)
         due = max(_FEW, int(self._owed))
         self._owed = max(0.0, self._owed - due)
         return due
@@ -96,5 +101,10 @@ class Lookout:
         if seen is Liveness.MISSING and before is not Liveness.MISSING:
             seen = self._judge.look_again(path)
         if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
-            log.info("session %s is %s: it does not count any more", session, seen.value)
+            log.info(
+                "session %s is %s: it does not count any more",
+                session,
+                seen.value,
+                extra=Event.SESSION_LOST(session=session, state=seen.value),
+            )
         self._last[session] = seen

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 from syncd.protocol.errors import RecordError
+from syncd.protocol.events import Event
 from syncd.protocol.records import R, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import RECORD_LIMIT, Storage
@@ -24,7 +25,7 @@ def read_if_there(
     try:
         return parse(model, storage.read(path, limit), path)
     except RecordError as error:
-        log.warning("%s", error)
+        log.warning("%s", error, extra=Event.RECORD_LOST(path=path, reason=error))
         return None
     except OSError as error:
         if is_gone(error):

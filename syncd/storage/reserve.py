@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Final
 
+from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
@@ -71,5 +72,9 @@ class Reserve:
             for name in self._storage.names(self._layout.reserve)
         ]
         if any(freed):
-            log.warning("the disk is full: %s is given up, to prune", self._layout.reserve)
+            log.warning(
+                "the disk is full: %s is given up, to prune",
+                self._layout.reserve,
+                extra=Event.RESERVE_GIVEN_UP(path=self._layout.reserve),
+            )
         return any(freed)

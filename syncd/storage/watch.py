@@ -26,6 +26,8 @@ from watchdog.events import (
 )
 from watchdog.observers import Observer
 
+from syncd.protocol.events import Event
+
 if TYPE_CHECKING:
     from watchdog.observers.api import BaseObserver
 
@@ -73,7 +75,11 @@ class Watcher:
             self._observer.start()
         except OSError as error:
             # Out of inotify instances or watches, say: a hint less is no harm.
-            log.warning("no filesystem events, waiting by polling alone: %s", error)
+            log.warning(
+                "no filesystem events, waiting by polling alone: %s",
+                error,
+                extra=Event.EVENTS_UNAVAILABLE(reason=error),
+            )
             if self._observer is not None:
                 # Those that had begun would queue for ever what nobody takes from them.
                 self._observer.unschedule_all()

@@ -1,0 +1,111 @@
+"""What a line of the log looks like: one for people, or one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Final
+
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.events import Event
+from syncd.storage.repeats import Repeats
+
+log = logging.getLogger(__name__)
+
+#: The programs that are ours; of others nothing below INFO is shown, however much is asked for.
+_OURS: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+#: How often the very same line may come in a minute.
+_BURST: Final = 10
+
+
+class HumanLines(logging.Formatter):
+    """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # logging's name
+        """The line, and how often it was held back."""
+        line = super().formatMessage(record)
+        held_back = getattr(record, "held_back", 0)
+        return f"{line} (and {held_back} times before)" if held_back else line
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object: time, level, event, message, logger, and the event's fields.
+
+    Times are UTC, with milliseconds. What JSON does not know is text.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line without a newline in it."""
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", Event.NOTE.value),
+            "message": record.getMessage(),
+            "logger": record.name,
+        }
+        fields = getattr(record, "fields", None)
+        if isinstance(fields, dict):
+            line |= fields
+        if held_back := getattr(record, "held_back", 0):
+            line["held_back"] = held_back
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class Flood(logging.Filter):
+    """Holds back a line that came ten times in a minute, and lets it come again ever more seldom.
+
+    The next one that comes says how many were held back.
+    """
+
+    def __init__(self, repeats: Repeats | None = None) -> None:
+        super().__init__()
+        self._repeats = repeats or Repeats(burst=_BURST)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is shown."""
+        held_back = self._repeats.held_back((record.name, record.levelno, record.getMessage()))
+        if held_back:
+            record.held_back = held_back
+        return held_back is not None
+
+
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its stub alone
+    """Ours, and so the one to change; it writes to whatever standard error is by then."""
+
+
+def set_up(form: str = "human", level: str = "info") -> None:
+    """Log to standard error.
+
+    Args:
+        form: ``human`` or ``json``.
+        level: the least that is logged: ``debug``, ``info``, ``warning`` or ``error``.
+    """
+    root = logging.getLogger()
+    handler = next((one for one in root.handlers if isinstance(one, _Lines)), None)
+    if handler is None:
+        handler = _Lines(sys.stderr)
+        handler.addFilter(Flood())
+        root.addHandler(handler)
+    handler.setFormatter(JsonLines() if form == "json" else HumanLines())
+    least = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(least, logging.INFO))
+    for name in _OURS:
+        logging.getLogger(name).setLevel(least)
+
+
+def last_words(error: Exception, exit_code: int) -> None:
+    """Say why a command ends, in the form that was set up."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Lines) and isinstance(handler.formatter, JsonLines):
+            kind = type(error).__name__ if isinstance(error, SyncdError) else "OSError"
+            extra = Event.COMMAND_FAILED(error=kind, exit_code=exit_code)
+            log.error("%s", error, extra=extra)
+            return
+    print(f"syncd: {error}", file=sys.stderr)

@@ -1,0 +1,270 @@
+"""Where the daemon's configuration comes from: default < file < environment < command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from syncd.daemon.allowed import allowed, is_path, may_be_none, nearest, no_such_key
+from syncd.daemon.config import LIVE_KEYS, RunConfig
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.events import Event
+from syncd.protocol.layout import printable
+
+log = logging.getLogger(__name__)
+
+KEYS: Final = tuple(RunConfig.model_fields)
+#: What the name of an environment variable begins with.
+PREFIX: Final = "SYNCD_"
+DEFAULT: Final = "default"
+#: The most bytes of a file that is read as a configuration, and characters of it in a message.
+_LIMIT: Final = 1024 * 1024
+_SHOWN: Final = 200
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value as it was found.
+
+    Attributes:
+        value: the value.
+        source: for people: a file, an environment variable, or an option.
+        is_local: whether a relative path is meant from the working directory.
+    """
+
+    value: object
+    source: str
+    is_local: bool = False
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration, and where each value comes from.
+
+    Attributes:
+        config: the values.
+        sources: key → a file, an environment variable, an option, or ``default``.
+        file: the file that was read; None where none was named.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    file: Path | None
+
+    @property
+    def job(self) -> Path:
+        """The job directory.
+
+        Raises:
+            InvalidSettingsError: nobody has named one.
+        """
+        if self.config.job is None:
+            where = "as job = \"/…\" in a configuration file ('--config FILE')"
+            if self.file is not None:
+                where = f'as job = "/…" in {self.file}'
+            raise InvalidSettingsError(f"which job? Name it on the command line, or {where}")
+        return self.config.job
+
+
+def load(
+    file: Path | None,
+    environ: Mapping[str, str],
+    options: Mapping[str, Given] | None = None,
+) -> Configuration:
+    """Read a configuration.
+
+    Args:
+        file: a TOML file.
+        environ: the environment; of it ``SYNCD_KEY`` is read for each key.
+        options: key → what the command line says.
+
+    Raises:
+        InvalidSettingsError: the file cannot be read, or something in it, in the environment or on
+            the command line cannot be used: a line for each, with its source, key, what was found
+            and what is allowed.
+    """
+    given = _from_file(file) if file is not None else {}
+    given |= {
+        key: Given(environ[name], name) for key in KEYS if (name := PREFIX + key.upper()) in environ
+    }
+    given |= options or {}
+    values = {
+        key: None if one.value == "" and may_be_none(key) else one.value
+        for key, one in given.items()
+    }
+    wrong = {key: line for key, one in given.items() if (line := _misplaced(key, one))}
+    try:
+        config = RunConfig.model_validate(values)
+    except ValidationError as error:
+        for one in error.errors(include_url=False):
+            key = str(one["loc"][0]) if one["loc"] else ""
+            wrong.setdefault(key, _refused(key, given))
+    if wrong:
+        raise InvalidSettingsError("\n".join(wrong.values()))
+    sources = {key: given[key].source if key in given else DEFAULT for key in KEYS}
+    return Configuration(config, sources, file)
+
+
+def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that nobody reads, and that look like one that is meant: name → that one's."""
+    found = {}
+    for name in environ:
+        if name.startswith(PREFIX):
+            key = name.removeprefix(PREFIX).lower()
+            if key not in KEYS and (meant := nearest(key)):
+                found[name] = PREFIX + meant.upper()
+    return found
+
+
+def to_toml(configuration: Configuration) -> str:
+    """All keys with their values, as a file that could be read again; sources as comments."""
+    lines = []
+    for key, value in written(configuration.config).items():
+        shown = f"{key} = {toml_value(value)}"
+        lines.append(f"{shown:<50} # {printable(configuration.sources[key])}")
+    return "\n".join(lines) + "\n"
+
+
+def written(config: RunConfig) -> dict[str, object]:
+    """Key → value, as TOML and JSON have it; an empty text stands for none."""
+    return {
+        key: "" if value is None else value for key, value in config.model_dump(mode="json").items()
+    }
+
+
+def toml_value(value: object) -> str:
+    """A value as TOML has it: JSON has the same numbers, truth values and text, but for one."""
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
+
+
+class Reloader:
+    """A configuration that is read again while the daemon runs.
+
+    Promised: what cannot be used leaves the old one in force, all of it. What can be used, but not
+    by a running daemon, is left as it was and said; the rest is taken over.
+
+    Args:
+        read: reads it, at once for the first time.
+        applied: called with each one that was taken over, the first one too.
+
+    Attributes:
+        current: what is in force.
+        whole: whether that is all that was asked for.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Configuration],
+        *,
+        applied: Callable[[RunConfig], None] = lambda _: None,
+    ) -> None:
+        self._read = read
+        self._applied = applied
+        self.current = read()
+        self.whole = True
+        applied(self.current.config)
+
+    def again(self) -> RunConfig | None:
+        """Read it again; None where the old one stays."""
+        self.whole = False
+        try:
+            asked = self._read()
+        except InvalidSettingsError as error:
+            log.error(
+                "the configuration stays as it was, since the new one cannot be used:\n%s",
+                error,
+                extra=Event.CONFIG_REFUSED(file=self.current.file, reason=error),
+            )
+            return None
+        before, after = written(self.current.config), written(asked.config)
+        changed = {key for key in KEYS if before[key] != after[key]}
+        for key in sorted(changed):
+            self._say(key, before[key], after[key])
+        live = changed & LIVE_KEYS
+        config = self.current.config.model_copy(
+            update={key: getattr(asked.config, key) for key in live}
+        )
+        sources = {
+            key: self.current.sources[key] if key in changed - live else asked.sources[key]
+            for key in KEYS
+        }
+        self.current = replace(asked, config=config, sources=sources)
+        self.whole = live == changed
+        self._applied(config)
+        log.info(
+            "the configuration was read again: %d changes are in force",
+            len(live),
+            extra=Event.CONFIG_READ(file=asked.file, changes=len(live)),
+        )
+        return config
+
+    def _say(self, key: str, before: object, after: object) -> None:
+        was, asked = toml_value(before), toml_value(after)
+        if key in LIVE_KEYS:
+            log.info(
+                "%s = %s, and was %s",
+                key,
+                asked,
+                was,
+                extra=Event.CONFIG_CHANGED(key=key, value=after, before=before),
+            )
+        else:
+            log.warning(
+                "%s = %s needs a restart: %s stays in force until then",
+                key,
+                asked,
+                was,
+                extra=Event.CONFIG_NEEDS_RESTART(key=key, value=after, in_force=before),
+            )
+
+
+def _from_file(file: Path) -> dict[str, Given]:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(_LIMIT + 1)
+    except OSError as error:
+        raise InvalidSettingsError(
+            f"the configuration {printable(file)} cannot be read: {error.strerror}"
+        ) from error
+    if len(content) > _LIMIT:
+        raise InvalidSettingsError(f"{printable(file)} is no configuration: it is above 1 MiB")
+    try:
+        found = tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidSettingsError(f"{printable(file)} is not TOML: {error}") from error
+    return {key: Given(value, printable(file)) for key, value in found.items()}
+
+
+def _misplaced(key: str, one: Given) -> str | None:
+    """What a service finds depends on no working directory."""
+    if one.is_local or not is_path(key) or not isinstance(one.value, str):
+        return None
+    if one.value == "" or Path(one.value).is_absolute():
+        return None
+    return _line(key, one, allowed(key))
+
+
+def _refused(key: str, given: Mapping[str, Given]) -> str:
+    one = given[key]
+    if key not in KEYS:
+        what = f"[{key}]" if isinstance(one.value, dict) else f"{key} = {_shown(one.value)}"
+        return f"{one.source}: {printable(what)}: {no_such_key(key)}"
+    return _line(key, one, allowed(key))
+
+
+def _line(key: str, one: Given, may_be: str) -> str:
+    name = "" if one.source != PREFIX + key.upper() else "the environment: "
+    shown = f"{name}{one.source}" if name else f"{one.source}: {key}"
+    return f"{shown} = {_shown(one.value)}: allowed is {may_be}"
+
+
+def _shown(value: object) -> str:
+    text = printable(toml_value(value))
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

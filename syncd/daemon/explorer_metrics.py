@@ -1,0 +1,114 @@
+"""What explorers say of themselves, as metrics; those of an explorer go when its report does."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from syncd.protocol.errors import RecordError
+from syncd.protocol.layout import TEMPORARY, JobLayout, printable
+from syncd.protocol.records import ExplorerReport, Latest, parse
+from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
+from syncd.storage.fsio import Storage
+
+#: How many explorers of a job have metrics of their own.
+_MOST: Final = 1000
+
+
+class ExplorerMetrics:
+    """The gauges of all explorers.
+
+    Args:
+        registry: holds them.
+        job: the name of the label for the job directory.
+    """
+
+    def __init__(self, registry: CollectorRegistry, job: str) -> None:
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(f"syncd_explorer_{name}", what, [job, "explorer"], registry=registry)
+
+        self._lag = gauge("lag_versions", "Versions between LATEST and what an explorer serves.")
+        self._steps = gauge("lag_steps", "Training steps between the two.")
+        self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
+        self._load = gauge("load_seconds", "How long its engine's last load took.")
+        self._refused = gauge("refuses", "1 where it refused the newest version that it tried.")
+        self._broken = gauge("broken", "1 where what its engine serves cannot be relied on.")
+        self._all = (
+            self._lag,
+            self._steps,
+            self._pause,
+            self._load,
+            self._refused,
+            self._broken,
+        )
+        self._seen: dict[str, set[str]] = {}
+
+    def look(self, storage: Storage, layout: JobLayout) -> None:
+        """Read LATEST and all reports.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        job = str(layout.root)
+        latest = _record(storage, layout)
+        names = sorted(n for n in storage.names(layout.explorers) if not n.startswith(TEMPORARY))
+        found: set[str] = set()
+        for name in names[:_MOST]:
+            try:
+                path = layout.explorers / name
+                report = parse(ExplorerReport, storage.read(path), path)
+            except RecordError:
+                continue
+            except OSError as error:
+                if is_gone(error) or is_no_record(error) or is_refused_here(error):
+                    continue
+                raise
+            if report.status == "stopped":
+                continue
+            found.add(self._set(job, report, latest))
+        self._keep(job, found)
+
+    def forget(self, job: str) -> None:
+        """Let the explorers of a job have no metrics, until they are looked at again."""
+        self._keep(job, set())
+
+    def _keep(self, job: str, names: set[str]) -> None:
+        for gone in self._seen.get(job, set()) - names:
+            for gauge in self._all:
+                remove(gauge, job, gone)
+        self._seen[job] = names
+
+    def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
+        name = printable(report.name)
+        if latest is not None:
+            self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
+            if report.step is not None:
+                self._steps.labels(job, name).set(latest.step - report.step)
+        self._refused.labels(job, name).set(report.refused is not None)
+        # The record is asked for what it may not have: the hook that measures came later.
+        self._broken.labels(job, name).set(getattr(report, "fault", None) is not None)
+        reload = getattr(report, "reload", None)
+        if reload is not None:
+            self._pause.labels(job, name).set(reload.pause)
+            self._load.labels(job, name).set(reload.load)
+        return name
+
+
+def remove(gauge: Gauge, *labels: str) -> None:
+    """Take a gauge with these labels away, if it is there."""
+    try:
+        gauge.remove(*labels)
+    except KeyError:
+        pass  # in some releases of prometheus-client an error
+
+
+def _record(storage: Storage, layout: JobLayout) -> Latest | None:
+    try:
+        return parse(Latest, storage.read(layout.latest), layout.latest)
+    except RecordError:
+        return None
+    except OSError as error:
+        if is_gone(error):
+            return None
+        raise

@@ -1,0 +1,66 @@
+"""The names of what is logged: what scripts may rely on, where messages may be reworded.
+
+A line of the log belongs to an event where its call says so::
+
+    log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
+
+Names and fields are documented in ``docs/logging.md``; one that is not there fails the tests.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Event(StrEnum):
+    """What a line of the log is about."""
+
+    NOTE = "note"
+
+    CLEANUP_DELAYED = "cleanup_delayed"
+    COMMAND_FAILED = "command_failed"
+    CONFIG_CHANGED = "config_changed"
+    CONFIG_NEEDS_RESTART = "config_needs_restart"
+    CONFIG_READ = "config_read"
+    CONFIG_REFUSED = "config_refused"
+    CONFIG_UNHEARD = "config_unheard"
+    DAEMON_ACTIVE = "daemon_active"
+    DAEMON_ENDS = "daemon_ends"
+    DAEMON_PAUSED = "daemon_paused"
+    DAEMON_STANDS_BY = "daemon_stands_by"
+    DAEMON_STOPPED = "daemon_stopped"
+    EVENTS_UNAVAILABLE = "events_unavailable"
+    FAULT = "fault"
+    HEARTBEAT_RESUMED = "heartbeat_resumed"
+    HEARTBEAT_STOPPED = "heartbeat_stopped"
+    JOB_UNAVAILABLE = "job_unavailable"
+    LEFT_ALONE = "left_alone"
+    LEFTOVER_REMOVED = "leftover_removed"
+    METRICS_SERVED = "metrics_served"
+    METRICS_UNWRITTEN = "metrics_unwritten"
+    NAME_LOST = "name_lost"
+    PRUNED = "pruned"
+    PUT_BACK = "put_back"
+    RECORD_LOST = "record_lost"
+    RECORD_UNWRITTEN = "record_unwritten"
+    RESERVE_GIVEN_UP = "reserve_given_up"
+    RESERVE_SHORT = "reserve_short"
+    RIGHTS_MISSING = "rights_missing"
+    ROLLBACK_REFUSED = "rollback_refused"
+    SAVE_QUARANTINED = "save_quarantined"
+    SAVE_SKIPPED = "save_skipped"
+    SESSION_LOST = "session_lost"
+    VERSION_ADOPTED = "version_adopted"
+    VERSION_DAMAGED = "version_damaged"
+    VERSION_DISCARDED = "version_discarded"
+    VERSION_PUBLISHED = "version_published"
+    VERSION_ROLLED_BACK = "version_rolled_back"
+    WAITING = "waiting"
+
+    def __call__(self, **fields: object) -> dict[str, object]:
+        """What a call of a logger takes as ``extra``.
+
+        Args:
+            fields: name → value; what JSON does not know is written as text.
+        """
+        return {"event": self.value, "fields": fields}

@@ -1,0 +1,77 @@
+"""Saying something once, and again while it goes on, but not each time that it is found."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Final
+
+#: Seconds for which a thing is not said again: at first, and at most.
+_FIRST: Final = 60.0
+_LONGEST: Final = 3600.0
+#: How many things are remembered; the oldest is forgotten first, and would be said once more.
+_MOST: Final = 1000
+
+
+@dataclass(slots=True)
+class _Said:
+    since: float
+    window: float
+    times: int = 1
+    held_back: int = 0
+
+
+class Repeats:
+    """Tells what is worth saying from what has just been said.
+
+    A thing may be said ``burst`` times in a minute. What is found more often than that is said
+    again after a minute, then after two, and so on up to once an hour, for as long as it goes on.
+    Safe to use from any thread.
+
+    Args:
+        burst: how often in one window.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, *, burst: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._burst = burst
+        self._clock = clock
+        self._said: OrderedDict[Hashable, _Said] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def due(self, key: Hashable) -> bool:
+        """Whether a thing is to be said now."""
+        return self.held_back(key) is not None
+
+    def held_back(self, key: Hashable) -> int | None:
+        """How often a thing was not said since it was said last; None where it is not to be now."""
+        with self._lock:
+            now = self._clock()
+            said = self._said.get(key)
+            if said is None or now - said.since >= said.window:
+                return self._begin(key, said, now)
+            if said.times < self._burst:
+                said.times += 1
+                return 0
+            said.held_back += 1
+            return None
+
+    def forget(self, key: Hashable) -> None:
+        """Let a thing be new: it is over, and worth saying if it comes again."""
+        with self._lock:
+            self._said.pop(key, None)
+
+    def _begin(self, key: Hashable, said: _Said | None, now: float) -> int:
+        held_back, window = 0, _FIRST
+        if said is not None:
+            held_back = said.held_back
+            goes_on = held_back and now - said.since < 2 * said.window
+            window = min(_LONGEST, 2 * said.window) if goes_on else _FIRST
+        self._said[key] = _Said(now, window)
+        self._said.move_to_end(key)
+        if len(self._said) > _MOST:
+            self._said.popitem(last=False)
+        return held_back

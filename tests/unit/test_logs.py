@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from syncd.cli.log_lines import Flood, HumanLines, JsonLines
+from syncd.protocol.events import Event
+from syncd.storage.repeats import Repeats
+from tests.storages import Clock
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTED = {
+    name: (set(levels.split(", ")), set(re.findall(r"`(\w+)`", fields)))
+    for name, levels, fields in re.findall(
+        r"^\| `(\w+)` \| ([\w, ]+) \| (.*?) ?\|",
+        (ROOT / "docs" / "logging.md").read_text().split("| event |")[1],
+        re.MULTILINE,
+    )
+}
+#: Of these packages every line has a name: they are what a daemon runs.
+NAMED = ("syncd/daemon", "syncd/storage", "syncd/checkpoint", "syncd/cli")
+#: Written by JsonLines itself; no event may have a field of these names.
+ALWAYS = {"time", "level", "event", "message", "logger", "held_back", "traceback"}
+LEVELS = {"info": "info", "warning": "warning", "error": "error", "exception": "error"}
+
+
+@cache
+def calls_in(package: str) -> list[tuple[str, ast.Call]]:
+    """File and call of every call of a method of a plain name: ``log.info()``, ``Event.X()``."""
+    return [
+        (str(path.relative_to(ROOT)), node)
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in {"log", "Event"}
+    ]
+
+
+def log_calls() -> Iterator[tuple[str, str, ast.Call]]:
+    """File, level and call of every ``log.info`` and above in the tree."""
+    for package in ("syncd", "trainer_hooks", "explorer_hooks"):
+        for file, call in calls_in(package):
+            assert isinstance(call.func, ast.Attribute)
+            if ast.unparse(call.func.value) == "log" and call.func.attr in LEVELS:
+                yield file, LEVELS[call.func.attr], call
+
+
+def emitted() -> Iterator[tuple[str, str, set[str]]]:
+    """File, event and fields of every event that the tree makes."""
+    for package in ("syncd", "trainer_hooks", "explorer_hooks"):
+        for file, call in calls_in(package):
+            assert isinstance(call.func, ast.Attribute)
+            if ast.unparse(call.func.value) == "Event":
+                yield file, call.func.attr, {keyword.arg or "**" for keyword in call.keywords}
+
+
+# -- names and documentation -----------------------------------------------------------------------
+
+
+def test_every_line_of_a_daemon_has_a_name() -> None:
+    calls = [(file, call) for file, _, call in log_calls() if file.startswith(NAMED)]
+    assert len(calls) > 40
+    for file, call in calls:
+        assert "extra" in {keyword.arg for keyword in call.keywords}, f"{file}:{call.lineno}"
+
+
+def test_every_event_is_documented_and_every_documented_one_is_made() -> None:
+    assert set(DOCUMENTED) == {event.value for event in Event}
+    made = {Event[name] for _, name, _ in emitted()}
+    handed_on = {Event.DAEMON_PAUSED, Event.DAEMON_STANDS_BY}  # by Service._say
+    assert made | handed_on | {Event.NOTE} == set(Event)
+
+
+def test_every_event_has_the_fields_that_are_documented() -> None:
+    fields: dict[str, set[str]] = {}
+    for file, name, given in emitted():
+        event = Event[name].value
+        assert given <= DOCUMENTED[event][1], (file, event)
+        assert not given & ALWAYS, (file, event)
+        fields[event] = fields.get(event, set()) | given
+    for event, given in fields.items():
+        assert given == DOCUMENTED[event][1], event
+
+
+def test_every_event_is_of_a_level_that_is_documented() -> None:
+    levels: dict[str, set[str]] = {}
+    for _, level, call in log_calls():
+        extra = next((k.value for k in call.keywords if k.arg == "extra"), None)
+        if isinstance(extra, ast.Call) and isinstance(extra.func, ast.Attribute):
+            levels.setdefault(Event[extra.func.attr].value, set()).add(level)
+    assert len(levels) > 20
+    for event, found in levels.items():
+        assert found <= DOCUMENTED[event][0], event
+
+
+# -- a line ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def logger() -> Iterator[tuple[logging.Logger, list[logging.LogRecord]]]:
+    found = logging.getLogger("syncd.test")
+    records: list[logging.LogRecord] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            records.append(record)
+
+    handler = Keep()
+    found.addHandler(handler)
+    found.setLevel("DEBUG")
+    yield found, records
+    found.removeHandler(handler)
+
+
+def test_a_json_line_is_one_object_whatever_is_said(
+    logger: tuple[logging.Logger, list[logging.LogRecord]],
+) -> None:
+    log, records = logger
+    extra = Event.LEFT_ALONE(path=Path("/a\nb"), reason=OSError("no\udcff"))
+    log.error("a %s", "line\nand\u2028more \udcff", extra=extra)
+    log.info("nameless")
+    try:
+        int("oh")
+    except ValueError:
+        log.exception("a fault", extra=Event.FAULT(job=Path("/jobs/a")))
+    lines = [JsonLines().format(record) for record in records]
+    assert all(line.isascii() and "\n" not in line for line in lines)
+    first, second, third = map(json.loads, lines)
+    assert first["event"] == "left_alone"
+    assert (first["path"], first["reason"]) == ("/a\nb", "no\udcff")
+    assert first["message"] == "a line\nand\u2028more \udcff"
+    assert first["level"] == "error"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first["time"])
+    assert second["event"] == "note"
+    assert set(second) == {"time", "level", "event", "message", "logger"}
+    assert "ValueError: invalid literal" in third["traceback"]
+    assert third["job"] == "/jobs/a"
+
+
+# -- repeats ---------------------------------------------------------------------------------------
+
+
+def test_what_goes_on_is_said_ever_more_seldom_up_to_once_an_hour(clock: Clock) -> None:
+    repeats = Repeats(clock=clock)
+    said = []
+    for second in range(0, 6 * 3600, 5):
+        if repeats.due("full"):
+            said.append(second // 60)
+        clock.advance(5)
+    assert said == [0, 1, 3, 7, 15, 31, 63, 123, 183, 243, 303]
+
+
+def test_what_is_over_is_said_at_once_when_it_comes_again(clock: Clock) -> None:
+    repeats = Repeats(clock=clock)
+    assert repeats.due("full")
+    assert not repeats.due("full")
+    assert repeats.due("other")
+    repeats.forget("full")
+    repeats.forget("never said")
+    assert repeats.due("full")
+
+
+def test_what_was_quiet_for_long_begins_anew(clock: Clock) -> None:
+    repeats = Repeats(clock=clock)
+    said = []
+    for second in (0, 5, 70, 75, 10_000, 10_005, 10_061):
+        clock.now = 1000.0 + second
+        if repeats.due("full"):
+            said.append(second)
+    assert said == [0, 70, 10_000, 10_061]
+
+
+def test_very_many_things_take_no_more_room_than_a_thousand(clock: Clock) -> None:
+    repeats = Repeats(clock=clock)
+    assert all(repeats.due(number) for number in range(5000))
+    assert len(repeats._said) == 1000
+
+
+def test_a_flood_of_the_same_line_is_held_back_and_counted(
+    clock: Clock, logger: tuple[logging.Logger, list[logging.LogRecord]]
+) -> None:
+    log, records = logger
+    flood = Flood(Repeats(burst=10, clock=clock))
+    log.addFilter(flood)
+    try:
+        for _ in range(25):
+            log.warning("the disk is full")
+        log.warning("the disk is %s", "fuller")
+        assert len(records) == 11
+        clock.advance(60)
+        log.warning("the disk is full")
+    finally:
+        log.removeFilter(flood)
+    assert json.loads(JsonLines().format(records[-1]))["held_back"] == 15
+    assert HumanLines().format(records[-1]).endswith("the disk is full (and 15 times before)")
+    assert HumanLines().format(records[0]).endswith("WARNING the disk is full")
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def test_a_command_that_fails_says_so_in_the_form_that_was_asked_for(tmp_path: Path) -> None:
+    for form in ("human", "json"):
+        done = subprocess.run(
+            [sys.executable, "-m", "syncd", "run", tmp_path / "none", "--log-format", form],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 11
+        (line,) = done.stderr.splitlines()
+        if form == "human":
+            assert line.startswith("syncd: ")
+        else:
+            told = json.loads(line)
+            assert (told["event"], told["error"]) == ("command_failed", "JobUnavailableError")
+            assert told["exit_code"] == 11

@@ -1,0 +1,390 @@
+from __future__ import annotations
+
+import errno
+import json
+import re
+import socket
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.metrics import Metrics, _JobMeter
+from syncd.daemon.metrics_export import HOST, Exporter
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.records import ExplorerReport, encode
+from tests.jobs import Job
+from tests.lagging import Hosts
+from tests.storages import Clock, refuse
+
+DOCS = Path(__file__).parents[2] / "docs"
+#: Metrics whose names come with a suffix.
+SAMPLES = ("_bucket", "_count", "_sum")
+
+
+class Measured:
+    """The metrics of one job, and what they say."""
+
+    def __init__(self, job: Job, clock: Clock) -> None:
+        self.metrics = Metrics()
+        self.job = str(job.layout.root)
+        self.meter = _JobMeter(
+            self.metrics, job.storage, job.layout, clock=clock, wall=lambda: 1234.5
+        )
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        labels = {"job_dir": self.job, **labels}
+        return self.metrics.registry.get_sample_value(f"syncd_{name}", labels)
+
+    def names(self, metric: str) -> set[str]:
+        """The explorers that a metric has."""
+        return {
+            sample.labels["explorer"]
+            for family in self.metrics.registry.collect()
+            for sample in family.samples
+            if sample.name == f"syncd_{metric}"
+        }
+
+
+@pytest.fixture
+def said(job: Job, clock: Clock) -> Measured:
+    return Measured(job, clock)
+
+
+def report(job: Job, name: str, sequence: int | None, **more: object) -> None:
+    record = ExplorerReport.model_validate(
+        {"name": name, "session": f"s-{name}", "status": "running", "time": 0.0, **more,
+         "sequence": sequence, "step": sequence}
+    )  # fmt: skip
+    job.put(job.layout.explorers / f"{name}.json", encode(record))
+
+
+def test_what_a_daemon_does_is_counted(job: Job, clock: Clock, said: Measured) -> None:
+    with job.daemon(DaemonConfig(keep=1), clock=clock, meter=said.meter) as loop:
+        assert said("saves_total", outcome="quarantined") == 0  # else an alert would miss the first
+        for step in (1, 2):
+            job.save(step)
+            loop.run_once()
+            clock.advance(60)
+            loop.run_once()
+        job.save(3)
+        (job.layout.actor(3) / "model.safetensors").write_bytes(b"nothing")
+        job.point(3)
+        for _ in range(40):
+            loop.run_once()
+            clock.advance(5)
+    assert said("saves_total", outcome="published") == 2
+    assert said("latest_version") == 2
+    assert said("versions") == 1
+    assert said("pruned_total", what="version") == 1
+    assert said("pruned_total", what="step") == 2
+    assert said("merge_bytes_total") == loop._journal.counters.merged_bytes > 0
+    assert said("merge_seconds_count") == said("publish_latency_seconds_count") == 2
+    assert said("last_scan_timestamp_seconds") == 1234.5
+    assert said("tick_seconds_count") == 44
+    assert said("paused") == 0
+    assert (said("free_bytes") or 0) > 0
+    assert said("saves_total", outcome="quarantined") == 1
+    classes = {
+        sample.labels["error"]
+        for family in said.metrics.registry.collect()
+        for sample in family.samples
+        if sample.name == "syncd_errors_total"
+    }
+    assert classes
+    assert all(re.fullmatch(r"[A-Z]\w+Error", name) for name in classes)
+
+
+def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
+    job: Job, clock: Clock, said: Measured
+) -> None:
+    with job.daemon(clock=clock, meter=said.meter) as loop:
+        job.save(1)
+        job.layout.paused.write_bytes(b"{}")  # seen, and not published yet
+        loop.run_once()
+        clock.advance(7)
+        job.layout.paused.unlink()
+        loop.run_once()
+    assert said("publish_latency_seconds_count") == 1
+    assert said("publish_latency_seconds_sum") == pytest.approx(7)
+    assert said("merge_seconds_sum") == pytest.approx(0)
+
+
+def test_who_held_a_version_is_woken_up_by_the_next_and_who_comes_later_is_not(
+    job: Job, clock: Clock, said: Measured
+) -> None:
+    with job.daemon(clock=clock, meter=said.meter) as loop:
+        job.save(1)
+        loop.run_once()
+        with_one = [job.lease(1, f"session-{n}") for n in (1, 2)]
+        loop.run_once()
+        assert said("leases") == 2
+        job.save(2)
+        loop.run_once()
+        clock.advance(3)
+        job.lease(2, "session-1")
+        loop.run_once()
+        clock.advance(4)
+        job.lease(2, "session-3")  # just come
+        job.lease(2, "session-2")
+        loop.run_once()
+        loop.run_once()
+        for lease in with_one:
+            lease.release()
+    assert said("wake_up_seconds_count") == 2
+    assert said("wake_up_seconds_sum") == pytest.approx(3 + 7)
+
+
+def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
+    job: Job, clock: Clock, said: Measured
+) -> None:
+    with job.daemon(clock=clock, meter=said.meter) as loop:
+        for step in (1, 2, 3):
+            job.save(step)
+            loop.run_once()
+        report(job, "fast", 3)
+        report(job, "slow", 1, refused="it does not fit")
+        report(job, "new", None)
+        (job.layout.explorers / "odd.json").write_bytes(b"odd")
+        (job.layout.explorers / ".tmp-x").write_bytes(b"")
+        clock.advance(10)
+        loop.run_once()
+        assert said("explorer_lag_versions", explorer="fast") == 0
+        assert said("explorer_lag_versions", explorer="slow") == 2
+        assert said("explorer_lag_steps", explorer="slow") == 2
+        assert said("explorer_lag_versions", explorer="new") == 3
+        assert said("explorer_lag_steps", explorer="new") is None
+        assert said("explorer_refuses", explorer="slow") == 1
+        assert said("explorer_refuses", explorer="fast") == 0
+        (job.layout.explorers / "slow.json").unlink()
+        report(job, "fast", 3, status="stopped")
+        clock.advance(1)
+        loop.run_once()
+        assert said.names("explorer_lag_versions") == {"fast", "slow", "new"}, "looked at too often"
+        clock.advance(9)
+        loop.run_once()
+        assert said.names("explorer_lag_versions") == {"new"}
+        assert said.names("explorer_refuses") == {"new"}
+
+
+def test_explorers_that_measure_have_pause_and_load(
+    job: Job, said: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Reload(BaseModel):
+        pause: float
+        load: float
+
+    class Measuring(ExplorerReport):
+        reload: Reload | None = None
+        fault: str | None = None
+
+    monkeypatch.setattr("syncd.daemon.explorer_metrics.ExplorerReport", Measuring)
+    common = {"session": "s", "status": "running", "time": 0.0}
+    measured = {"name": "a", "reload": {"pause": 0.5, "load": 0.25}}
+    for record in (measured, {"name": "b", "fault": "its engine died"}):
+        job.put(
+            job.layout.explorers / f"{record['name']}.json",
+            encode(Measuring.model_validate(common | record)),
+        )
+    said.meter.round_ended(0.0)
+    assert said("explorer_pause_seconds", explorer="a") == 0.5
+    assert said("explorer_load_seconds", explorer="a") == 0.25
+    assert said("explorer_broken", explorer="a") == 0
+    assert said("explorer_pause_seconds", explorer="b") is None
+    assert said("explorer_broken", explorer="b") == 1
+
+
+def test_a_daemon_that_stands_by_says_nothing_of_the_job(
+    job: Job, clock: Clock, said: Measured
+) -> None:
+    said.meter.active(yes=True)
+    assert said("daemon_active") == 1
+    with job.daemon(clock=clock, meter=said.meter) as loop:
+        job.save(1)
+        loop.run_once()
+        report(job, "a", 1)
+        clock.advance(10)
+        loop.run_once()
+    assert said("explorer_lag_versions", explorer="a") == 0
+    said.meter.active(yes=False)
+    said.meter.active(yes=False)
+    assert said("daemon_active") == 0
+    for gauge in ("latest_version", "versions", "leases", "paused", "free_bytes"):
+        assert said(gauge) is None
+    assert said("explorer_lag_versions", explorer="a") is None
+    assert said("saves_total", outcome="published") == 1
+
+
+def test_storage_that_fails_is_counted_and_stops_nothing(
+    tmp_path: Path, clock: Clock, hosts: Hosts
+) -> None:
+    job = Job(tmp_path / "job", hosts.ruled(refuse("names", errno.EIO, where="explorers")))
+    said = Measured(job, clock)
+    said.meter.round_ended(0.1)
+    assert said("errors_total", error="OSError") == 1
+
+
+# -- where they can be had -------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def test_they_are_served_on_this_host_alone(said: Measured) -> None:
+    port = free_port()
+    with Exporter(said.metrics, port=port, textfile=None):
+        with urllib.request.urlopen(f"http://{HOST}:{port}/metrics") as answer:
+            families = {f.name for f in text_string_to_metric_families(answer.read().decode())}
+        assert "syncd_daemon_active" in families
+        listening = [
+            line.split()[1]
+            for table in ("tcp", "tcp6")
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+            if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+        ]
+        assert listening == [f"0100007F:{port:04X}"]
+        with pytest.raises(InvalidSettingsError, match=f"metrics_port = {port} cannot be used"):
+            Exporter(said.metrics, port=port, textfile=None)
+    with socket.socket() as probe:
+        assert probe.connect_ex((HOST, port)) == errno.ECONNREFUSED
+
+
+def test_the_file_is_whole_at_each_time_and_written_once_more_at_the_end(
+    tmp_path: Path, clock: Clock, said: Measured
+) -> None:
+    path = tmp_path / "metrics" / "syncd.prom"
+    path.parent.mkdir()
+
+    def version() -> str:
+        found = re.search(r"^syncd_latest_version{.*} (.*)$", path.read_text(), re.MULTILINE)
+        return found[1] if found else ""
+
+    gauge = said.metrics.latest_version.labels(said.job)
+    with Exporter(said.metrics, port=0, textfile=path, clock=clock) as exporter:
+        for number, seen in ((1, "1.0"), (2, "1.0"), (3, "3.0")):
+            gauge.set(number)
+            exporter.tick()
+            assert version() == seen
+            clock.advance(8)
+        gauge.set(4)
+    assert version() == "4.0"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_said_once(
+    tmp_path: Path, clock: Clock, said: Measured, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "none" / "syncd.prom"
+    with Exporter(said.metrics, port=0, textfile=path, clock=clock) as exporter:
+        for _ in range(3):
+            exporter.tick()
+            clock.advance(15)
+    assert [record.event for record in caplog.records] == ["metrics_unwritten"]
+
+
+# -- the documentation -----------------------------------------------------------------------------
+
+
+def described(metrics: Metrics) -> dict[str, tuple[str, set[str]]]:
+    """Name as Prometheus has it → type and labels."""
+    found = {}
+    for collector in set(metrics.registry._collector_to_names):
+        for family in collector.describe():
+            name = family.name + ("_total" if family.type == "counter" else "")
+            found[name] = family.type, set(collector._labelnames)
+    return found
+
+
+def test_every_metric_is_documented_as_it_is() -> None:
+    rows = re.findall(
+        r"^\| `(syncd_\w+)` \| (\w+) \| (.*?) ?\|", (DOCS / "metrics.md").read_text(), re.MULTILINE
+    )
+    documented = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    of_process = {"syncd_build_info", "syncd_config_last_reload_successful"}
+    assert documented == {
+        name: (kind, labels if name in of_process else labels - {"job_dir"})
+        for name, (kind, labels) in described(Metrics()).items()
+    }
+
+
+def test_names_are_by_prometheus_conventions() -> None:
+    for name, (kind, _) in described(Metrics()).items():
+        assert name.startswith("syncd_")
+        assert name.endswith("_total") == (kind == "counter")
+        assert not re.search(r"_(ms|milliseconds|minutes|kb|mb|gb)(_|$)", name)
+        if kind == "histogram":
+            assert name.endswith("_seconds")
+
+
+def uses(expression: str) -> dict[str, set[str]]:
+    """The metrics of ours that an expression names → labels that it selects them by."""
+    return {
+        name: set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selector))
+        for name, selector in re.findall(r"\b(syncd_\w+)(?:\{([^}]*)\})?", expression)
+    }
+
+
+def check(expression: str) -> None:
+    known = described(Metrics())
+    found = uses(expression)
+    assert found, expression
+    for name, labels in found.items():
+        base = next((name.removesuffix(s) for s in SAMPLES if name.endswith(s)), name)
+        kind, may = known[name] if name in known else known[base]
+        assert (kind == "histogram") == (name not in known), name
+        assert labels <= may, name
+    grouped = {
+        word.strip()
+        for group in re.findall(r"(?:by|on|ignoring) \(([^)]*)\)", expression)
+        for word in group.split(",")
+    }
+    assert grouped <= {"le", "instance"} | {x for name in found for x in known_labels(name)}
+
+
+def known_labels(name: str) -> set[str]:
+    known = described(Metrics())
+    base = next((name.removesuffix(s) for s in SAMPLES if name.endswith(s)), name)
+    return known.get(name, known.get(base, ("", set())))[1]
+
+
+def test_every_metric_that_an_alert_names_is_there() -> None:
+    (group,) = yaml.safe_load((DOCS / "monitoring" / "alerts.yml").read_text())["groups"]
+    names = [rule["alert"] for rule in group["rules"]]
+    assert len(names) == len(set(names))
+    for rule in group["rules"]:
+        check(rule["expr"])
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        text = " ".join(rule["annotations"].values())
+        used = set(re.findall(r"\$labels\.(\w+)", text))
+        assert used <= {x for name in uses(rule["expr"]) for x in known_labels(name)}
+
+
+def test_every_metric_that_the_dashboard_names_is_there_and_none_is_missing() -> None:
+    board = json.loads((DOCS / "monitoring" / "grafana.json").read_text())
+    shown: set[str] = set()
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            check(target["expr"])
+            shown |= set(uses(target["expr"]))
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    assert "syncd_latest_version" in board["templating"]["list"][1]["query"]["query"]
+    elsewhere = {"build_info", "config_last_reload_successful", "last_scan_timestamp_seconds",
+                 "rollbacks_total", "paused"}  # fmt: skip
+    bases = {re.sub(r"_bucket$", "", name) for name in shown}
+    assert set(described(Metrics())) - bases == {f"syncd_{name}" for name in elsewhere}
+
+
+def test_the_exposition_can_be_parsed(said: Measured) -> None:
+    said.meter.failed(ValueError("x"))
+    said.meter.active(yes=True)
+    text = generate_latest(said.metrics.registry).decode()
+    assert len(list(text_string_to_metric_families(text))) > 10
