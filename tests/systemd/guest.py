@@ -27,6 +27,7 @@ T = TypeVar("T")
 JOB = JobLayout(Path("/srv/jobs/demo"))
 CONFIG = Path("/etc/syncd/demo.toml")
 UNIT = "syncd@demo"
+DROP_INS = Path(f"/etc/systemd/system/{UNIT}.service.d")
 TRAINER = 52001
 GROUP = 52010
 DEADLINE = 60.0
@@ -49,7 +50,7 @@ def wait_until(look: Callable[[], T], what: str) -> T:
     while not (found := look()):
         if time.monotonic() > end:
             log = subprocess.run(
-                ["journalctl", "-n", "60", "--no-pager", "-o", "cat", "-u", UNIT],
+                ["journalctl", "-b", "-n", "60", "--no-pager", "-o", "cat", "-u", UNIT],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -118,7 +119,8 @@ def leftovers() -> list[str]:
 def set_up() -> None:
     subprocess.run(["groupadd", "-g", str(GROUP), "rl"], check=False)
     subprocess.run(["useradd", "-M", "-u", str(TRAINER), "-g", str(GROUP), "trainer"], check=False)
-    shutil.rmtree(JOB.root.parent, ignore_errors=True)
+    for left in (JOB.root.parent, DROP_INS):  # of the boot before: the container stays
+        shutil.rmtree(left, ignore_errors=True)
     JOB.root.mkdir(parents=True)
     os.chown(JOB.root, TRAINER, GROUP)
     CONFIG.parent.mkdir(exist_ok=True)
@@ -126,8 +128,7 @@ def set_up() -> None:
     subprocess.run(
         [sys.executable, "-m", "syncd", "unit", "install", "demo", "--force"], check=True
     )
-    drop_in = Path(f"/etc/systemd/system/{UNIT}.service.d/test.conf")
-    drop_in.write_text(DROP_IN.format(path=os.environ["PYTHONPATH"]))
+    (DROP_INS / "test.conf").write_text(DROP_IN.format(path=os.environ["PYTHONPATH"]))
     subprocess.run(["systemctl", "daemon-reload"], check=True)
 
 
