@@ -50,6 +50,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--budget", default=None, help="With --follow: the most bytes there."),
         click.option("--link", type=path, default=None, help="With --follow: the link it moves."),
         click.option("--command", "run", default=None, help="With --follow: what it runs."),
+        click.option(
+            "--memory-dir", type=path, default=None, help="With --follow: the job's second folder."
+        ),
+        click.option(
+            "--option",
+            "more",
+            multiple=True,
+            metavar="OPTION",
+            help="With --follow: another of 'syncd follow', such as --option=--ask.",
+        ),
     )):  # fmt: skip
         command = option(command)
     return command
@@ -108,9 +118,8 @@ def _instance(
     name = checked_name(name, "the unit's name")
     if follow is not None:
         return _follower(name, user, group, follow.absolute(), **given)
-    for option in ("stage", "budget", "link", "run"):
-        if given[option] is not None:
-            raise click.UsageError("--stage, --budget, --link and --command go with --follow")
+    if any(value for option, value in given.items() if option != "config"):
+        raise click.UsageError("only --config, --user and --group go without --follow")
     config = _config_of(name, given["config"])
     # Not by this shell's environment: the unit has one of its own.
     told = load(config, {}).config
@@ -121,6 +130,7 @@ def _instance(
     beside = [path.resolve() for path in (told.memory_dir, told.metrics_textfile) if path]
     writes = [job, *map(_folder_of, beside)]
     user, group = _owner(job, user, group)
+    elsewhere = given["config"] is not None
     return Instance(
         name,
         user,
@@ -129,7 +139,8 @@ def _instance(
         writes=tuple(writes),
         reads=(config,),
         groups=() if told.shared_group is None else (told.shared_group,),
-        command=() if given["config"] is None else ("run", "--config", str(config)),
+        command=("run", "--config", str(config)) if elsewhere else (),
+        check=("config", "check", str(config)) if elsewhere else (),
     )
 
 
@@ -143,6 +154,8 @@ def _follower(
     budget: str | None,
     link: Path | None,
     run: str | None,
+    memory_dir: Path | None,
+    more: tuple[str, ...],
     config: Path | None,
 ) -> Instance:
     if config is not None:
@@ -161,6 +174,10 @@ def _follower(
         writes.append(_folder_of(link.absolute()).resolve())
     if run is not None:
         words += ["--command", run]
+    if memory_dir is not None:
+        words += ["--memory-dir", str(memory_dir.absolute())]
+        writes.append(_folder_of(memory_dir.resolve()))
+    words += more
     user, group = _owner(job, user, group)
     return Instance(
         name,
@@ -175,6 +192,8 @@ def _follower(
 
 def _folder_of(path: Path) -> Path:
     """Where a name is made and replaced: a memory filesystem is empty after each start."""
+    if path.is_mount():
+        return path
     if path.parent == Path(path.anchor):
         raise InvalidSettingsError(
             f"{path} is at the top: the unit would need to write everywhere; name one in a folder"

@@ -42,6 +42,7 @@ class Instance:
         reads: files and folders that it must see.
         groups: more groups.
         command: what syncd is told instead of what the template says.
+        check: what it is told before a reload.
         template: the name of its template.
     """
 
@@ -53,6 +54,7 @@ class Instance:
     reads: tuple[Path, ...] = ()
     groups: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
+    check: tuple[str, ...] = ()
     template: str = DAEMON
 
     @property
@@ -116,12 +118,10 @@ def _drop_in(instance: Instance) -> str:
     """What is the job's own, behind what the template says."""
     lines = ["[Unit]", f"RequiresMountsFor={_list(instance.needs)}", "", "[Service]"]
     if instance.command:
-        words = (*program(), *instance.command)
-        # In a command line a $ is a variable's, quoted or not.
-        lines += [
-            "ExecStart=",
-            "ExecStart=" + " ".join(quoted(w).replace("$", "$$") for w in words),
-        ]
+        lines += ["ExecStart=", f"ExecStart={_called(instance.command)}"]
+    if instance.check:
+        kill = "/bin/kill -HUP $MAINPID"
+        lines += ["ExecReload=", f"ExecReload={_called(instance.check)}", f"ExecReload={kill}"]
     lines += [f"User={quoted(instance.user)}", f"Group={quoted(instance.group)}"]
     if instance.groups:
         lines.append(f"SupplementaryGroups={_list(instance.groups)}")
@@ -134,6 +134,11 @@ def _drop_in(instance: Instance) -> str:
     if _any_below(seen, _TEMPORARY):
         lines.append("PrivateTmp=no")
     return "\n".join([*lines, ""])
+
+
+def _called(words: tuple[str, ...]) -> str:
+    # In a command line a $ is a variable's, quoted or not.
+    return _list((*program(), *words)).replace("$", "$$")
 
 
 def _list(words: Iterable[object]) -> str:

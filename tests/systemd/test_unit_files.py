@@ -77,6 +77,8 @@ def test_install_fills_in_what_is_the_jobs_own_and_says_what_to_run(
     assert found["SupplementaryGroups"] == ["rl"]
     assert found["ExecStart"][0] == ""
     assert found["ExecStart"][1].endswith(f"run --config {config}")
+    assert found["ExecReload"][1].endswith(f"config check {config}")
+    assert found["ExecReload"][2] == "/bin/kill -HUP $MAINPID"
     result = syncd("install", "demo", "--config", config, "--to", tmp_path / "units")
     for line in (f"syncd config check {config}", "daemon-reload", "enable --now syncd@demo"):
         assert f"{line}\n" in result.output
@@ -118,7 +120,7 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
     said = "curl -d \"$SYNCD_FOLDER\" 'http://localhost/100%'"
     result = syncd(
         "print", "gpu0", "--follow", tmp_path / "job", "--stage", "/nvme/stage/gpu0",
-        "--budget", "64GB", "--command", said,
+        "--budget", "64", "--command", said, "--memory-dir", "/memory/job", "--option=--ask",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     text = result.output.partition("syncd-follow@gpu0.service.d/job.conf\n")[2]
@@ -126,17 +128,20 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
     reset, command = found["ExecStart"]
     assert reset == ""
     words = shlex.split(command.replace("$$", "$").replace("%%", "%"))
-    assert words[-9:] == [
+    assert words[-12:] == [
         str(tmp_path / "job"), "--name", "gpu0", "--stage", "/nvme/stage/gpu0",
-        "--budget", "64GB", "--command", said,
+        "--budget", "64", "--command", said, "--memory-dir", "/memory/job", "--ask",
     ]  # fmt: skip
-    assert found["ReadWritePaths"] == [f"-{tmp_path}/job -/nvme/stage"]
+    assert found["ReadWritePaths"] == [f"-{tmp_path}/job -/nvme/stage -/memory"]
+    # A filesystem of its own is written to as it is: names beside it are none of ours.
+    result = syncd("print", "x", "--follow", tmp_path / "job", "--stage", "/proc", "--command", "c")
+    assert f"ReadWritePaths=-{tmp_path}/job -/proc\n" in result.output
 
 
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["demo", "--stage", "/x/y"], "go with --follow"),
+        (["demo", "--stage", "/x/y"], "go without --follow"),
         (["demo", "--follow", "{job}"], "say --link PATH or --command CMD"),
         (["demo", "--follow", "{job}", "--link", "/link"], "is at the top"),
         (["../demo"], "cannot be part of a file name"),
