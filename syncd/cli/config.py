@@ -23,7 +23,11 @@ def command() -> None:
     """
 
 
-@command.command("check", epilog="Example: syncd config check /etc/syncd/qwen-grpo.toml")
+@command.command(
+    "check",
+    short_help="Say what in a file cannot be used.",
+    epilog="Example: syncd config check /etc/syncd/qwen-grpo.toml",
+)
 @_file
 def check(file: Path) -> None:
     """Say what in FILE, or in the environment, cannot be used: a line for each.
@@ -36,7 +40,11 @@ def check(file: Path) -> None:
     click.echo(f"{file} can be used: {said} keys, for the job {job}")
 
 
-@command.command("show", epilog="Example: syncd config show /etc/syncd/qwen-grpo.toml")
+@command.command(
+    "show",
+    short_help="Print every key, its value, and where that comes from.",
+    epilog="Example: syncd config show /etc/syncd/qwen-grpo.toml",
+)
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @options.as_json
 def show(file: Path | None, *, as_json: bool) -> None:

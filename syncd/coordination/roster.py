@@ -25,6 +25,7 @@ from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import RECORD_LIMIT, Signature, Storage, signature
 from syncd.storage.leases import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
+from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Roster:
         self._liveness: Mapping[str, Liveness] = {}
         self._slice = 0
         self._counts_explorers = False
-        self._said: set[Path] = set()
+        self._repeats = Repeats(clock=clock)
         self._background = background
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -279,7 +280,6 @@ class Roster:
             return None
 
     def _say(self, path: Path, error: Exception) -> None:
-        """Log once what is passed over."""
-        if path not in self._said:
-            self._said.add(path)
+        """Log what is passed over, and not at each look."""
+        if self._repeats.due(path):
             log.warning("%s is passed over: %s", path, error)

@@ -199,7 +199,7 @@ class Reloader:
         self.whole = live == changed
         self._applied(config)
         log.info(
-            "the configuration was read again: %d changes are in force",
+            "the configuration was read again; changes in force: %d",
             len(live),
             extra=Event.CONFIG_READ(file=asked.file, changes=len(live)),
         )
@@ -243,10 +243,10 @@ def _from_file(file: Path) -> dict[str, Given]:
 
 
 def _misplaced(key: str, one: Given) -> str | None:
-    """What a service finds depends on no working directory."""
+    """What a service finds depends on no working directory; and no path has a NUL in it."""
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
-    if one.value == "" or Path(one.value).is_absolute():
+    if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):
         return None
     return _line(key, one, allowed(key))
 

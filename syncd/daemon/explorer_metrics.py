@@ -44,13 +44,17 @@ class ExplorerMetrics:
         )
         self._seen: dict[str, set[str]] = {}
 
-    def look(self, storage: Storage, layout: JobLayout) -> None:
+    def look(self, job: str, storage: Storage, layout: JobLayout) -> None:
         """Read LATEST and all reports.
+
+        Args:
+            job: the label.
+            storage: the shared storage.
+            layout: the job.
 
         Raises:
             OSError: storage does not answer.
         """
-        job = str(layout.root)
         latest = _record(storage, layout)
         names = sorted(n for n in storage.names(layout.explorers) if not n.startswith(TEMPORARY))
         found: set[str] = set()

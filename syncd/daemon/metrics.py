@@ -16,7 +16,7 @@ from syncd import __version__
 from syncd.daemon.decide import Observation
 from syncd.daemon.explorer_metrics import ExplorerMetrics, remove
 from syncd.daemon.meter import Meter
-from syncd.protocol.layout import JobLayout, parse_lease_marker
+from syncd.protocol.layout import JobLayout, parse_lease_marker, printable
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 
@@ -111,7 +111,7 @@ class _JobMeter(Meter):
         self._layout = layout
         self._clock = clock
         self._wall = wall
-        self._job = str(layout.root)
+        self._job = printable(layout.root)  # a name that is not UTF-8 can be no label
         self._latest = 0
         self._latest_at = 0.0
         self._holders: frozenset[str] = frozenset()
@@ -181,6 +181,6 @@ class _JobMeter(Meter):
                 self._metrics.free_bytes.labels(self._job).set(free.bytes)
             if free.inodes is not None:
                 self._metrics.free_inodes.labels(self._job).set(free.inodes)
-            self._metrics.explorers.look(self._storage, self._layout)
+            self._metrics.explorers.look(self._job, self._storage, self._layout)
         except OSError as error:
             self.failed(error)

@@ -163,6 +163,7 @@ def test_durations_and_sizes_may_have_a_unit(
             'cast = "bf17": allowed is one of "bf16", "fp16", "fp32", or "" for none',
         ),
         ('memory_dir = "shm"', 'memory_dir = "shm": allowed is an absolute path, or "" for none'),
+        (r'memory_dir = "/a\u0000b"', "allowed is an absolute path"),
         ("memory_dir = 3", 'memory_dir = 3: allowed is an absolute path, or "" for none'),
         (
             'metrics_textfile = "/var/syncd.txt"',

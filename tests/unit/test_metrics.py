@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import socket
 import urllib.request
@@ -277,6 +278,18 @@ def test_the_file_is_whole_at_each_time_and_written_once_more_at_the_end(
         gauge.set(4)
     assert version() == "4.0"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_job_whose_name_is_no_text_has_metrics_too(tmp_path: Path, clock: Clock) -> None:
+    job = Job(tmp_path / os.fsdecode(b"caf\xe9"))
+    said = Measured(job, clock)
+    report(job, "b", 1)
+    said.meter.round_ended(0.1)
+    said.meter.active(yes=True)
+    path = tmp_path / "syncd.prom"
+    with Exporter(said.metrics, port=0, textfile=path, clock=clock):
+        pass
+    assert r"caf\\udce9" in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_said_once(
