@@ -9,7 +9,6 @@ others.
 from __future__ import annotations
 
 import faulthandler
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +24,8 @@ R = TypeVar("R")
 
 #: Signs of life in the time after which one is missed.
 _SIGNS: Final = 10
+#: The descriptor: what is written there when Python itself may stand still.
+_STDERR: Final = 2
 
 
 class HangGuard:
@@ -61,7 +62,7 @@ class HangGuard:
 
     def __enter__(self) -> Self:
         # Of the watchdog's SIGABRT, and of a crash in C, the journal has the stacks too.
-        faulthandler.enable(file=sys.stderr)
+        faulthandler.enable(file=_STDERR)
         self._armed = True
         self._arm(self.hang_time)
         return self
@@ -103,7 +104,7 @@ class HangGuard:
 
     def _arm(self, seconds: float) -> None:
         if self._armed:
-            faulthandler.dump_traceback_later(seconds, exit=True, file=sys.stderr)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
 
 
 def _counted(

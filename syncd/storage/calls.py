@@ -225,9 +225,9 @@ class Calls:
             raise
 
     def may_change(self, path: Path) -> bool:
-        """Whether this user may make and delete names in a folder; storage may refuse it yet.
+        """Whether this user may make and delete names in a folder, as far as storage says now.
 
-        On NFS it is the server that is asked.
+        On NFS it is the server that is asked; an answer that does not come counts as a no.
         """
         with self._beneath.at(path) as (name, folder):
             return os.access(

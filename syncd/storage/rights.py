@@ -14,6 +14,7 @@ from typing import Final
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import JobLayout, parse_step_folder, step_folder
 from syncd.storage.calls import Kind
+from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 
 #: What a folder needs so that what is made in it is the group's, and the group's to change.
@@ -69,7 +70,8 @@ def check_rights(storage: Storage, layout: JobLayout) -> None:
     Raises:
         JobUnavailableError: one of them may not be written.
     """
-    for folder in (layout.root, layout.state, *_ours(layout)):
+    # Folders of requests or explorers that someone keeps from us keep nobody from being served.
+    for folder in (layout.root, layout.state, *_working(layout)):
         if storage.exists(folder) and not storage.may_change(folder):
             raise JobUnavailableError(
                 f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, "
@@ -99,9 +101,9 @@ def unprunable(storage: Storage, layout: JobLayout) -> str | None:
                 layout.root,
                 f"has the sticky bit, and {step_folder(step)} is user {status.st_uid}'s",
             )
-        for folder in _folders(storage, layout.step(step)):
-            if not storage.may_change(folder):
-                return _sentence(folder, f"is user {status.st_uid}'s, and not ours to write to")
+        folder = _kept_from_us(storage, layout.step(step))
+        if folder is not None:
+            return _sentence(folder, f"is user {status.st_uid}'s, and not ours to write to")
     return ""
 
 
@@ -113,23 +115,27 @@ def _sentence(folder: Path, why: str) -> str:
     )
 
 
-def _folders(storage: Storage, step: Path) -> list[Path]:
-    """A step's folder and those in it: each must be writable to empty it."""
-    inner = storage.kinds(step)
-    return [step, *(step / name for name, kind in inner.items() if kind is Kind.FOLDER)]
+def _kept_from_us(storage: Storage, step: Path) -> Path | None:
+    """The first of a step's folder and those in it that cannot be emptied."""
+    if not storage.may_change(step):
+        return step
+    try:
+        inner = storage.kinds(step)
+    except OSError as error:
+        if not is_refused_here(error):
+            raise
+        return step
+    folders = (step / name for name, kind in inner.items() if kind is Kind.FOLDER)
+    return next((folder for folder in folders if not storage.may_change(folder)), None)
+
+
+def _working(layout: JobLayout) -> tuple[Path, ...]:
+    return (layout.published, layout.epochs, layout.leases, layout.sessions)
 
 
 def _ours(layout: JobLayout) -> tuple[Path, ...]:
-    return (
-        layout.published,
-        layout.epochs,
-        layout.leases,
-        layout.sessions,
-        layout.explorers,
-        layout.quarantine,
-        layout.requests,
-        layout.drafts,
-    )
+    others = (layout.explorers, layout.quarantine, layout.requests, layout.drafts)
+    return (*_working(layout), *others)
 
 
 def _number(group: str) -> int:

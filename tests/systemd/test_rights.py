@@ -199,6 +199,18 @@ def test_the_owner_of_the_job_shares_it_by_itself_and_another_is_told_how(root: 
     assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
 
 
+def test_a_step_that_cannot_even_be_listed_is_told_of_and_keeps_nobody_from_the_next(
+    root: Path,
+) -> None:
+    give(root)
+    assert not _failed(DAEMON.does(served(root, lambda: True, str(GROUP))))
+    assert SHARING.does(trained(root, 1)) == []
+    JobLayout(root).step(1).chmod(0o700)
+    assert SHARING.does(trained(root, 2)) == []
+    said = DAEMON.does(served(root, is_published(root, 2), str(GROUP)))
+    assert any(f"{root}/global_step_1 is user" in line for line in said)
+
+
 @pytest.mark.parametrize(
     ("group", "why"), [("52099", "is not in it"), ("no-such-group", "no such group on this host")]
 )
