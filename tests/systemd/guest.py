@@ -250,18 +250,42 @@ def stopped_in_mid_merge() -> None:
     )
 
 
+def the_page() -> None:
+    """What docs/systemd.md says first, as it stands there."""
+    _, _, rest = Path("docs/systemd.md").read_text().partition("```sh\n")
+    block, _, _ = rest.partition("```")
+    job = Path("/shared/jobs/qwen-grpo")
+    job.mkdir(parents=True, exist_ok=True)
+    os.chown(job, TRAINER, GROUP)
+    # What pip would have installed.
+    program = Path("/usr/local/bin/syncd")
+    path = os.environ["PYTHONPATH"]
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={path} exec {sys.executable} -m syncd "$@"\n')
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-e", "-c", block], check=False, capture_output=True, text=True, env=env
+    )
+    unit = "syncd@qwen-grpo"
+    state = subprocess.run(
+        ["systemctl", "show", unit, "-pActiveState", "-pUser", "-pUnitFileState"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    tell("page", code=done.returncode, said=done.stderr, state=sorted(state.split()))
+    subprocess.run(["systemctl", "-q", "disable", "--now", unit], check=True)
+    program.unlink()
+    shutil.rmtree(f"/etc/systemd/system/{unit}.service.d", ignore_errors=True)
+
+
 def impossible_settings() -> None:
-    restarts = show("NRestarts")["NRestarts"]
     CONFIG.write_text(f'job = "{JOB.root}"\nkeep = "many"\n')
     code = systemctl("start")
+    first = show("InvocationID")
     time.sleep(1)  # ten times RestartSec: it would have been started again
-    tell(
-        "settings",
-        code=code,
-        again=show("NRestarts")["NRestarts"] != "0",
-        before=restarts,
-        **show("ActiveState", "ExecMainStatus"),
-    )
+    again = show("InvocationID") != first
+    tell("settings", code=code, again=again, **show("ActiveState", "ExecMainStatus"))
 
 
 if __name__ == "__main__":
@@ -275,5 +299,6 @@ if __name__ == "__main__":
         idle_is_no_hang,
         stopped_in_mid_merge,
         impossible_settings,
+        the_page,  # last: it writes the template anew, for another command
     ):
         step()

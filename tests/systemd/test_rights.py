@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import stat
+import subprocess
 import tempfile
 import threading
 import traceback
@@ -190,9 +191,19 @@ def test_a_sticky_folder_is_told_of(root: Path) -> None:
 
 def test_the_owner_of_the_job_shares_it_by_itself_and_another_is_told_how(root: Path) -> None:
     os.chown(root, OTHER.uid, OTHER.uid)
+    assert OTHER.does(trained(root, 1)) == []
     said = DAEMON.does(served(root, lambda: True, str(GROUP)))
     assert said[0].startswith("InvalidSettingsError")
-    assert f"chgrp -R {GROUP} {root} && chmod -R g+rwX {root}" in said[0]
+    command = said[0].partition("run '")[2].partition("'")[0]
+    assert command.startswith(f"chgrp -R {GROUP} {root} && chmod -R g+rwX {root} && find {root}")
+    assert OTHER.does(lambda: subprocess.run(["sh", "-c", command], check=True)) == []
+    assert not _failed(DAEMON.does(served(root, is_published(root, 1), str(GROUP))))
+    # The page says the same.
+    page = (Path(__file__).parents[2] / "docs" / "systemd.md").read_text()
+    assert command.replace(str(root), "JOB").replace(str(GROUP), "rl") in page
+
+    root.chmod(0o755)
+    os.chown(root, OTHER.uid, OTHER.uid)
     assert not _failed(OTHER.does(served(root, lambda: True, str(GROUP))))
     status = root.stat()
     assert (status.st_gid, stat.S_IMODE(status.st_mode)) == (GROUP, 0o2775)

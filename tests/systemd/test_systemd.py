@@ -20,7 +20,7 @@ from filelock import FileLock
 ROOT = Path(__file__).parents[2]
 LAB = os.environ.get("SYNCD_LAB", "")
 #: What ``guest.py`` imports.
-NEEDED = ("syncd", "tests/__init__.py", "tests/systemd")
+NEEDED = ("syncd", "tests/__init__.py", "tests/systemd", "docs/systemd.md")
 
 Steps = dict[str, dict[str, Any]]
 
@@ -100,6 +100,12 @@ def test_a_stop_in_the_middle_of_a_merge_leaves_nothing_behind(steps: Steps) -> 
         "Result": "success",
         "ActiveState": "inactive",
     }
+
+
+def test_what_the_page_says_first_makes_a_service(steps: Steps) -> None:
+    found = steps["page"]
+    assert found["code"] == 0, found["said"]
+    assert found["state"] == ["ActiveState=active", "UnitFileState=enabled", "User=trainer"]
 
 
 def test_settings_that_cannot_be_are_not_tried_again(steps: Steps) -> None:
