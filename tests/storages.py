@@ -35,7 +35,7 @@ class FastStorage(Storage):
 CHANGES = (
     "mkdir", "rmdir", "rename", "link", "symlink", "unlink", "create", "open_append", "write",
     "pwrite", "copy_file_range", "sendfile", "clone_range", "fsync", "close", "sync_folder",
-    "utime",
+    "utime", "chgrp", "chmod",
 )  # fmt: skip
 #: What only looks at it.
 READS = (

@@ -35,7 +35,7 @@ REQUEST: Final = struct.Struct("<BQ8s8s")
 #: What the child says once it has imported torch.
 READY: Final = b"\xff"
 #: Importing torch from slow storage takes long.
-_WALL_SECONDS: Final = 900.0
+_WALL_SECONDS: Final = 300.0
 
 
 class Caster:

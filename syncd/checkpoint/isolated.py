@@ -50,7 +50,7 @@ class Limits:
     memory_factor: int = 32
     memory_most: int = 4096 * _MIB
     cpu_seconds: int = 60
-    wall_seconds: float = 900.0
+    wall_seconds: float = 300.0
     tensors: int = 4_000_000
 
 

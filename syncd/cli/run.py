@@ -15,6 +15,8 @@ import click
 from syncd.cli import log_lines, options
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import Reloader, load, misspelt
+from syncd.daemon.hang import HangGuard
+from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import stopped_by_signals
 from syncd.daemon.services import Services
 from syncd.protocol.events import Event
@@ -58,6 +60,20 @@ _DEFAULTS = RunConfig()
     "--dcp-prefix",
     default=None,
     help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
+)
+@click.option(
+    "--hang-time",
+    type=click.FloatRange(min=0, min_open=True),
+    default=_DEFAULTS.hang_time,
+    show_default=True,
+    metavar="SECONDS",
+    help="Without an answer of storage for so long this process ends, for another to take over.",
+)
+@click.option(
+    "--shared-group",
+    default=None,
+    metavar="GROUP",
+    help="A group of trainers, explorers and daemon, which what is made here is given to.",
 )
 @options.digest
 @options.dtype
@@ -111,8 +127,10 @@ def command(ctx: click.Context, /, config: Path | None, **_options: Any) -> None
 def _services(configuration: Reloader, stack: ExitStack) -> Services:
     """The daemons, and what is beside them while the stack is open."""
     config, job = configuration.current.config, configuration.current.job
+    manager = ServiceManager.of_environment()
+    guard = stack.enter_context(HangGuard(config.hang_time, manager))
     if not config.metrics_port and config.metrics_textfile is None:
-        return Services(job, config, read_again=configuration.again)
+        return Services(job, config, read_again=configuration.again, manager=manager, guard=guard)
     # Imported here: nobody else needs them, and a daemon without metrics is smaller.
     from syncd.daemon.metrics import Metrics  # noqa: PLC0415
     from syncd.daemon.metrics_export import Exporter  # noqa: PLC0415
@@ -126,6 +144,8 @@ def _services(configuration: Reloader, stack: ExitStack) -> Services:
         read_again=_noting(configuration, lambda: metrics.reloaded.set(configuration.whole)),
         each_tick=exporter.tick,
         meter_of=metrics.of_job,
+        manager=manager,
+        guard=guard,
     )
 
 

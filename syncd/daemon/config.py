@@ -39,6 +39,11 @@ class DaemonConfig(BaseModel):
             trainer, daemon and explorers of one host share. Its folder is made where it is missing.
         exit_when_idle: whether the daemon ends once all trainers and explorers are gone, of which
             it has seen one at least, and nothing is left to publish.
+        hang_time: after how long without an answer of storage this process ends itself. Longer than
+            storage takes to write one file of ``max_shard_size`` out, and than a pickle may be read
+            (300 s).
+        shared_group: a group, by name or number, that trainers, explorers and this daemon are all
+            in: what the daemon makes is the group's, to read and to write.
         lease_time: after how long without a heartbeat a process counts as dead. Only heard in a job
             that has none yet.
     """
@@ -62,6 +67,8 @@ class DaemonConfig(BaseModel):
     leftover_grace: Annotated[Seconds, Field(gt=0)] = 900.0
     memory_dir: Path | None = None
     exit_when_idle: bool = False
+    hang_time: Annotated[Seconds, Field(gt=0)] = 600.0
+    shared_group: str | None = None
     lease_time: Annotated[Seconds, Field(gt=0, le=3600)] = 30.0
 
 

@@ -28,6 +28,7 @@ from syncd.daemon.decide import (
 )
 from syncd.daemon.journal import Journal
 from syncd.daemon.meter import Meter
+from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
@@ -72,6 +73,7 @@ class Loop:
         epoch: the room.
         cancel: called between chunks of a merge; raises to stop.
         publishes: whether new versions are made; without, the loop only prunes.
+        notice: told when the job was first looked at, and what is done.
         meter: hears of what is done.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
@@ -92,6 +94,7 @@ class Loop:
         *,
         cancel: Callable[[], None],
         publishes: bool = True,
+        notice: JobNotice | None = None,
         meter: Meter | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
@@ -104,6 +107,7 @@ class Loop:
         self._epoch = epoch
         self._clock = clock
         self._publishes = publishes
+        self._notice = notice or JobNotice()
         self.pruned: list[Pruning] = []
         self._steering = Steering(storage, layout)
         self._scanner = Scanner(storage, layout, config, judge, clock=clock)
@@ -169,6 +173,7 @@ class Loop:
         started = self._clock()
         seen = self._scanner.scan(self._known())
         decision = decide(seen, self._config)
+        self._notice.ready()  # before a merge, which may take minutes
         waiting_for = decision.waiting_for
         begun = self._clock()
         self._whole_since = begun - seen.save_still_for
@@ -372,10 +377,13 @@ class Loop:
         return max(self._config.leftover_grace, 2 * self._session.lease_time)
 
     def _report(self, state: str, detail: str = "") -> None:
+        latest = self._publisher.latest
+        served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
+        self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
         self._reporter.report(
             state,
             detail,
-            latest=self._publisher.latest,
+            latest=latest,
             paused=self._pause,
             counters=self._journal.counters,
         )

@@ -14,8 +14,10 @@ from types import FrameType
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.hang import AnsweredStorage
 from syncd.daemon.loop import Loop
 from syncd.daemon.meter import MeterOf, unmetered
+from syncd.daemon.notify import JobNotice
 from syncd.daemon.participants import Participants
 from syncd.protocol.errors import (
     CancelledError,
@@ -32,6 +34,7 @@ from syncd.storage.job import check_folders, open_job
 from syncd.storage.leases import DAEMON_SESSION, DaemonLock, Judge, Session, sweep_broken
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
+from syncd.storage.rights import check_rights, share_with_group, unprunable
 from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
@@ -52,9 +55,15 @@ class Service:
         root: the job directory.
         config: what the daemon was told.
         may_end: asked where ``exit_when_idle`` would end :meth:`run`.
+        answered: called whenever storage has answered: this is what counts as progress.
+        notice: told when the job was first looked at, and what is done.
         each_tick: called between two rounds, by the thread of :meth:`run`.
         meter_of: makes what hears of all that is done.
         storage: the shared storage.
+
+    Raises:
+        InvalidSettingsError: ``shared_group`` is not there, or cannot be given to the job.
+        JobUnavailableError: the job is not there, or this user may not write to it.
     """
 
     def __init__(
@@ -63,6 +72,8 @@ class Service:
         config: DaemonConfig,
         *,
         may_end: Callable[[], bool] = lambda: True,
+        answered: Callable[[], None] = lambda: None,
+        notice: JobNotice | None = None,
         each_tick: Callable[[], None] = lambda: None,
         meter_of: MeterOf = unmetered,
         storage: Storage | None = None,
@@ -70,7 +81,8 @@ class Service:
         root = root.absolute()
         self._layout = JobLayout(root)
         self._config = config
-        self._storage = storage or Storage(root)
+        self._storage = storage or AnsweredStorage(root, answered)
+        self._notice = notice or JobNotice()
         self._may_end = may_end
         self._each_tick = each_tick
         self._meter = meter_of(self._storage, self._layout)
@@ -81,10 +93,14 @@ class Service:
         self._quiet_rounds = 0
         self._away = False
         self._said = ""
+        self._rights_seen = not config.prune_steps
+        if config.shared_group is not None:
+            share_with_group(self._storage, self._layout, config.shared_group)
         self._repeats = Repeats()
         self._lease_time = open_job(
             self._storage, self._layout, lease_time=config.lease_time
         ).lease_time
+        check_rights(self._storage, self._layout)
         if self._lease_time != config.lease_time:
             log.warning(
                 "the lease time of this job is %g s, since it was first opened; %g s is not heard",
@@ -185,6 +201,7 @@ class Service:
         while not self._stopping:
             if lock.try_acquire():
                 return True
+            self._notice.ready()
             why = "another daemon is working on this job"
             self._say(f"standing by: {why}", why, event=Event.DAEMON_STANDS_BY)
             self._look_for_participants()
@@ -206,6 +223,7 @@ class Service:
             Judge(self._storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
+            notice=self._notice,
             meter=self._meter,
         )
         loop.begin()
@@ -236,6 +254,7 @@ class Service:
             # In this order: whoever is gone now had written all that it ever will. What a round saw
             # while someone was there says nothing about what they wrote last.
             self._look_for_participants()
+            self._look_at_rights()
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:
@@ -249,6 +268,17 @@ class Service:
     def _look_for_participants(self) -> None:
         if self._config.exit_when_idle:
             self._participants.look()
+
+    def _look_at_rights(self) -> None:
+        """Say it once, with the first steps that are seen, where they could not be pruned."""
+        if self._rights_seen:
+            return
+        found = unprunable(self._storage, self._layout)
+        self._rights_seen = found is not None
+        if found:
+            log.warning(
+                "%s", found, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=found)
+            )
 
     def _gave_up_reserve(self) -> bool:
         """A full disk must not keep out who would prune it."""
@@ -278,6 +308,7 @@ class Service:
 
         ``change`` is what counts as one, where names in the message are new ones each time.
         """
+        self._notice.status(what)
         if isinstance(why, Exception):
             self._meter.failed(why)
         state = change or what

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.hang import HangGuard
 from syncd.daemon.meter import MeterOf, unmetered
+from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
 from syncd.protocol.events import Event
@@ -34,15 +36,18 @@ class Services:
 
     Args:
         root: the job directory.
-        config: what the daemon was told; ``memory_dir`` names the second job, if there is one.
+        config: what the daemon was told; ``memory_dir`` names the second job, if there is one. With
+            ``shared_group`` the umask of this process leaves the group's bits.
         read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
             the old one stays. What may not change while the daemon runs is as it was.
-        reloading: open while that is done.
         each_tick: called between two rounds of the first job.
         meter_of: makes what hears of all that is done in a job.
+        manager: who started this process.
+        guard: ends this process where one of the jobs hangs.
 
     Raises:
-        InvalidSettingsError: one of the two directories is inside the other.
+        InvalidSettingsError: one of the two directories is inside the other, or ``shared_group``
+            cannot be given to them.
         JobUnavailableError: one of them is not there, or cannot be written.
     """
 
@@ -52,14 +57,18 @@ class Services:
         config: DaemonConfig,
         *,
         read_again: Callable[[], DaemonConfig | None] = lambda: None,
-        reloading: Callable[[], AbstractContextManager[None]] = nullcontext,
         each_tick: Callable[[], None] = lambda: None,
         meter_of: MeterOf = unmetered,
+        manager: ServiceManager | None = None,
+        guard: HangGuard | None = None,
     ) -> None:
         self._stopping = False
+        self._manager = manager or ServiceManager()
+        self._guard = guard or HangGuard(config.hang_time, self._manager)
+        if config.shared_group is not None:
+            os.umask(os.umask(0o077) & ~0o070)
         self._reload_asked = False
         self._read_again = read_again
-        self._reloading = reloading
         self._each_tick = each_tick
         self._meter_of = meter_of
         self._jobs = [(root, config)]
@@ -74,6 +83,7 @@ class Services:
     def stop(self) -> None:
         """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
         self._stopping = True
+        self._manager.stopping()
         for service in self._services:
             service.stop()
 
@@ -102,6 +112,12 @@ class Services:
                 thread.join()
 
     def _keep_serving(self, number: int) -> None:
+        try:
+            self._serve_again_and_again(number)
+        finally:
+            self._guard.forget(str(self._jobs[number][0]))
+
+    def _serve_again_and_again(self, number: int) -> None:
         root, _ = self._jobs[number]
         failed = False
         while not self._stopping:
@@ -138,6 +154,8 @@ class Services:
             root,
             config,
             may_end=may_end,
+            answered=self._guard.watch(str(root)),
+            notice=self._manager.job(str(root)),
             each_tick=(lambda: None) if number else self._tick,
             meter_of=self._meter_of,
         )
@@ -148,7 +166,7 @@ class Services:
         if not self._reload_asked:
             return
         self._reload_asked = False
-        with self._reloading():
+        with self._manager.reloading():
             config = self._read_again()
             if config is None:
                 return

@@ -46,6 +46,7 @@ class Event(StrEnum):
     RECORD_UNWRITTEN = "record_unwritten"
     RESERVE_GIVEN_UP = "reserve_given_up"
     RESERVE_SHORT = "reserve_short"
+    RIGHTS_MISSING = "rights_missing"
     ROLLBACK_REFUSED = "rollback_refused"
     SAVE_QUARANTINED = "save_quarantined"
     SAVE_SKIPPED = "save_skipped"

@@ -91,6 +91,19 @@ class Calls:
         with self._beneath.at(path) as (name, folder):
             os.utime(name, dir_fd=folder, follow_symlinks=False)
 
+    def chgrp(self, path: Path, group: int) -> None:
+        """Give a folder to a group of this user's."""
+        with self._beneath.at(path) as (name, folder):
+            os.chown(name, -1, group, dir_fd=folder, follow_symlinks=False)
+
+    def chmod(self, path: Path, mode: int) -> None:
+        """Set the mode of a folder, never of what a link names."""
+        fd = self._beneath.open_folder(path)
+        try:
+            os.fchmod(fd, mode)
+        finally:
+            os.close(fd)
+
     def create(self, path: Path) -> int:
         """A descriptor of a new, empty file. Raises FileExistsError where the name is taken."""
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -215,6 +228,20 @@ class Calls:
             if is_gone(error):
                 return None
             raise
+
+    def may_change(self, path: Path) -> bool:
+        """Whether this user may make and delete names in a folder, as far as storage says now.
+
+        On NFS it is the server that is asked; an answer that does not come counts as a no.
+        """
+        with self._beneath.at(path) as (name, folder):
+            return os.access(
+                name,
+                os.W_OK | os.X_OK,
+                dir_fd=folder,
+                effective_ids=True,
+                follow_symlinks=folder is None,
+            )
 
     def free(self, path: Path) -> Free:
         """How much room there is where a folder is. A quota may leave less."""

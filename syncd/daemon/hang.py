@@ -1,0 +1,146 @@
+"""Ending a process that hangs: its heartbeat is a thread, and would go on for ever.
+
+Progress is a call to shared storage that was answered, be it by an error: all that a daemon does is
+made of these, the copying threads of a merge too, and while it has nothing to do it looks at the
+job each tick. A thread that only tells the time is none, and neither is the one that waits for
+others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Concatenate, Final, ParamSpec, Self, TypeVar
+
+from syncd.daemon.notify import LONGEST_SILENCE, ServiceManager
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import Clock
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+#: Signs of life in the time after which one is missed.
+_SIGNS: Final = 10
+#: The descriptor: what is written there when Python itself may stand still.
+_STDERR: Final = 2
+
+
+class HangGuard:
+    """Ends this process where one of its jobs makes no progress for ``hang_time``.
+
+    The end is that of :func:`faulthandler.dump_traceback_later`: a thread of C, which needs nothing
+    of Python, writes where every thread stands to standard error and exits with status 1. What is
+    half made is recovered by whoever takes over, as after a kill. Where a service manager wants
+    signs of life they are sent by the thread that made the progress, and none while any job makes
+    none.
+
+    Armed while it is open as a context manager; only a process that serves and does nothing else
+    may do that. Not promised: an end while the process is stopped (SIGSTOP); the service manager's
+    watchdog sees to that.
+
+    Args:
+        hang_time: seconds.
+        manager: who started this process.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, hang_time: float, manager: ServiceManager, *, clock: Clock = time.monotonic
+    ) -> None:
+        self.hang_time = hang_time
+        self._manager = manager
+        self._clock = clock
+        wanted = min(hang_time, manager.watchdog or hang_time)
+        self._often = min(wanted / _SIGNS, LONGEST_SILENCE)
+        self._answered: dict[str, float] = {}
+        self._changing = threading.Lock()
+        self._next = 0.0
+        self._armed = False
+
+    def __enter__(self) -> Self:
+        # Of the watchdog's SIGABRT, and of a crash in C, the journal has the stacks too.
+        faulthandler.enable(file=_STDERR)
+        self._armed = True
+        self._arm(self.hang_time)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changing:
+            self._armed = False
+            faulthandler.cancel_dump_traceback_later()
+
+    def watch(self, job: str) -> Callable[[], None]:
+        """Expect progress of a job from now on; returns what it calls whenever there was some."""
+        with self._changing:
+            self._answered[job] = self._clock()
+
+        def answered() -> None:
+            if job in self._answered:
+                now = self._answered[job] = self._clock()
+                if now >= self._next:
+                    self._tell(now)
+
+        return answered
+
+    def forget(self, job: str) -> None:
+        """Expect no more of a job that has come to its end."""
+        with self._changing:
+            self._answered.pop(job, None)
+
+    def _tell(self, now: float) -> None:
+        if not self._changing.acquire(blocking=False):
+            return  # another thread is about to
+        try:
+            self._next = now + self._often
+            left = self.hang_time - (now - min(self._answered.values(), default=now))
+            if left > 0:
+                self._arm(left)
+                self._manager.alive()
+        finally:
+            self._changing.release()
+
+    def _arm(self, seconds: float) -> None:
+        if self._armed:
+            faulthandler.dump_traceback_later(seconds, exit=True, file=_STDERR)
+
+
+def _counted(
+    call: Callable[Concatenate[AnsweredStorage, P], R],
+) -> Callable[Concatenate[AnsweredStorage, P], R]:
+    def counted(self: AnsweredStorage, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self.answered()
+
+    return counted
+
+
+class AnsweredStorage(Storage):
+    """Storage that says when it has answered: after each call that any long work is made of.
+
+    Args:
+        root: the job directory.
+        answered: called after each of them, in the thread that made the call.
+    """
+
+    def __init__(self, root: Path, answered: Callable[[], None]) -> None:
+        super().__init__(root)
+        self.answered = answered
+
+    # Opening, listing and looking are what a round is made of; the rest is what takes long.
+    open_read = _counted(Storage.open_read)
+    names = _counted(Storage.names)
+    status = _counted(Storage.status)
+    unlink = _counted(Storage.unlink)
+    write = _counted(Storage.write)
+    pwrite = _counted(Storage.pwrite)
+    pread = _counted(Storage.pread)
+    pread_into = _counted(Storage.pread_into)
+    copy_file_range = _counted(Storage.copy_file_range)
+    sendfile = _counted(Storage.sendfile)
+    clone_range = _counted(Storage.clone_range)
+    fsync = _counted(Storage.fsync)

@@ -1,0 +1,144 @@
+"""What the service manager is told: sd_notify(3), a few lines over a datagram socket.
+
+Where no service manager has started this process, nothing is told to anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Final
+
+from syncd.protocol.layout import printable
+
+log = logging.getLogger(__name__)
+
+#: By how much each sign of life puts off the end of a start or a stop, in seconds. Signs come ten
+#: times in ``hang_time``, and at least each :data:`LONGEST_SILENCE`.
+_EXTENSION: Final = 60
+#: Seconds between two signs of life while there is progress, at most.
+LONGEST_SILENCE: Final = 10.0
+
+
+class _Phase(Enum):
+    STARTING = "starting"
+    SERVING = "serving"
+    STOPPING = "stopping"
+
+
+class ServiceManager:
+    """The service manager that has started this process, or nobody.
+
+    Safe to call from any thread. Not promised: that it hears; a manager that does not answer is
+    nothing to the daemon.
+
+    Args:
+        address: of its socket: a path, or ``@`` and an abstract name; None for nobody.
+        watchdog: within how many seconds it wants to hear :meth:`alive`; None for never.
+    """
+
+    def __init__(self, address: str | None = None, *, watchdog: float | None = None) -> None:
+        self.watchdog = watchdog
+        self._address = address
+        self._socket: socket.socket | None = None
+        if address:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._address = f"\0{address[1:]}" if address.startswith("@") else address
+            # A manager that does not read must not stop the daemon.
+            self._socket.setblocking(False)
+        self._lock = threading.Lock()
+        self._phase = _Phase.STARTING
+        self._lines: dict[str, str] = {}
+        self._waiting: set[str] = set()
+        self._said = ""
+
+    @classmethod
+    def of_environment(cls, environment: Mapping[str, str] = os.environ) -> ServiceManager:
+        """The one that ``NOTIFY_SOCKET`` names; of other kinds than Unix sockets, none."""
+        address = environment.get("NOTIFY_SOCKET", "")
+        if not address.startswith(("/", "@")):
+            return cls()
+        wanted = environment.get("WATCHDOG_USEC", "")
+        for_us = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        watchdog = int(wanted) / 1e6 if for_us and wanted.isdecimal() and int(wanted) else None
+        return cls(address, watchdog=watchdog)
+
+    def job(self, name: str) -> JobNotice:
+        """What one of this process's jobs is told through; the start waits for it."""
+        with self._lock:
+            if self._phase is _Phase.STARTING:
+                self._waiting.add(name)
+        return JobNotice(
+            ready=lambda: self._job_is_ready(name), status=lambda line: self._tell(name, line)
+        )
+
+    def alive(self) -> None:
+        """There was progress: neither the watchdog nor a slow start or stop ends this process."""
+        extends = self._phase in {_Phase.STARTING, _Phase.STOPPING}
+        self._send("WATCHDOG=1", *([f"EXTEND_TIMEOUT_USEC={_EXTENSION * 10**6}"] * extends))
+
+    @contextmanager
+    def reloading(self) -> Iterator[None]:
+        """The configuration is read anew while this is open, whatever comes of it."""
+        # CLOCK_MONOTONIC, as time.monotonic() is on Linux; systemd 253 insists on it.
+        self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        try:
+            yield
+        finally:
+            self._send("READY=1")
+
+    def stopping(self) -> None:
+        """The process has begun to end."""
+        with self._lock:
+            self._phase = _Phase.STOPPING
+        self._send("STOPPING=1")
+
+    def _job_is_ready(self, name: str) -> None:
+        with self._lock:
+            self._waiting.discard(name)
+            if self._waiting or self._phase is not _Phase.STARTING:
+                return
+            self._phase = _Phase.SERVING
+        self._send("READY=1")
+
+    def _tell(self, name: str, line: str) -> None:
+        with self._lock:
+            self._lines[name] = printable(line)
+            said = " | ".join(self._lines.values())
+            if said == self._said:
+                return
+            self._said = said
+        self._send(f"STATUS={said}")
+
+    def _send(self, *assignments: str) -> None:
+        if self._socket is None:
+            return
+        data = "\n".join(assignments).encode(errors="replace")
+        try:
+            self._socket.sendto(data, self._address or "")
+        except OSError as error:
+            log.debug("the service manager does not hear %s: %s", assignments[0], error)
+
+
+class JobNotice:
+    """What a daemon says of one job, for whoever started the process.
+
+    Args:
+        ready: called when the daemon has looked at the job, or stands by for another one.
+        status: called with a line for people.
+    """
+
+    def __init__(
+        self,
+        *,
+        ready: Callable[[], None] = lambda: None,
+        status: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.ready = ready
+        self.status = status

@@ -1,0 +1,149 @@
+"""Whether this user may do in a job what a daemon does: write to it, and delete what trainers made.
+
+Nothing of it is a promise: storage has the last word, at each call.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.layout import JobLayout, parse_step_folder, step_folder
+from syncd.storage.calls import Kind
+from syncd.storage.errnos import is_refused_here
+from syncd.storage.fsio import Storage
+
+#: What a folder needs so that what is made in it is the group's, and the group's to change.
+_SHARED: Final = stat.S_ISGID | stat.S_IRWXG
+#: How many step folders are looked at: one trainer's are alike.
+_FEW: Final = 4
+
+
+def share_with_group(storage: Storage, layout: JobLayout, group: str) -> None:
+    """Give a job's folder, and ours in it, to a group.
+
+    What is made below a folder with the setgid bit has its group and, folders, its bit. That the
+    group may write what this process makes is for its umask to say.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        group: its name, or its number.
+
+    Raises:
+        InvalidSettingsError: there is no such group, this process is not in it, or a folder is
+            another user's and not shared yet.
+    """
+    number = _number(group)
+    if os.geteuid() and number not in {os.getegid(), *os.getgroups()}:
+        raise InvalidSettingsError(
+            f"shared_group {group}: user {os.geteuid()} is not in it: add the user to the group, "
+            "or SupplementaryGroups= to the unit"
+        )
+    for folder in (layout.root, layout.state, *_ours(layout)):
+        status = storage.status(folder)
+        if status is None or not stat.S_ISDIR(status.st_mode):
+            continue  # opening the job makes it, or says what is wrong
+        mode = stat.S_IMODE(status.st_mode)
+        if status.st_gid == number and mode & _SHARED == _SHARED:
+            continue
+        try:
+            if status.st_gid != number:
+                storage.chgrp(folder, number)  # which may clear the bit: first
+            storage.chmod(folder, mode | _SHARED)
+        except PermissionError as error:
+            root = layout.root
+            raise InvalidSettingsError(
+                f"shared_group {group}: {folder} is not shared with it, and user {os.geteuid()} "
+                f"may not change that ({error.strerror}): as its owner, run 'chgrp -R {group} "
+                f"{root} && chmod -R g+rwX {root} && find {root} -type d -exec chmod g+s {{}} +'"
+            ) from error
+
+
+def check_rights(storage: Storage, layout: JobLayout) -> None:
+    """Look whether this user may write to the job's folder, and to ours in it.
+
+    Raises:
+        JobUnavailableError: one of them may not be written.
+    """
+    # Folders of requests or explorers that someone keeps from us keep nobody from being served.
+    for folder in (layout.root, layout.state, *_working(layout)):
+        if storage.exists(folder) and not storage.may_change(folder):
+            raise JobUnavailableError(
+                f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, "
+                "or share the job with a group that both are in (shared_group)"
+            )
+
+
+def unprunable(storage: Storage, layout: JobLayout) -> str | None:
+    """Why this user could not delete the steps that are there, as far as a look can tell.
+
+    Returns:
+        A sentence for people; an empty one where nothing is in the way; None where there is no step
+        to tell it by yet.
+    """
+    found = [parse_step_folder(name) for name in storage.names(layout.root)]
+    steps = sorted((step for step in found if step is not None), reverse=True)[:_FEW]
+    if not steps:
+        return None
+    root = storage.status(layout.root)
+    for step in steps:
+        status = storage.status(layout.step(step))
+        if status is None or root is None or not stat.S_ISDIR(status.st_mode):
+            continue
+        us = os.geteuid()
+        if us and root.st_mode & stat.S_ISVTX and us not in {root.st_uid, status.st_uid}:
+            return _sentence(
+                layout.root,
+                f"has the sticky bit, and {step_folder(step)} is user {status.st_uid}'s",
+            )
+        folder = _kept_from_us(storage, layout.step(step))
+        if folder is not None:
+            return _sentence(folder, f"is user {status.st_uid}'s, and not ours to write to")
+    return ""
+
+
+def _sentence(folder: Path, why: str) -> str:
+    return (
+        f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (user "
+        f"{os.geteuid()}): run as the trainers' user, or let trainers work with umask 002 in a "
+        "group that both are in (shared_group), or say --no-prune-steps"
+    )
+
+
+def _kept_from_us(storage: Storage, step: Path) -> Path | None:
+    """The first of a step's folder and those in it that cannot be emptied."""
+    if not storage.may_change(step):
+        return step
+    try:
+        inner = storage.kinds(step)
+    except OSError as error:
+        if not is_refused_here(error):
+            raise
+        return step
+    folders = (step / name for name, kind in inner.items() if kind is Kind.FOLDER)
+    return next((folder for folder in folders if not storage.may_change(folder)), None)
+
+
+def _working(layout: JobLayout) -> tuple[Path, ...]:
+    return (layout.published, layout.epochs, layout.leases, layout.sessions)
+
+
+def _ours(layout: JobLayout) -> tuple[Path, ...]:
+    others = (layout.explorers, layout.quarantine, layout.requests, layout.drafts)
+    return (*_working(layout), *others)
+
+
+def _number(group: str) -> int:
+    if group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise InvalidSettingsError(
+            f"shared_group {group}: there is no such group on this host"
+        ) from None

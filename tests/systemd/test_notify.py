@@ -1,0 +1,247 @@
+"""What the service manager hears, and what ends a process that hangs."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.hang import AnsweredStorage, HangGuard
+from syncd.daemon.notify import ServiceManager
+from syncd.daemon.service import Service
+from tests.jobs import Job
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
+from tests.multiprocess.saves import Constant, save
+from tests.storages import Clock
+
+
+class Manager:
+    """The other end: systemd's socket."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"\0{address[1:]}" if address.startswith("@") else address)
+        self._socket.setblocking(False)
+
+    def heard(self) -> list[str]:
+        """The lines since the last call."""
+        lines: list[str] = []
+        try:
+            while True:
+                lines += self._socket.recv(65536).decode().split("\n")
+        except BlockingIOError:
+            return lines
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Manager]:
+    path = tmp_path / "notify"
+    # A socket's path has room for 107 bytes.
+    address = f"@syncd-{os.getpid()}" if request.param == "abstract" else os.path.relpath(path, "/")
+    listening = Manager(address if address.startswith("@") else f"/{address}")
+    yield listening
+    listening.close()
+
+
+def ours(manager: Manager) -> ServiceManager:
+    return ServiceManager.of_environment({"NOTIFY_SOCKET": manager.address})
+
+
+def test_ready_is_said_once_all_jobs_are_and_then_never_again(manager: Manager) -> None:
+    told = ours(manager)
+    one, two = told.job("one"), told.job("two")
+    one.status("no version yet")
+    one.ready()
+    one.ready()
+    assert manager.heard() == ["STATUS=no version yet"]
+    two.ready()
+    assert manager.heard() == ["READY=1"]
+    told.job("two").ready()  # served again after a failure
+    two.status("a line\nREADY=0")
+    two.status("a line\nREADY=0")
+    assert manager.heard() == ["STATUS=no version yet | a line\\nREADY=0"]
+
+
+def test_progress_puts_off_the_end_of_a_start_and_of_a_stop_and_of_nothing_else(
+    manager: Manager,
+) -> None:
+    told = ours(manager)
+    job = told.job("one")
+    told.alive()
+    assert manager.heard() == ["WATCHDOG=1", "EXTEND_TIMEOUT_USEC=60000000"]
+    job.ready()
+    manager.heard()
+    told.alive()
+    assert manager.heard() == ["WATCHDOG=1"]
+    told.stopping()
+    told.alive()
+    assert manager.heard() == ["STOPPING=1", "WATCHDOG=1", "EXTEND_TIMEOUT_USEC=60000000"]
+
+
+def test_a_reload_ends_with_ready_whatever_comes_of_it(manager: Manager) -> None:
+    told = ours(manager)
+    begun: list[str] = []
+
+    def reload() -> None:
+        with told.reloading():
+            begun.extend(manager.heard())
+            raise ValueError("no good")
+
+    with pytest.raises(ValueError, match="no good"):
+        reload()
+    assert begun[0] == "RELOADING=1"
+    assert begun[1].removeprefix("MONOTONIC_USEC=").isdecimal()
+    assert manager.heard() == ["READY=1"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "watchdog"),
+    [
+        ({}, None),
+        ({"WATCHDOG_USEC": "4000000"}, 4.0),
+        ({"WATCHDOG_USEC": "4000000", "WATCHDOG_PID": "1"}, None),
+        ({"WATCHDOG_USEC": "0"}, None),
+        ({"WATCHDOG_USEC": "soon"}, None),
+    ],
+)
+def test_the_watchdog_is_for_whom_it_names(
+    environment: dict[str, str], watchdog: float | None
+) -> None:
+    told = ServiceManager.of_environment({"NOTIFY_SOCKET": "/nowhere", **environment})
+    assert told.watchdog == watchdog
+    told.alive()  # nobody hears it
+
+
+def test_without_a_manager_nothing_is_told() -> None:
+    for address in ("", "vsock:2:1234"):
+        told = ServiceManager.of_environment({"NOTIFY_SOCKET": address, "WATCHDOG_USEC": "1"})
+        assert told.watchdog is None
+        told.job("one").ready()
+        told.alive()
+
+
+def test_no_sign_of_life_while_any_job_makes_no_progress(manager: Manager) -> None:
+    clock = Clock()
+    guard = HangGuard(30.0, ours(manager), clock=clock)
+    one, two = guard.watch("one"), guard.watch("two")
+    for _ in range(29):
+        clock.advance(1)
+        one()
+    assert 3 <= manager.heard().count("WATCHDOG=1") <= 10
+    for _ in range(30):
+        clock.advance(1)
+        one()
+    assert manager.heard() == []
+    guard.forget("two")  # its daemon has come to its end
+    clock.advance(10)
+    one()
+    two()
+    assert "WATCHDOG=1" in manager.heard()
+
+
+def test_an_error_of_storage_is_an_answer_too(tmp_path: Path) -> None:
+    answered: list[str] = []
+    storage = AnsweredStorage(tmp_path, lambda: answered.append("yes"))
+    with pytest.raises(FileNotFoundError):
+        storage.open_read(tmp_path / "missing")
+    assert answered == ["yes"]
+    storage.write_new(tmp_path / "file", b"bytes")
+    assert storage.read(tmp_path / "file") == b"bytes"
+    assert len(answered) == 4  # missing, written, synced, opened
+
+
+def test_ready_comes_with_the_first_look_and_before_what_is_merged_then(
+    job: Job, manager: Manager
+) -> None:
+    told: list[str] = []
+
+    class Looking(AnsweredStorage):
+        def mkdir(self, path: Path) -> None:
+            if path.parent.name == "building" and path.name.startswith("v"):
+                told.extend(manager.heard())
+            super().mkdir(path)
+
+    job.save(1)
+    service = Service(
+        job.layout.root,
+        DaemonConfig(tick=0.05),
+        notice=ours(manager).job("job"),
+        storage=Looking(job.layout.root, lambda: None),
+    )
+    thread = threading.Thread(target=service.run)
+    thread.start()
+    try:
+        wait_for_step(job.layout.root, 1)
+        said = wait_until(
+            lambda: [line for line in manager.heard() if "version 1" in line], "STATUS says so"
+        )
+    finally:
+        service.stop()
+        thread.join()
+    assert "READY=1" in told
+    assert said[0].startswith("STATUS=version 1 of step 1; ")
+
+
+#: A daemon whose storage stops to answer one call, in whichever thread, once a file is there.
+HANGING = """
+import sys, threading
+from pathlib import Path
+from syncd.storage.calls import Calls
+from syncd.storage.fsio import Storage
+method, marker = sys.argv.pop(1), Path(sys.argv.pop(1))
+real = getattr(Calls, method)
+def call(self, *args):
+    if marker.exists():
+        threading.Event().wait()
+    return real(self, *args)
+setattr(Calls, method, call)
+from syncd.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("method", ["names", "pwrite"])
+def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
+    tmp_path: Path, method: str
+) -> None:
+    root, marker = tmp_path / "job", tmp_path / "hang"
+    Job(root)
+    save(root, Constant(), 1, 1)
+    manager = Manager(address := f"@syncd-{os.getpid()}-{method}")
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(HANGING), method, str(marker),
+         "run", str(root), "--tick", "0.1", "--hang-time", "2", "--max-shard-size", "30000"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**ENVIRONMENT, "NOTIFY_SOCKET": address},
+    ) as process:  # fmt: skip
+        try:
+            wait_for_step(root, 1)
+            wait_until(lambda: "WATCHDOG=1" in manager.heard(), "there are signs of life")
+            marker.touch()
+            # Of four files, by several threads, for which the loop's own waits and looks.
+            save(root, Constant(), 2, 2)
+            _, said = process.communicate(timeout=DEADLINE)
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert "Timeout (0:00:0" in said
+    assert "in call\n" in said, "where it hung is said"
+    # Its heartbeat ended with it: nobody waits for a lease.
+    marker.unlink()
+    with Daemon(root) as daemon:
+        wait_for_step(root, 2)
+        assert daemon.terminate() == 0
+    manager.close()

@@ -1,0 +1,214 @@
+"""What ``syncd unit`` prints and writes, read by systemd's own tools where they are at hand."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shlex
+import shutil
+import subprocess
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from syncd.cli import cli
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.units import files as unit_files
+from syncd.units.files import DAEMON, FOLLOWER, is_untouched, quoted
+
+ROOT = Path(__file__).parents[2]
+needs_systemd = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+def syncd(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["unit", *map(str, arguments)])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    (tmp_path / "job").mkdir()
+    path = tmp_path / "demo.toml"
+    path.write_text(f'job = "{tmp_path}/job"\n')
+    return path
+
+
+def installed(tmp_path: Path, config: Path, *more: object) -> tuple[Path, Path]:
+    to = tmp_path / "units"
+    result = syncd("install", "demo", "--config", config, "--to", to, *more)
+    assert result.exit_code == 0, result.output
+    return to / DAEMON, to / "syncd@demo.service.d" / "job.conf"
+
+
+def settings(text: str) -> dict[str, list[str]]:
+    """Each key's values, in order."""
+    found: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line and not line.startswith(("#", "[")):
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def test_the_units_in_the_checkout_are_those_that_are_installed() -> None:
+    for name in (DAEMON, FOLLOWER):
+        theirs = resources.files("syncd.units").joinpath(name).read_text("utf-8")
+        assert (ROOT / "systemd" / name).read_text() == theirs
+
+
+def test_install_fills_in_what_is_the_jobs_own_and_says_what_to_run(
+    tmp_path: Path, config: Path
+) -> None:
+    config.write_text(
+        f'job = "{tmp_path}/job"\nmemory_dir = "/dev/shm/demo"\nshared_group = "rl"\n'
+        f'metrics_textfile = "{tmp_path}/metrics/syncd.prom"\n'
+    )
+    template, drop_in = installed(tmp_path, config, "--group", "users")
+    assert settings(template.read_text())["Type"] == ["notify"]
+    found = settings(drop_in.read_text())
+    places = f"{tmp_path}/job /dev/shm {tmp_path}/metrics"
+    assert found["RequiresMountsFor"] == [places]
+    assert found["ReadWritePaths"] == [" ".join(f"-{place}" for place in shlex.split(places))]
+    assert found["User"] == [getpass.getuser()]
+    assert found["Group"] == ["users"]
+    assert found["SupplementaryGroups"] == ["rl"]
+    assert found["ExecStart"][0] == ""
+    assert found["ExecStart"][1].endswith(f"run --config {config}")
+    assert found["ExecReload"][1].endswith(f"config check {config}")
+    assert found["ExecReload"][2] == "/bin/kill -HUP $MAINPID"
+    result = syncd("install", "demo", "--config", config, "--to", tmp_path / "units")
+    for line in (f"syncd config check {config}", "daemon-reload", "enable --now syncd@demo"):
+        assert f"{line}\n" in result.output
+
+
+def test_what_would_be_hidden_from_the_service_is_shown_to_it(tmp_path: Path) -> None:
+    def drop_in(job: str) -> dict[str, list[str]]:
+        instance = unit_files.Instance("x", "u", "g", needs=(Path(job),), writes=(Path(job),))
+        return settings(unit_files.unit_files(instance)["syncd@x.service.d/job.conf"])
+
+    assert drop_in("/home/u/job")["ProtectHome"] == ["read-only"]
+    assert drop_in("/tmp/job")["PrivateTmp"] == ["no"]  # noqa: S108 - named, not used
+    assert tmp_path
+
+
+def test_a_changed_unit_is_not_replaced_and_one_of_ours_is(tmp_path: Path, config: Path) -> None:
+    template, drop_in = installed(tmp_path, config)
+    before = template.read_text()
+    assert is_untouched(before)
+    # As an older release wrote it.
+    template.write_text(unit_files._marked("[Service]\nType=simple\n"))
+    installed(tmp_path, config)
+    assert template.read_text() == before
+
+    drop_in.write_text(drop_in.read_text() + "Nice=5\n")
+    template.unlink()
+    to = tmp_path / "units"
+    refused = syncd("install", "demo", "--config", config, "--to", to)
+    assert isinstance(refused.exception, InvalidSettingsError)
+    assert f"{drop_in} was changed" in str(refused.exception)
+    assert "Nice=5" in drop_in.read_text()
+    assert not template.exists(), "all or nothing"
+    installed(tmp_path, config, "--force")
+    assert "Nice=5" not in drop_in.read_text()
+
+
+def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    said = "curl -d \"$SYNCD_FOLDER\" 'http://localhost/100%'"
+    result = syncd(
+        "print", "gpu0", "--follow", tmp_path / "job", "--stage", "/nvme/stage/gpu0",
+        "--budget", "64", "--command", said, "--memory-dir", "/memory/job", "--option=--ask",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    text = result.output.partition("syncd-follow@gpu0.service.d/job.conf\n")[2]
+    found = settings(text)
+    reset, command = found["ExecStart"]
+    assert reset == ""
+    words = shlex.split(command.replace("$$", "$").replace("%%", "%"))
+    assert words[-12:] == [
+        str(tmp_path / "job"), "--name", "gpu0", "--stage", "/nvme/stage/gpu0",
+        "--budget", "64", "--command", said, "--memory-dir", "/memory/job", "--ask",
+    ]  # fmt: skip
+    assert found["ReadWritePaths"] == [f"-{tmp_path}/job -/nvme/stage -/memory"]
+    # A filesystem of its own is written to as it is: names beside it are none of ours.
+    result = syncd("print", "x", "--follow", tmp_path / "job", "--stage", "/proc", "--command", "c")
+    assert f"ReadWritePaths=-{tmp_path}/job -/proc\n" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["demo", "--stage", "/x/y"], "go without --follow"),
+        (["demo", "--follow", "{job}"], "say --link PATH or --command CMD"),
+        (["demo", "--follow", "{job}", "--link", "/link"], "is at the top"),
+        (["../demo"], "cannot be part of a file name"),
+        (["demo", "--config", "{job}/none.toml"], "cannot be read"),
+        (["demo", "--user", "a\nb", "--config", "{job}/../demo.toml"], "cannot stand in a unit"),
+    ],
+)
+def test_what_cannot_be_a_unit_is_said(
+    tmp_path: Path, config: Path, words: list[str], why: str
+) -> None:
+    assert config.exists()
+    result = syncd("print", *(word.format(job=tmp_path / "job") for word in words))
+    assert result.exit_code != 0
+    assert why in result.output + str(result.exception)
+
+
+@pytest.mark.parametrize("text", ["", "job = 1\n", 'job = "a/b"\n', "job = [\n"])
+def test_a_configuration_without_a_job_is_no_unit(config: Path, text: str) -> None:
+    config.write_text(text)
+    result = syncd("print", "demo", "--config", config)
+    assert isinstance(result.exception, InvalidSettingsError)
+    assert str(config) in str(result.exception)
+
+
+def test_a_job_that_is_not_there_is_said(tmp_path: Path, config: Path) -> None:
+    (tmp_path / "job").rmdir()
+    result = syncd("print", "demo", "--config", config)
+    assert isinstance(result.exception, JobUnavailableError)
+
+
+# -- read by systemd -------------------------------------------------------------------------------
+
+
+@needs_systemd
+def test_the_daemons_unit_is_hardened(tmp_path: Path, config: Path) -> None:
+    """1.5 at most; a unit that says nothing of it has 9.6."""
+    template, _ = installed(tmp_path, config, "--user", "trainer")
+    unit = template.with_name("syncd@demo.service")
+    shutil.copy(template, unit)  # with the drop-in of that name
+    done = subprocess.run(
+        ["systemd-analyze", "security", "--offline=true", "--threshold=15", "--no-pager", unit],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Overall exposure level" in done.stdout
+
+
+@needs_systemd
+@pytest.mark.parametrize("name", ["plain", "a b", 'a "b"', "100%", "back\\slash", "dollar$HOME"])
+def test_systemd_reads_any_path_as_it_was_meant(tmp_path: Path, name: str) -> None:
+    job = tmp_path / name
+    job.mkdir()
+    config = tmp_path / "demo.toml"
+    escaped = str(job).replace("\\", "\\\\").replace('"', '\\"')
+    config.write_text(f'job = "{escaped}"\n')
+    template, drop_in = installed(tmp_path, config, "--user", "root")
+    assert quoted(job) in drop_in.read_text()
+    unit = template.with_name("syncd@demo.service")
+    shutil.copy(template, unit)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", unit],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "SYSTEMD_LOG_LEVEL": "warning"},
+    )
+    ours = [line for line in done.stderr.splitlines() if "syncd@demo" in line or "job.conf" in line]
+    assert ours == []
