@@ -140,6 +140,28 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
     assert job.leftovers() == []
 
 
+def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_trainer(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    actor = job.layout.actor(1)
+    actor.mkdir(parents=True)
+    for rank in range(RANKS):  # verl's checkpoint of the same step, which its pointer names
+        for part in ("model", "optim"):
+            torch.save({"weight": torch.zeros(3)}, actor / f"{part}_world_size_3_rank_{rank}.pt")
+    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
+    ranks = writers(job, WriteConcurrency.UNRESTRICTED, RuledStorage(), full, RuledStorage())
+    ranks[2].save(SaveId("run", 1, 0), CONTENTS)
+    for done in save_all(threads, ranks[:2], SaveId("run", 1, 0)):
+        with pytest.raises(SaveFailedError):
+            done.result(DEADLINE)
+    full.rules.clear()
+    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
+        done.result(DEADLINE)
+    assert {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)} <= weights(job, 1)
+    # Half of them may be of the save that failed: they are nobody's to publish.
+    assert look_at_save(RuledStorage(), actor, 1).identity is None
+
+
 def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
     job: Job, threads: ThreadPoolExecutor
 ) -> None:
