@@ -44,7 +44,6 @@ from trainer_hooks.writing.parts import (
 from trainer_hooks.writing.remains import Remains
 from trainer_hooks.writing.spool import Spool
 
-
 #: How the names of all ranks' full receipts begin.
 _FULL_RECEIPT: Final = "full_rank_"
 
