@@ -99,11 +99,11 @@ class CheckpointCoordinator:
 
         Args:
             name: what it is, for messages.
-            save_fn: does the work. It is called once what was begun before is over, and again, from
-                its start, where storage refuses for a moment. Of a state dict it must
-                ``torch.save`` this rank's part to
+            save_fn: does the work. It is called once what was begun before is over. Of a state dict
+                it must ``torch.save`` this rank's part to
                 ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, of tensors that training
-                does not change meanwhile; the folder is there.
+                does not change meanwhile; the folder is there, and it is called again, from its
+                start, where storage refuses for a moment.
             global_step: the step.
             is_state_dict: whether the pointer is to name the step, once all ranks have said so of
                 theirs. If not, nothing is announced.
@@ -199,10 +199,17 @@ class CheckpointCoordinator:
             self._job.stop_waiting()
             self._thread.close(timeout=_LAST)
         self._job.close()
-        self._raise_failure()
+        errors: list[SaveFailedError] = []
+        while (failed := self._thread.take_error()) is not None:
+            errors.append(failed)
         if left:
             steps = " and ".join(map(str, left))
-            raise SaveFailedError(f"step {steps} was still being written, and was given up")
+            error = f"step {steps} was still being written, and was given up"
+            errors.append(SaveFailedError(error))
+        for other in errors[1:]:
+            log.error("%s", other)
+        if errors:
+            raise errors[0]
 
     def __enter__(self) -> Self:
         return self

@@ -44,9 +44,11 @@ class SyncdCallback(TrainerCallback):
 
     Promised: what explorers get is the model that was trained, by the names of the plain model,
     whatever accelerate has wrapped it in (DDP, FSDP1, FSDP2), whole and as it was after the step;
-    nothing of it waits for storage. ``load_best_model_at_end`` publishes nothing: what it loads is
-    not the last step's. Not promised: that a rank whose training fails says so, unless its
-    ``train`` is called inside ``with callback:``; without, it counts as dead a lease time later.
+    a step waits for storage only as :class:`~trainer_hooks.settings.SaveSettings` say, one that the
+    Trainer saves while two saves are under way, and the end for the last. With
+    ``load_best_model_at_end`` the end publishes nothing: what is loaded is not the last step's. Not
+    promised: that a rank whose training fails says so, unless its ``train`` is called inside ``with
+    callback:``; without, it counts as dead a lease time after its process has ended.
 
     Give it to the Trainer of every rank: as ``callbacks=[callback]``, by
     ``trainer.add_callback(callback)``, or, so that its metrics reach W&B and the like, by
@@ -190,8 +192,9 @@ class SyncdCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        """Put the metrics since the last log into this one, and into ``state.log_history``."""
-        if logs is None or not self._metrics:
+        """Put the metrics since the last log of a step into this one, and ``state.log_history``."""
+        # An evaluation's log is what it returns: a search for hyperparameters adds up all in it.
+        if logs is None or "loss" not in logs:
             return
         logs.update(self._metrics)
         if state.log_history and state.log_history[-1].get("step") == state.global_step:
@@ -214,7 +217,9 @@ class SyncdCallback(TrainerCallback):
         if hook is None:
             return
         failed: list[SaveFailedError] = []
-        if not (args.load_best_model_at_end and state.best_model_checkpoint is not None):
+        # By the arguments alone, which all ranks have alike: whether there is a best model is what
+        # each host sees of an output_dir that need not be shared.
+        if not args.load_best_model_at_end:
             try:
                 self._add(hook.save_state_dict(state.global_step))
             except SaveFailedError as error:

@@ -98,8 +98,10 @@ def fsdp_upload_state_dict(
 ) -> None:
     """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
 
-    Rank 0 has all of it in host memory, and training waits until it is written: a
-    :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` does neither.
+    Rank 0 has all of it in host memory, and training waits until it is written: the other ranks in
+    a collective of the default process group, whose timeout (of NCCL 10 minutes, by default) must
+    be longer than that takes. A :class:`~trainer_hooks.hook.TrainerHook` with method ``memory``
+    does neither.
 
     Args:
         engine: as in :func:`fsdp_save_state_dict`.
@@ -150,13 +152,20 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
             receivers; NCCL or any other. Of other ranks it is not looked at.
 
     Raises:
+        InvalidSettingsError: on rank 0, which has no group; after the gathering, which the others
+            wait for.
         RuntimeError: a collective failed, as torch says it.
     """
     device: torch.device | None = None
     for _, weight in _full_weights(engine):
-        if weight is not None:
+        if weight is not None and model_update_group is not None:
             device = weight.device
             dist.broadcast(weight.contiguous(), 0, group=model_update_group)
+    if model_update_group is None and Ranks().rank == 0:
+        # For torch that is the default group, in which nobody receives.
+        raise InvalidSettingsError(
+            "the weights cannot be broadcast: rank 0 has no model_update_group of its receivers"
+        )
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -169,11 +178,12 @@ def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, 
         On rank 0 the name, the dtype (``bfloat16``) and the whole shape of each tensor, as
         Trinity's ``get_weight_sync_info`` gives them; nothing on other ranks.
     """
-    return [
+    # Each rank knows the whole shape of what it has a part of: nothing is gathered for that.
+    told = [
         (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
-        for name, weight in _full_weights(engine)
-        if weight is not None
+        for name, weight in _weights(engine)
     ]
+    return told if Ranks().rank == 0 else []
 
 
 class StateDictWriter:

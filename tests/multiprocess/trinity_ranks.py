@@ -257,6 +257,12 @@ def broadcasting(root: Path) -> None:
         engine = _engine(strategy, 0, 1)
         _train(engine, 1)
         meta = fsdp_state_dict_meta(engine)
+        # Without its receivers rank 0 says so, and sends nothing to the default group; the others
+        # are not kept waiting.
+        refused = _refusal(lambda: fsdp_sync_weight_nccl(engine, None))  # noqa: B023 # at once
+        assert refused.startswith("InvalidSettingsError: the weights cannot be broadcast") is (
+            rank == 0
+        ), refused
         if rank == 0:
             dist.broadcast_object_list([meta], 0, group=group)
         fsdp_sync_weight_nccl(engine, group)

@@ -14,7 +14,7 @@ import torch
 
 from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import SAVING
+from syncd.protocol.layout import FULL, SAVING
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from tests.hooks import DEADLINE
@@ -138,6 +138,31 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
     assert weights(job, 1) == set()
     assert weights(job, 2) == {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)}
     assert job.leftovers() == []
+
+
+def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_trainer(
+    job: Job, threads: ThreadPoolExecutor
+) -> None:
+    actor = job.layout.actor(1)
+    actor.mkdir(parents=True)
+    for rank in range(RANKS):  # verl's checkpoint of the same step, which its pointer names
+        for part in ("model", "optim"):
+            torch.save({"weight": torch.zeros(3)}, actor / f"{part}_world_size_3_rank_{rank}.pt")
+    (job.layout.step(1) / FULL).touch()  # Trinity's; its Synchronizer deletes steps without
+    full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
+    ranks = writers(job, WriteConcurrency.UNRESTRICTED, RuledStorage(), full, RuledStorage())
+    ranks[2].save(SaveId("run", 1, 0), CONTENTS)
+    for done in save_all(threads, ranks[:2], SaveId("run", 1, 0)):
+        with pytest.raises(SaveFailedError):
+            done.result(DEADLINE)
+    full.rules.clear()
+    for done in save_all(threads, ranks, SaveId("run", 2, 1)):
+        done.result(DEADLINE)
+    assert {f"model_world_size_3_rank_{rank}.pt" for rank in range(RANKS)} <= weights(job, 1)
+    assert (job.layout.step(1) / FULL).exists()
+    # Half of them may be of the save that failed: they are nobody's to publish, or to resume from.
+    assert latest_checkpoint(job.layout.root) is None
+    assert look_at_save(RuledStorage(), actor, 1).identity is None
 
 
 def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import TrainerState
+from transformers.trainer_utils import default_compute_objective
 
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
@@ -120,6 +121,29 @@ def test_a_best_model_that_was_loaded_is_not_the_last_step(job_dir: Path) -> Non
     assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.STOPPED)
 
 
+def test_ranks_that_see_no_best_model_do_at_the_end_what_those_do_that_see_one(
+    job_dir: Path,
+) -> None:
+    training = Training(job_dir, best=True, settings=SyncSettings(sync_interval=2))
+    training.state.best_model_checkpoint = None  # in an output_dir of this host's own
+    training.begin()
+    for _ in range(3):
+        training.step()
+    training.end()
+    assert (pointed(job_dir), status(job_dir)) == (2, RunningStatus.STOPPED)
+
+
+def test_what_an_evaluation_returns_has_no_metrics_of_ours(job_dir: Path) -> None:
+    training = Training(job_dir)
+    training.begin()
+    training.step()
+    evaluated = training.log(eval_loss=1.5)
+    assert evaluated == {"eval_loss": 1.5}
+    assert default_compute_objective(evaluated) == 1.5  # that of a search for hyperparameters
+    assert "time/stall" in training.log(loss=1.0)
+    training.end()
+
+
 def test_a_log_has_the_metrics_since_the_one_before(job_dir: Path) -> None:
     training = Training(job_dir)
     training.begin()
@@ -152,7 +176,7 @@ def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, st
         assert status(job_dir) == RunningStatus.STOPPED
         return
     training.step()
-    assert training.log()["sync/failed"] == 1
+    assert training.log(loss=1.0)["sync/failed"] == 1
     assert pointed(job_dir) == 3
     training.storage.rules.append(refuse("create", errno.ENOSPC, where=".pt"))
     training.step()

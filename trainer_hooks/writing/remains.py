@@ -57,13 +57,23 @@ class Remains:
         self._world_size = world_size
 
     def discard(self, attempt: Attempt) -> None:
-        """Remove what is not, and will not be, announced; the receipts first."""
+        """Remove what is not, and will not be, announced; the receipts first.
+
+        Of the weights alone the shard stays where this rank's optimizer, which such a save does not
+        write, lies beside it: that is a full checkpoint of another trainer (verl's, of the same
+        step), which may be all that can be resumed from. The daemon takes nothing without receipts
+        from a folder that has had some.
+        """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._layout.actor(step), self._layout.step(step) / CRITIC
         receipts = actor / RECEIPTS
         paths: list[Path] = []
         if not attempt.weights_stay:
-            paths += [receipts / receipt_name(rank), actor / shard_name(world_size, rank)]
+            paths.append(receipts / receipt_name(rank))
+            if not (
+                attempt.rest_stays and self._is_there(actor / optimizer_name(world_size, rank))
+            ):
+                paths.append(actor / shard_name(world_size, rank))
             if rank == 0:
                 paths += [actor / FULL_STATE_DICT, actor / ADAPTER]
         if not attempt.rest_stays:
@@ -97,6 +107,13 @@ class Remains:
         for found in self._storage.names(folder):
             if found.startswith(ours):
                 self._storage.unlink_if_there(folder / found)
+
+    def _is_there(self, path: Path) -> bool:
+        try:
+            return self._storage.exists(path)
+        except OSError as error:
+            log.warning("%s cannot be looked at, and is taken to be there: %s", path, error)
+            return True
 
     def _remove(self, path: Path) -> None:
         try:

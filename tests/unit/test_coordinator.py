@@ -1,0 +1,34 @@
+"""``CheckpointCoordinator`` of one rank, where its saves fail."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+
+from syncd.protocol.errors import SaveFailedError
+from tests.hooks import DEADLINE
+from trainer_hooks.coordinator import CheckpointCoordinator
+
+
+def test_of_two_saves_that_failed_the_end_raises_one_and_logs_the_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    coordinator = CheckpointCoordinator(tmp_path)
+    last_call = threading.Event()
+
+    def fails(step: int) -> None:
+        assert last_call.wait(DEADLINE)
+        raise SaveFailedError(f"no shard of step {step}")
+
+    coordinator.save_async("one", lambda: fails(1), 1)
+    coordinator.save_async("two", lambda: fails(2), 2)
+    last_call.set()
+    with (
+        caplog.at_level(logging.ERROR, "trainer_hooks.coordinator"),
+        pytest.raises(SaveFailedError, match="step 1"),
+    ):
+        coordinator.close()
+    assert [record.getMessage() for record in caplog.records] == ["no shard of step 2"]
