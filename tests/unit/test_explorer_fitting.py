@@ -92,8 +92,8 @@ def test_a_version_that_fits_the_base_model_is_accepted_tied_or_not(base: Path) 
     ("tensors", "what"),
     [
         (bf16("model.norm.weight"), "norm.* is not in the version"),
-        (bf16(norm=("BF16", (3,))), r"norm.* is \[3\], the server has \[2\]"),
-        (bf16(norm=("F32", (2,))), "norm.* is F32, the server has "),
+        (bf16(norm=("BF16", (3,))), r"norm.* is \[3\] in the version, \[2\] in the server"),
+        (bf16(norm=("F32", (2,))), "norm.* is F32 in the version, BF16 in the server"),
         (bf16() | {"extra.weight": ("BF16", (1,))}, "extra.* is not in the server"),
     ],
 )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def changes(job: Job, storage: RuledStorage) -> list[str]:
     for method, given in storage.calls:
         if method in {"rename", "unlink", "create"}:
             path = given[-1].relative_to(job.layout.root)
+            draft = re.sub(r"\.tmp-(global_step_\d+)-\w+", r"\1", str(path.parent))
             if ".tmp-" not in path.name:
-                found.append(f"{method} {path}")
+                found.append(f"{method} {draft}/{path.name}".replace(" ./", " "))
     return found
 
 
@@ -66,9 +68,9 @@ def test_a_save_changes_storage_in_the_order_of_the_protocol(
     actor = "global_step_4/actor"
     assert found == [
         "rename .syncd/trainer.json",
+        "create .syncd/drafts/global_step_4/.saving",
         "rename global_step_4",
         "create global_step_4/.saving",
-        "unlink global_step_4/.full_checkpoint",
         f"unlink {actor}/.receipts/rank_0.json",
         f"unlink {actor}/.receipts/full_rank_0.json",
         f"unlink {actor}/.receipts/failed_rank_0.txt",
