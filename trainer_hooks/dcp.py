@@ -9,10 +9,12 @@ from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.layout import (
     DCP_METADATA,
     DCP_UNFINISHED,
+    RECEIPTS,
     RETIRED,
     JobLayout,
     is_dcp_file,
     parse_part_name,
+    parse_shard_name,
 )
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
@@ -46,7 +48,8 @@ def announce_dcp(
 
     Raises:
         SaveNotReadyError: the folder has no finished save.
-        InvalidSettingsError: the folder is on another filesystem, or one without hard links.
+        InvalidSettingsError: the folder is on another filesystem, or one without hard links; or
+            the step holds weights of another kind, which come first.
         JobUnavailableError: the job directory is missing or cannot be written.
         OSError: as the storage says.
     """
@@ -62,10 +65,24 @@ def announce_dcp(
             f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last: "
             "announce a save when it is done, and check where its checkpoint_id leads"
         )
-    if folder is not None and source.absolute() != actor.absolute():
+    is_elsewhere = folder is not None and source.absolute() != actor.absolute()
+    others = [
+        name
+        for name in (storage.names(actor) if is_elsewhere else names)
+        if name == RECEIPTS or parse_shard_name(name) is not None
+    ]
+    if others:
+        raise InvalidSettingsError(
+            f"{actor} holds {others[0]} of another save, which would be served instead of this "
+            "one: remove what that has left there, or give each save a step of its own"
+        )
+    if is_elsewhere:
         files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts
         _link_into(storage, layout, step, source, files)
         point(storage, layout, layout.checkpoint_pointer, step)
+    else:
+        # An earlier save of this step may have been one with other names elsewhere.
+        storage.unlink_if_there(layout.step(step) / RETIRED)
     storage.sync_folder(actor)
     point(storage, layout, layout.state_pointer, step)
 

@@ -131,13 +131,15 @@ def build_model_folder(
                     progress=progress,
                 )
             else:
+                sources = contents.sources(opened, bias=bias)
                 merged = run_plan(
                     storage,
                     plan,
-                    contents.sources(opened, bias=bias),
+                    sources,
                     folder,
                     digests=digests,
-                    check_crc=checked == "crc32",
+                    # Where one rank has none, the others' are checked all the same.
+                    check_crc=not save.receipts and any(source.has_crc for source in sources),
                     shares=checked == "receipt",
                     cancel=cancel,
                     progress=progress,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.dcp_file import DcpFile, OneByOne
-from syncd.checkpoint.dcp_metadata import Chunk, Stored
+from syncd.checkpoint.dcp_metadata import Chunk, Contents, Stored
 from syncd.checkpoint.hf_dcp import Chunked, whole_shapes
 from syncd.checkpoint.isolated import IsolatedParser
 from syncd.checkpoint.pieces import PICKLE_LIMIT
@@ -85,15 +85,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
         OSError: as the storage says.
     """
     path = given.actor / DCP_METADATA
-    try:
-        data = given.storage.read(path, PICKLE_LIMIT)
-    except OSError as error:
-        if error.errno != errno.EFBIG:
-            raise
-        raise ShardFormatError(
-            f"{path} has over {_METADATA_MIB} MiB: save the model by itself, from fewer ranks"
-        ) from None
-    contents = given.parser.read_metadata(data, str(path), prefix=given.prefix)
+    contents = _read_metadata(given.storage, path, given.parser, given.prefix)
     chunks = _by_file(contents.tensors)
     _check_count(path, sum(map(len, chunks.values())), given)
     for name in sorted(chunks.keys() - set(given.files)):
@@ -125,15 +117,30 @@ def holds_model_only(
 ) -> bool:
     """Whether a folder of ``torch.distributed.checkpoint`` is known to hold nothing but a model.
 
-    False in any doubt, and where it cannot be read.
+    False in any doubt, and where what is there cannot be read.
+
+    Raises:
+        OSError: as the storage says, or no child can be started: nothing is known.
     """
-    path = actor / DCP_METADATA
+    try:
+        with IsolatedParser(cancel=cancel) as parser:
+            return _read_metadata(storage, actor / DCP_METADATA, parser, prefix).is_model_only
+    except CheckpointError:
+        return False  # whoever merges it says why
+
+
+def _read_metadata(
+    storage: Storage, path: Path, parser: IsolatedParser, prefix: str | None
+) -> Contents:
     try:
         data = storage.read(path, PICKLE_LIMIT)
-        with IsolatedParser(cancel=cancel) as parser:
-            return parser.read_metadata(data, str(path), prefix=prefix).is_model_only
-    except (CheckpointError, OSError):
-        return False  # whoever merges it says why
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        raise ShardFormatError(
+            f"{path} has over {_METADATA_MIB} MiB: save the model by itself, from fewer ranks"
+        ) from None
+    return parser.read_metadata(data, str(path), prefix=prefix)
 
 
 def open_hugging_face(given: Opening) -> ChunkedSave:

@@ -20,6 +20,8 @@ from syncd.storage.fsio import Storage
 
 #: A pickle of one tensor has some 200 bytes.
 _PICKLE_LIMIT: Final = 64 * 1024
+#: How many different ones are remembered.
+_KNOWN: Final = 1000
 #: What is read around what is asked for: the directory of an item has some 600 bytes, and what is
 #: before its data some 1,000. The end of one item and the beginning of the next are one read.
 _BEFORE: Final = 2 * 1024
@@ -152,6 +154,8 @@ class OneByOne:
         del intact  # the same bytes are the same tensor, whoever vouches for them
         piece = self._known.get(data)
         if piece is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
             piece = self._known[data] = self._parse(data, where, name)
         return piece
 

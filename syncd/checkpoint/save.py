@@ -30,6 +30,7 @@ from syncd.protocol.layout import (
     RECEIPTS,
     TEMPORARY,
     distcp_order,
+    is_dcp_file,
     is_rank_metadata,
     parse_part_name,
     parse_shard_name,
@@ -46,6 +47,13 @@ RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
 ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
+#: How the identity of a folder of ``torch.distributed.checkpoint`` begins; then come those of its
+#: ``.metadata``, of its ``.distcp`` files, and of all.
+_DCP: Final = "foreign-dcp-"
+_MIXED: Final = (
+    "holds model_world_size_*.pt shards and files of torch.distributed.checkpoint, and nothing "
+    "says which of them are of an older save: remove those"
+)
 PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
@@ -129,6 +137,21 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
         # One folder that cannot be read (a link, a name too long, no permission) must not keep the
         # daemon from the others.
         return Save(step, None, f"{actor} cannot be looked at now: {error}")
+
+
+def is_saved_over(identity: str, known: str) -> bool:
+    """Whether a folder is being saved into again, by ``torch.distributed.checkpoint``.
+
+    That writes over the files where they are, each rank in its own time, and replaces
+    ``.metadata`` last: until then the folder looks whole, and has some files of each save.
+
+    Args:
+        identity: of the folder as it is now.
+        known: that of a save that was whole, and published.
+    """
+    now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
+    both = identity.startswith(_DCP) and known.startswith(_DCP)
+    return both and now[0] == before[0] and now[1] != before[1]
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
@@ -229,10 +252,11 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
             )
         whole = [told]
     shards: tuple[str, ...] = ()
-    if whole:
+    is_mixed = any(map(is_dcp_file, names))
+    if whole and not is_mixed:
         shards = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
     elif ranks:
-        return Save(step, None, f"{actor} has no {_missing_shard(ranks)}")
+        return Save(step, None, f"{actor} {_MIXED if is_mixed else _missing_shard(ranks)}")
     adapter = None
     if LORA_ADAPTER in names:
         adapter = _adapter_of([f"{LORA_ADAPTER}/{n}" for n in storage.names(actor / LORA_ADAPTER)])
@@ -306,7 +330,7 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
     """Which shard is missing, where none of several sets is complete."""
     size = max(ranks)
     missing = _missing_rank(size, ranks[size]) or 0
-    told = f"{shard_name(size, missing)} yet, of {size} ranks"
+    told = f"has no {shard_name(size, missing)} yet, of {size} ranks"
     if len(ranks) == 1:
         return told
     others = " and ".join(map(str, sorted(ranks)[:-1][:5]))
@@ -326,6 +350,7 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
 def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
     """The identity of a save without receipts, through fresh opens of all its weights."""
     hasher = xxhash.xxh3_128()
+    parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
     model_files = (
         f"{folder}/{name}"
         for folder in (HUGGINGFACE, LORA_ADAPTER)
@@ -346,4 +371,9 @@ def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str
             raise FileNotFoundError(2, "went while it was looked at", str(path))
         line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"
         hasher.update(line.encode(errors="surrogateescape"))
+        if is_dcp_file(name):
+            parts[name == DCP_METADATA].update(line.encode(errors="surrogateescape"))
+    if DCP_METADATA in weights:
+        told = "-".join(parts[part].hexdigest() for part in (True, False))
+        return f"{_DCP}{told}-{hasher.hexdigest()}"
     return f"foreign-{hasher.hexdigest()}"

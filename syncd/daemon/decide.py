@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from syncd.checkpoint.save import Save
@@ -51,7 +51,10 @@ class StepSeen:
         found: the identity of what is in the folder now; None where it is not a whole save.
         has_receipts: whether our hook wrote it.
         full, retired, saving, resumable, critic, pinned: what else is in the folder.
-        model_only: whether that save is on record as one of a model alone.
+        model_only: whether that save is on record as one of a model alone; None where it is not
+            known.
+        unread: that nothing but its ``.metadata`` can say whether it can be resumed from, and
+            nobody has looked: it counts as resumable until then.
     """
 
     step: int
@@ -65,7 +68,8 @@ class StepSeen:
     resumable: bool
     critic: bool
     pinned: bool = False
-    model_only: bool = False
+    model_only: bool | None = None
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +192,16 @@ class PruneStep:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """Find out of a save whether it holds a model alone: if so, its step may go."""
+
+    step: int
+
+
 #: What deletes something that someone had made.
 Pruning = DropLease | RetireVersion | PruneStep
-Action = Publish | GiveUp | Republish | Answer | Skip | Forget | CloseLeaseFolder | Pruning
+Action = Publish | GiveUp | Republish | Answer | Skip | Forget | CloseLeaseFolder | Learn | Pruning
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,13 +309,15 @@ def _versions(
             yield CloseLeaseFolder(sequence)
 
 
-def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep]:
+def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Learn]:
     if not config.prune_steps:
         return
     for step in seen.steps:
         why = _why_prunable(step, seen, config)
         if why:
             yield PruneStep(step, why)
+        elif step.unread and _why_prunable(replace(step, resumable=False), seen, config):
+            yield Learn(step.step)
 
 
 def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:

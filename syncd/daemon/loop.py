@@ -17,6 +17,7 @@ from syncd.daemon.decide import (
     DropLease,
     Forget,
     GiveUp,
+    Learn,
     Observation,
     PruneStep,
     Pruning,
@@ -234,6 +235,9 @@ class Loop:
                 self._publisher.forget(action.step)
             case CloseLeaseFolder():
                 self._pruner.close_lease_folder(action)
+            case Learn(step):
+                self._publisher.learn(step)
+                self._scanner.look_again()
             case DropLease() | RetireVersion() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
@@ -390,4 +394,4 @@ class Loop:
 
 
 def _is_pruning(action: Action) -> bool:
-    return isinstance(action, Pruning)
+    return isinstance(action, Pruning | Learn)

@@ -9,6 +9,7 @@ from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Decision,
+    Learn,
     Pruning,
     Skip,
     decide,
@@ -119,7 +120,7 @@ def _prune(
                     decision = loop.run_once()
                     found.update(dict.fromkeys(loop.pruned))
                     if not loop.has_more and not any(
-                        isinstance(action, Skip) for action in decision.actions
+                        isinstance(action, Skip | Learn) for action in decision.actions
                     ):
                         return list(found)
             finally:

@@ -12,7 +12,7 @@ from typing import Final
 
 from syncd.checkpoint.build import build_model_folder, weights_size
 from syncd.checkpoint.chunked_save import holds_model_only
-from syncd.checkpoint.remote import write_remote
+from syncd.checkpoint.remote import look_at_weights, write_remote
 from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
@@ -42,6 +42,7 @@ from syncd.protocol.records import (
 )
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -143,10 +144,9 @@ class Publisher:
                 identity=served.save_id,
                 outcome="published",
                 sequence=served.sequence,
-                model_only=recorded is not None
-                and recorded.identity == served.save_id
-                and recorded.model_only,
             )
+            if recorded is not None and recorded.identity == served.save_id:
+                outcome = outcome.model_copy(update={"model_only": recorded.model_only})
             self._put_on_record(served.step, outcome)
 
     def reconfigure(self, config: DaemonConfig) -> None:
@@ -184,21 +184,10 @@ class Publisher:
                 clock=self._clock,
             )
 
-        model_only = save.is_dcp and holds_model_only(
-            self._storage,
-            self._layout.actor(save.step),
-            prefix=self._config.dcp_prefix,
-            cancel=self._cancel,
-        )
         manifest = self._make_version(save.step, build)
         self._put_on_record(
             save.step,
-            SaveOutcome(
-                identity=save.identity,
-                outcome="published",
-                sequence=manifest.sequence,
-                model_only=model_only,
-            ),
+            SaveOutcome(identity=save.identity, outcome="published", sequence=manifest.sequence),
         )
         return manifest
 
@@ -273,6 +262,32 @@ class Publisher:
     def skip(self, step: int, identity: str) -> None:
         """Put on record that a save will never be published."""
         self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
+
+    def learn(self, step: int) -> None:
+        """Put on record whether a save of torch.distributed.checkpoint holds a model alone.
+
+        Nothing is where it is not the save on record any more.
+
+        Raises:
+            OSError: as the storage says: nothing is known.
+        """
+        outcome = self.outcomes.get(step)
+        if outcome is None:
+            return
+        try:
+            model_only = holds_model_only(
+                self._storage,
+                self._layout.actor(step),
+                prefix=self._config.dcp_prefix,
+                cancel=self._cancel,
+            )
+        except OSError as error:
+            if is_gone(error):
+                return
+            raise
+        now = look_at_weights(self._storage, self._layout.step(step), step)
+        if now.identity == outcome.identity:
+            self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 
     def forget(self, step: int) -> None:
         """Take a step whose folder is gone off the record."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.remote import look_at_weights
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Save, is_saved_over
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import Steering
@@ -18,6 +18,7 @@ from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.events import Event
 from syncd.protocol.layout import (
+    DCP_METADATA,
     JobLayout,
     parse_lease_marker,
     parse_pointer,
@@ -201,13 +202,24 @@ class Scanner:
         ):
             return
         save = look_at_weights(self._storage, self._layout.step(pointer.step), pointer.step)
+        outcome = known.outcomes.get(save.step)
+        if (
+            outcome is not None
+            and outcome.outcome == "published"
+            and is_saved_over(save.identity or "", outcome.identity)
+        ):
+            actor = self._layout.actor(save.step)
+            why = (
+                f"{actor} is being saved into again: its .distcp files changed, and its "
+                f"{DCP_METADATA}, which is written last, did not (touch that where all is well)"
+            )
+            save = Save(save.step, None, why)
         if self._save is None or (save.step, save.known_as) != (
             self._save.step,
             self._save.known_as,
         ):
             self._save_since = self._clock()
         self._save = save
-        outcome = known.outcomes.get(save.step)
         settled = save.identity is not None and (
             save.identity == known.published_save
             or (

@@ -13,8 +13,12 @@ from syncd.checkpoint.save import Save
 from syncd.daemon.decide import Pointer, StepSeen
 from syncd.protocol.events import Event
 from syncd.protocol.layout import (
+    ACTOR,
     CRITIC,
     FULL,
+    FULL_STATE_DICT,
+    HUGGINGFACE,
+    LORA_ADAPTER,
     PINNED,
     RECEIPTS,
     REMOTE_PATH,
@@ -164,20 +168,24 @@ def look_at_step(
     names = set(storage.names(folder))
     if not names and not storage.exists(folder):
         return None
-    actor_names = storage.names(folder / "actor")
+    actor_names = storage.names(folder / ACTOR)
     retired, full = RETIRED in names, FULL in names
-    # What DCP writes says only in a pickle what it is: it counts as all there is, in any doubt.
-    resumable = any(
-        is_resumable_state(name) and not (outcome.model_only and is_dcp_file(name))
-        for name in actor_names
-    ) or (
-        # What else such a trainer leaves may say where to resume from.
-        REMOTE_PATH in names and not names <= {REMOTE_PATH, RETIRED, PINNED, "actor"}
+    is_dcp = any(map(is_dcp_file, actor_names))
+    beside = any(is_resumable_state(name) and not is_dcp_file(name) for name in actor_names) or (
+        # What else such trainers leave may say where to resume from.
+        (is_dcp or REMOTE_PATH in names)
+        and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
+    if is_dcp:  # an optimizer's own folder, say
+        told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
+        beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
+    # What DCP writes says only in a pickle what it is: it counts as all there is, in any doubt.
+    unread = is_dcp and not beside and outcome.model_only is None
+    resumable = beside or (is_dcp and not outcome.model_only)
     # A save that failed leaves the folder, and nothing in it.
     critic = CRITIC in names and bool(storage.names(folder / CRITIC))
     kept = full or SAVING in names or PINNED in names
-    protected = kept or ((resumable or critic) and not retired)
+    protected = kept or (((resumable and not unread) or critic) and not retired)
     # A protected folder stays whatever is in it: its files need no look.
     found = None if protected else look_at_weights(storage, folder, step).identity
     return StepSeen(
@@ -193,4 +201,5 @@ def look_at_step(
         critic=critic,
         pinned=PINNED in names,
         model_only=outcome.model_only,
+        unread=unread,
     )

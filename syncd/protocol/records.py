@@ -307,7 +307,7 @@ class SaveOutcome(BaseModel):
 
     Attributes:
         model_only: of a save of ``torch.distributed.checkpoint``: whether it was seen to hold
-            nothing but a model, and so is none to resume from.
+            nothing but a model, and so is none to resume from; None where nobody has looked.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -315,7 +315,7 @@ class SaveOutcome(BaseModel):
     identity: str
     outcome: Literal["published", "skipped", "quarantined"]
     sequence: Sequence | None = None
-    model_only: bool = False
+    model_only: bool | None = None
 
 
 class Saves(Record):

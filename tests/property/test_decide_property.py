@@ -55,6 +55,7 @@ STEPS_SEEN = st.builds(
     resumable=st.booleans(),
     critic=st.booleans(),
     pinned=st.booleans(),
+    unread=st.booleans(),
 )
 CONFIGS = st.builds(
     DaemonConfig,

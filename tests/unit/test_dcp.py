@@ -34,7 +34,7 @@ from tests.dcp import FILE, Checkpoint, floats, made, properties, size, small
 from tests.fsdp_models import CARRIED, TRAINED, values
 from tests.jobs import nothing
 from tests.merging import STORAGE, assert_equal, build, loaded
-from tests.shards import Built, Named
+from tests.shards import Built, Named, without_crc
 from trainer_hooks.dcp import announce_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -144,6 +144,17 @@ def test_without_crc_the_files_must_lie_still(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     assert build(folder, tmp_path / "out").checked == "stillness"
     assert_equal(loaded(tmp_path / "out"), {"w": torch.arange(9.0)})
+
+
+def test_where_one_rank_has_no_crc_the_others_are_checked(tmp_path: Path) -> None:
+    checkpoint = small()
+    checkpoint.files[FILE][:] = without_crc(bytes(checkpoint.files[FILE]))
+    folder = checkpoint.write(tmp_path / "save")
+    assert build(folder, tmp_path / "out").checked == "stillness"
+    content = (folder / "__1_0.distcp").read_bytes()
+    (folder / "__1_0.distcp").write_bytes(content.replace(floats(5, 6), floats(5, 7)))
+    with pytest.raises(ShardFormatError, match=r"__1_0\.distcp: .* does not match its CRC-32"):
+        build(folder, tmp_path / "out2")
 
 
 # -- which tensors are the model's ----------------------------------------------------------------

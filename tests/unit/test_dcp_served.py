@@ -1,0 +1,249 @@
+"""Folders of torch.distributed.checkpoint in a job: saved over, passed over, and pruned."""
+
+from __future__ import annotations
+
+import errno
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from syncd.checkpoint.dcp_file import OneByOne
+from syncd.checkpoint.pieces import Piece
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.loop import Loop
+from syncd.daemon.offline import prune_now
+from syncd.daemon.steps import LOOK_AGAIN
+from syncd.protocol.errors import InvalidSettingsError
+from syncd.protocol.records import DaemonReport, parse
+from tests.dcp import Checkpoint, floats
+from tests.jobs import Job
+from tests.lagging import Hosts
+from tests.storages import Clock, FastStorage
+from trainer_hooks.dcp import announce_dcp
+
+
+def of(value: float) -> Checkpoint:
+    """A tensor in two halves, in two ranks' files."""
+    found = Checkpoint()
+    for rank in range(2):
+        found.add(
+            ("model", "w"), floats(value), (2,), offsets=(rank,), sizes=(1,),
+            file=f"__{rank}_0.distcp",
+        )  # fmt: skip
+    return found
+
+
+def save_over(job: Job, step: int, checkpoint: Checkpoint, *names: str) -> None:
+    """As FileSystemWriter: files in place, and ``.metadata`` by a rename."""
+    for name in names:
+        if name == ".metadata":
+            job.put(job.layout.actor(step) / name, checkpoint.metadata())
+        else:
+            (job.layout.actor(step) / name).write_bytes(checkpoint.files[name])
+
+
+def rounds(loop: Loop, clock: Clock, count: int = 4) -> None:
+    clock.advance(LOOK_AGAIN)  # what is settled is looked at that seldom
+    for _ in range(count):
+        loop.run_once()
+        clock.advance(2)
+
+
+def served(job: Job) -> list[float]:
+    (path,) = job.layout.version(job.latest.sequence).glob("*.safetensors")
+    found: list[float] = load_file(path)["w"].tolist()
+    return found
+
+
+def detail(job: Job) -> str:
+    return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json").detail
+
+
+def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_written(
+    job: Job, clock: Clock
+) -> None:
+    of(1).write(job.layout.actor(4))
+    job.point(4)
+    with job.daemon(clock=clock) as loop:
+        rounds(loop, clock)
+        assert served(job) == [1, 1]
+        save_over(job, 4, of(2), "__0_0.distcp")  # and rank 1 is slow
+        rounds(loop, clock)
+        assert "is being saved into again" in detail(job)
+    with job.daemon(clock=clock) as loop:  # nor by the next daemon
+        rounds(loop, clock)
+        assert (job.latest.sequence, served(job)) == (1, [1, 1])
+        save_over(job, 4, of(2), "__1_0.distcp")
+        rounds(loop, clock)
+        assert job.latest.sequence == 1
+        save_over(job, 4, of(2), ".metadata")
+        rounds(loop, clock)
+        assert (job.latest.sequence, served(job)) == (2, [2, 2])
+        # What is no file of the checkpoint may change by itself.
+        (job.layout.actor(4) / "huggingface").mkdir()
+        (job.layout.actor(4) / "huggingface" / "config.json").write_text("{}")
+        rounds(loop, clock)
+        assert job.latest.sequence == 3
+
+
+def test_a_trainer_that_writes_over_its_own_names_changes_nothing_until_it_announces(
+    job: Job, clock: Clock, tmp_path: Path
+) -> None:
+    own = of(1).write(tmp_path / "step-4")
+    announce_dcp(job.layout.root, 4, folder=own)
+    with job.daemon(clock=clock) as loop:
+        rounds(loop, clock)
+        for name in ("__0_0.distcp", "__1_0.distcp"):
+            (own / name).write_bytes(of(2).files[name])
+            rounds(loop, clock)
+            assert (job.latest.sequence, served(job)) == (1, [1, 1])
+        job.put(own / ".metadata", of(2).metadata())
+        rounds(loop, clock)
+        assert job.latest.sequence == 1
+        announce_dcp(job.layout.root, 4, folder=own)
+        rounds(loop, clock)
+        assert (job.latest.sequence, served(job)) == (2, [2, 2])
+
+
+def alone(job: Job) -> None:
+    of(2).write(job.layout.actor(2))
+
+
+def with_an_optimizer(job: Job) -> None:
+    checkpoint = of(2)
+    checkpoint.add(("optim", "m"), floats(1), (1,))
+    checkpoint.write(job.layout.actor(2))
+
+
+def with_an_optimizer_in_a_folder(job: Job) -> None:
+    alone(job)
+    with_an_optimizer_elsewhere(job, job.layout.actor(2) / "optimizer_0")
+
+
+def with_an_optimizer_beside(job: Job) -> None:
+    alone(job)
+    with_an_optimizer_elsewhere(job, job.layout.step(2) / "optimizer")
+
+
+def with_an_optimizer_elsewhere(_: Job, folder: Path) -> None:
+    checkpoint = Checkpoint()
+    checkpoint.add(("optim", "m"), floats(1), (1,))
+    checkpoint.write(folder)
+
+
+def torn(job: Job) -> None:
+    alone(job)
+    (job.layout.actor(2) / ".metadata").write_bytes(b"torn")
+
+
+HELD = [with_an_optimizer, with_an_optimizer_in_a_folder, with_an_optimizer_beside, torn]
+
+
+@pytest.mark.parametrize("passed", [True, False])
+@pytest.mark.parametrize("write", [alone, *HELD], ids=lambda write: write.__name__)
+def test_a_step_goes_only_where_it_holds_a_model_alone_whether_published_or_passed_over(
+    job: Job, clock: Clock, write: Callable[[Job], None], *, passed: bool
+) -> None:
+    of(1).write(job.layout.actor(1))
+    job.point(1)
+    with job.daemon(clock=clock) as loop:
+        rounds(loop, clock)
+        write(job)
+        if not passed:
+            job.point(2)
+            rounds(loop, clock)
+        of(3).write(job.layout.actor(3))
+        job.point(3)
+        rounds(loop, clock, 6)
+        assert served(job) == [3, 3]
+        assert not job.layout.step(1).exists()
+        assert job.layout.step(2).exists() is (write is not alone)
+
+
+def test_what_storage_does_not_tell_of_a_save_is_asked_again(tmp_path: Path, clock: Clock) -> None:
+    hosts = Hosts()
+    job = Job(tmp_path / "job", hosts=hosts)
+    of(1).write(job.layout.actor(1))
+    job.point(1)
+    with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
+        rounds(loop, clock)
+        of(3).write(job.layout.actor(3))
+        job.point(3)
+        rounds(loop, clock)
+
+    opened: list[Path] = []
+    refused: list[Path] = []
+
+    def refuse_once(method: str, given: tuple[Any, ...]) -> None:
+        if method == "open_read":
+            opened.append(given[0])
+        elif method == "read_part" and opened[-1].name == ".metadata" and not refused:
+            refused.append(opened[-1])
+            raise OSError(errno.EIO, "Input/output error")
+
+    job.storage = hosts.ruled(refuse_once)
+    with job.daemon(clock=clock) as loop:
+        rounds(loop, clock)
+        assert job.layout.step(1).exists()
+        rounds(loop, clock)
+    assert refused == [job.layout.actor(1) / ".metadata"]
+    assert not job.layout.step(1).exists()
+
+
+def test_pruning_without_a_daemon_looks_too(job: Job, clock: Clock) -> None:
+    config = DaemonConfig(prune_steps=False)
+    with job.daemon(config, clock=clock) as loop:
+        for step in (1, 2):
+            of(step).write(job.layout.actor(step))
+            job.point(step)
+            rounds(loop, clock)
+    prune_now(job.layout, DaemonConfig(), storage=FastStorage())
+    assert not job.layout.step(1).exists()
+    assert job.layout.step(2).exists()
+
+
+def test_a_save_beside_weights_of_another_kind_is_not_announced(job: Job, tmp_path: Path) -> None:
+    own = of(1).write(tmp_path / "own")
+    for step, name in ((1, ".receipts"), (2, "model_world_size_1_rank_0.pt")):
+        actor = of(1).write(job.layout.actor(step))
+        (actor / name).mkdir()
+        for folder in (None, own):
+            with pytest.raises(InvalidSettingsError, match="of another save, which would be"):
+                announce_dcp(job.layout.root, step, folder=folder)
+    assert not job.layout.state_pointer.exists()
+
+
+def test_of_shards_and_a_checkpoint_in_one_folder_neither_is_served(job: Job, clock: Clock) -> None:
+    of(1).write(job.layout.actor(4))
+    (job.layout.actor(4) / "model_world_size_1_rank_0.pt").touch()
+    job.point(4)
+    with job.daemon(clock=clock) as loop:
+        rounds(loop, clock)
+        assert "nothing says which of them are of an older save" in detail(job)
+        (job.layout.actor(4) / "model_world_size_1_rank_0.pt").unlink()
+        rounds(loop, clock)
+        assert served(job) == [1, 1]
+
+
+def test_pickles_that_all_differ_are_not_kept() -> None:
+    piece = Piece("F32", (1,), "0", 0, None)
+    parse = OneByOne(lambda *_: piece)
+    tracemalloc.start()
+    try:
+        for number in range(3000):
+            parse(bytes(number % 7) + number.to_bytes(10_000), "F", "w", intact=True)
+        assert tracemalloc.get_traced_memory()[0] < 15e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_save_in_the_job_itself_is_no_retired_one(job: Job, tmp_path: Path) -> None:
+    announce_dcp(job.layout.root, 4, folder=of(1).write(tmp_path / "own"))
+    assert (job.layout.step(4) / ".retired").exists()
+    of(2).write(job.layout.actor(4))
+    announce_dcp(job.layout.root, 4)
+    assert not (job.layout.step(4) / ".retired").exists()
