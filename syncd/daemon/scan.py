@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +12,10 @@ from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save, is_saved_over
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
+from syncd.daemon.let_be import LetBe
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.events import Event
 from syncd.protocol.layout import (
     DCP_METADATA,
     JobLayout,
@@ -29,9 +28,6 @@ from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature, Storage
 from syncd.storage.leases import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
-from syncd.storage.repeats import Repeats
-
-log = logging.getLogger(__name__)
 
 _POINTER_LIMIT: Final = 4096
 
@@ -86,7 +82,7 @@ class Scanner:
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
         self._steps = Steps(storage, layout, clock=clock)
-        self._repeats = Repeats(clock=clock)
+        self._let_be = LetBe(clock)
         self._steering = Steering(storage, layout)
 
     def reconfigure(self, config: DaemonConfig) -> None:
@@ -264,18 +260,8 @@ class Scanner:
         except OSError as error:
             if not is_refused_here(error):
                 raise
-            self._say(folder, error)
+            self._let_be.say(folder, error)
             return [""]
-
-    def _say(self, path: Path, error: OSError) -> None:
-        """Log what is let be, and not at each look."""
-        if self._repeats.due(path):
-            log.error(
-                "%s is let be, until someone puts it right: %s",
-                path,
-                error,
-                extra=Event.LEFT_ALONE(path=path, reason=error),
-            )
 
     def _announced(self) -> int | None:
         """What the trainer announced last; 0 while it has not said yet where it begins."""

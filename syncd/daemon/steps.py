@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Final
 from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
 from syncd.daemon.decide import Pointer, StepSeen
-from syncd.protocol.events import Event
+from syncd.daemon.let_be import LetBe
 from syncd.protocol.layout import (
     ACTOR,
     CRITIC,
@@ -33,9 +32,6 @@ from syncd.protocol.records import SaveOutcome
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock
-from syncd.storage.repeats import Repeats
-
-log = logging.getLogger(__name__)
 
 #: How many step folders one look is into: the rest wait for the next ones.
 _AT_A_TIME: Final = 64
@@ -62,7 +58,7 @@ class Steps:
         self._again = False
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
-        self._repeats = Repeats(clock=clock)
+        self._let_be = LetBe(clock)
 
     @property
     def has_more(self) -> bool:
@@ -102,7 +98,7 @@ class Steps:
             except OSError as error:
                 if not is_refused_here(error):
                     raise
-                self._say(self._layout.step(step), error)
+                self._let_be.say(self._layout.step(step), error)
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
@@ -149,16 +145,6 @@ class Steps:
         save = look_at_weights(self._storage, folder, step)
         passed = bool(save.receipts) or step in self._passed
         return save if save.identity is not None and passed else None
-
-    def _say(self, path: Path, error: OSError) -> None:
-        """Log what is let be, and not at each look."""
-        if self._repeats.due(path):
-            log.error(
-                "%s is let be, until someone puts it right: %s",
-                path,
-                error,
-                extra=Event.LEFT_ALONE(path=path, reason=error),
-            )
 
 
 def look_at_step(

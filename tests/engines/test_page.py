@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,18 @@ from safetensors.torch import save_file
 from explorer_hooks.engines.conformance import CHECKS
 from explorer_hooks.engines.made_versions import make_version
 from syncd.protocol.policy import Version
+from tests.doc_blocks import blocks
 from tests.engines.subjects import tiny_qwen
 from tests.jobs import Job, receipt_of
 from tests.unit.test_engine_transformers import packed
 
-PAGE = Path(__file__).parents[2] / "docs" / "engines.md"
-MODULE, TRANSFORMERS, WEIGHTS, OWN, CONFORMANCE = re.findall(
-    r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
-)
+PAGE = "engines.md"
+MODULE, TRANSFORMERS, WEIGHTS, OWN, CONFORMANCE = blocks(PAGE)
 
 
 def run(code: str, **given: Any) -> dict[str, Any]:
     names = {"torch": torch, **given}
-    exec(compile(code, str(PAGE), "exec"), names)  # noqa: S102 - a file of this project
+    exec(compile(code, PAGE, "exec"), names)  # noqa: S102 - a file of this project
     return names
 
 

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from syncd.cli.demo_model import TinyTransformer, batch
+from tests.doc_blocks import blocks
 from tests.multiprocess.processes import wait_for_step
-from tests.pages import code_of
 from trainer_hooks.dcp import announce_dcp
 
 KILLED_AT = 6
@@ -62,7 +62,7 @@ def main() -> None:
         "gloo", init_method=f"file://{given.rendezvous}", rank=given.rank, world_size=2
     )
     page: dict[str, Any] = {}
-    for block in code_of("dcp.md"):
+    for block in blocks("dcp.md"):
         exec(compile(block, "docs/dcp.md", "exec"), page)  # noqa: S102 - the page's own code
     model = TinyTransformer()
     for block_ in model.blocks:

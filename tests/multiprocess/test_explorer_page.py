@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from torch import nn
 
 from explorer_hooks import ExplorerHook, Staging, TorchModule
 from syncd.protocol.errors import InvalidSettingsError
+from tests.doc_blocks import blocks
 from tests.explorers import publish
 from tests.jobs import Job
 
-PAGE = Path(__file__).parents[2] / "docs" / "explorer.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+BLOCKS = blocks("explorer.md")
 
 
 class Model(nn.Module):

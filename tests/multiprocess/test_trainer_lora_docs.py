@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.doc_blocks import blocks
 from tests.multiprocess.processes import Daemon, wait_for_step
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "peft.md"
-
-
-def blocks() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 def train(step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -39,7 +33,7 @@ def test_the_page_trains_publishes_and_loads_what_was_trained(
         num_key_value_heads=1,
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
-    trainer, explorer = blocks()
+    trainer, explorer = blocks("peft.md")
     names: dict[str, Any] = {
         "base_model": str(tmp_path / "base"), "job_dir": job, "steps": 2, "train": train
     }  # fmt: skip

@@ -28,6 +28,7 @@ from syncd.daemon.configuration import (
 )
 from syncd.daemon.quantities import Quantity
 from syncd.protocol.errors import InvalidSettingsError
+from tests.doc_blocks import blocks
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 TABLE = [
@@ -375,11 +376,11 @@ def test_the_documentation_lists_every_key_as_it_is() -> None:
 
 
 def test_the_example_of_the_documentation_can_be_used(tmp_path: Path) -> None:
-    example = DOCS.read_text().split("```toml\n")[1].split("```")[0]
+    example = blocks("configuration.md", "toml")[0]
     found = load(file(tmp_path, example), {})
     assert found.config.max_shard_size == 4_000_000_000
     assert found.config.dead_reader_grace == 600
-    commands = DOCS.read_text().split("```sh\n")[1].split("```")[0].splitlines()
+    commands = blocks("configuration.md", "sh")[0].splitlines()
     for line in commands:
         words = line.split("#")[0].split()[1:]
         named = [word for word in words if not word.startswith(("-", "/"))]
