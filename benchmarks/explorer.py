@@ -44,7 +44,7 @@ from benchmarks.machine import (
     print_machine,
     print_table,
 )
-from syncd.protocol.errors import WaitTimeoutError
+from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
 from syncd.protocol.records import Receipt, encode, parse
 from syncd.storage.fsio import Storage
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 _RANKS: Final = 4
 _TIMEOUT: Final = 600.0
+_ENDING: Final = 30.0
 _PARTS: Final = ("live", "in-place", "bytes")
 NAIVE: Final = "naive"
 #: Name of an explorer → which engine, and whether it stages.
@@ -197,11 +198,17 @@ def _follow(given: argparse.Namespace) -> None:
     storage = _Counting()
     engine = _Timed(_engine(given.engine, given.gigabytes))
     hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    # A name that is not given back is another's only when its lease is over.
+    closing = threading.Thread(target=lambda: (sys.stdin.read(), hook.close()), daemon=True)
+    closing.start()
     _say(ready=True)
     while True:
         before = storage.bytes_read
-        version = hook.pull(_TIMEOUT)
+        try:
+            version = hook.pull(_TIMEOUT)
+        except CancelledError:
+            closing.join()
+            os._exit(0)  # nothing is left to do, and torch's threads need not be waited for
         _say(
             live=time.monotonic(),
             step=version.step,
@@ -259,9 +266,13 @@ class _Explorer:
 
     def close(self) -> None:
         """End it."""
-        if self._process.poll() is None:
+        assert self._process.stdin is not None  # noqa: S101 - for the type checker
+        self._process.stdin.close()
+        try:
+            self._process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-        self._process.wait()
+            self._process.wait()
 
 
 # -- a job -------------------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def differences(
         *(f"{shown(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
         *(f"{shown(name)} is not in the version" for name in wanted.keys() - given.keys()),
         *(
-            f"{shown(name)} is {_told(given[name], wanted[name])}, "
-            f"{whose} has {_told(wanted[name], given[name])}"
+            f"{shown(name)} is {_told(given[name], wanted[name])} in the version, "
+            f"{_told(wanted[name], given[name])} in {whose}"
             for name in given.keys() & wanted.keys()
             if given[name] != wanted[name]
         ),
