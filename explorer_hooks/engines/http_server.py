@@ -56,6 +56,8 @@ class HttpServer:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
             timeout=timeout,
             transport=transport,
+            # A server closes the connection behind an error: each request has one of its own.
+            limits=httpx2.Limits(max_keepalive_connections=0),
             # An engine is asked where it is, by no proxy that the environment names for others.
             trust_env=False,
         )

@@ -157,11 +157,12 @@ class ServerEngine(ABC):
         self._torn = f"it has not taken version {version.sequence}"
         self._set_label(f"{LOADING}-{label(version)}")
         try:
-            self._load_folder(version.kind, str(version.folder))
+            self._load_folder(version.kind, str(version.folder), label(version))
             self._loaded_well(version)
         except ServerRefusedError as error:
-            if self._give_back(version, error):
-                self._set_label(before or "unknown")
+            name = before or "unknown"
+            if self._give_back(version, name, error):
+                self._set_label(name)
                 self._torn = None
             raise
         self._set_label(label(version))
@@ -247,8 +248,13 @@ class ServerEngine(ABC):
     def _reset_cache(self) -> None: ...
 
     @abstractmethod
-    def _load_folder(self, kind: str, folder: str) -> None:
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:
         """Load a full model, which ends what adapters there are, or an adapter.
+
+        Args:
+            kind: ``full`` or ``adapter``.
+            folder: as the server sees it.
+            name: the label, for servers that take it with the weights.
 
         Raises:
             ServerRefusedError: it says that it has not.
@@ -271,7 +277,7 @@ class ServerEngine(ABC):
 
     # -- helpers -------------------------------------------------------------------------------------
 
-    def _give_back(self, version: LeasedVersion, error: ServerRefusedError) -> bool:
+    def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
         """After a load that was refused: whether it has again what it had before."""
         folder = self._loaded.get(version.kind)
         if folder is None:
@@ -279,7 +285,7 @@ class ServerEngine(ABC):
             return version.kind == "adapter"
         log.warning("%s is given %s again: %s", self._whose, folder, error)
         try:
-            self._load_folder(version.kind, folder)
+            self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
             self._torn = f"it took neither version {version.sequence} nor again {folder}: {again}"
             log.error("%s: %s", self._whose, self._torn)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine, label
 from explorer_hooks.reader import LeasedVersion
@@ -55,7 +55,7 @@ class VLLMServer(ServerEngine):
         self,
         url: str,
         *,
-        mode: Literal["keep", "wait", "abort"] = "keep",
+        mode: str = "keep",
         checksums: bool = False,
         **options: Any,
     ) -> None:
@@ -122,7 +122,7 @@ class VLLMServer(ServerEngine):
         if isinstance(told, dict) and told.get("success") is False:
             raise ServerRefusedError("it keeps prefixes of the old weights", answer=told)
 
-    def _load_folder(self, kind: str, folder: str) -> None:
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:  # noqa: ARG002 # set apart
         if kind == "adapter":
             # Not by load_inplace: vLLM 0.32 then reads the folder anew for each batch, and it goes.
             self._unload_adapter()
@@ -153,7 +153,7 @@ class VLLMServer(ServerEngine):
             }
             told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
             spans = _first_choice(told).get("weight_versions") or []
-            said = {span.get("weight_version") for span in spans if isinstance(span, dict)}
+            said = {span.get("version") for span in spans if isinstance(span, dict)}
             if said - {None, label(version)}:
                 raise ServerRefusedError(
                     f"it generates with {said}, not with {label(version)}", answer=told
