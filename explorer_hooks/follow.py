@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,9 @@ import click
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import Engine
-from explorer_hooks.engines.servers import SERVERS, server_engine
+from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.fitting import Fits
 from explorer_hooks.follow_engines import CommandEngine, LinkEngine
 from explorer_hooks.hook import ExplorerHook
@@ -26,6 +28,7 @@ from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 
 log = logging.getLogger(__name__)
 
+_SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -45,7 +48,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option(
     "--engine",
     "server",
-    type=click.Choice(list(SERVERS)),
+    type=click.Choice(list(_SERVERS)),
     help="A server that is given each version over HTTP, at --url.",
 )
 @click.option("--url", help="Of one server, e.g. http://127.0.0.1:8000.")
@@ -119,10 +122,9 @@ def command(
         staging = Staging(stage, budget, keep_last=link is not None)
     engine: Engine
     if server is not None and url is not None:
-        engine = server_engine(
-            server,
+        engine = _SERVERS[server](
             url,
-            in_flight=in_flight,
+            mode=in_flight,
             base=base,
             lora_name=lora_name,
             is_local=False if spans_hosts else None,

@@ -7,15 +7,16 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
-
-import httpx2
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.fitting import Fits
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, ServerRefusedError
+
+if TYPE_CHECKING:
+    import httpx2
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ServerEngine(ABC):
 
     Args:
         url: of one server; not of a balancer before several.
+        mode: what becomes of requests in flight; the first of :attr:`modes` by default.
         base: the model folder that the server was started with. By default the one that the server
             names, where it is on this host; else the first version is taken unseen.
         is_local: whether the server reads on this host alone: staging is off without. By default
@@ -47,14 +49,20 @@ class ServerEngine(ABC):
         start_timeout: seconds to wait for a server that is not up yet, at the beginning.
         transport: the seam for tests.
 
+    Attributes:
+        modes: what can become of requests in flight.
+
     Raises:
-        InvalidSettingsError: no address, or no model folder.
+        InvalidSettingsError: no address, no such mode, or no model folder.
     """
+
+    modes: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
         url: str,
         *,
+        mode: str | None = None,
         base: str | Path | None = None,
         is_local: bool | None = None,
         api_key: str | None = None,
@@ -64,6 +72,9 @@ class ServerEngine(ABC):
         start_timeout: float = 600.0,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
+        if mode not in {None, *self.modes}:
+            raise InvalidSettingsError(f"no mode {mode!r}: there are {', '.join(self.modes)}")
+        self._mode = mode or self.modes[0]
         self._server = HttpServer(url, api_key=api_key, timeout=timeout, transport=transport)
         self._whose = f"the server at {self._server.url}"
         self._fits = self._fits_of(base) if base is not None else None
@@ -216,7 +227,7 @@ class ServerEngine(ABC):
         """Close the connections; the server goes on. Safe to call twice."""
         self._server.close()
 
-    # -- what each server has its own way for --------------------------------------------------------
+    # -- what each server has its own way for ------------------------------------------------------
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
@@ -228,7 +239,7 @@ class ServerEngine(ABC):
 
     @abstractmethod
     def _served_folder(self) -> str | None:
-        """The model that it says it has; None where it has taken another one since, or says none."""
+        """The model that it was started with; None where it has another one since, or says none."""
 
     @abstractmethod
     def _said_label(self) -> str | None:
@@ -260,7 +271,7 @@ class ServerEngine(ABC):
             ServerRefusedError: it says that it has not.
         """
 
-    def _loaded_well(self, version: LeasedVersion) -> None:
+    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not each can look
         """Look at what was loaded, while it is still paused.
 
         Raises:
@@ -275,7 +286,7 @@ class ServerEngine(ABC):
             ServerRefusedError: it does not.
         """
 
-    # -- helpers -------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
         """After a load that was refused: whether it has again what it had before."""

@@ -7,7 +7,7 @@ alone: there is no build of it for CPUs.
 from __future__ import annotations
 
 import logging
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine, label
 from explorer_hooks.reader import LeasedVersion
@@ -33,21 +33,16 @@ class SGLangServer(ServerEngine):
 
     While it loads, requests wait; what was in flight is, by mode: ``retract``, put back into the
     queue, and goes on with the new weights, its prefix computed anew; ``abort``, returned as far as
-    it was. (``in_place`` would keep prefixes of the old weights, and is not offered.) See
-    :class:`~explorer_hooks.engines.server_engine.ServerEngine` for what is promised, and for the
-    other arguments.
-
-    Args:
-        mode: what becomes of requests in flight.
+    it was. (``in_place`` would keep prefixes of the old weights, and is not offered.)
+    :class:`~explorer_hooks.engines.server_engine.ServerEngine` has the arguments, and what is
+    promised.
 
     Raises:
-        InvalidSettingsError: no address, or no model folder.
+        InvalidSettingsError: no address, no such mode, or no model folder.
     """
 
-    def __init__(self, url: str, *, mode: str = "retract", **options: Any) -> None:
-        super().__init__(url, **options)
-        self._mode = mode
-        self._info = _INFO[0]
+    modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
+    _info = _INFO[0]
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
@@ -86,8 +81,8 @@ class SGLangServer(ServerEngine):
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
             self._unload_adapter()
-            body = {"lora_name": self._lora_name, "lora_path": folder}
-            self._accepted(self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout))
+            adapter = {"lora_name": self._lora_name, "lora_path": folder}
+            self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
             self._set_label(name)
             return
         # The cache is flushed by a request of its own: one that is refused here is reported as a

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine, label
 from explorer_hooks.reader import LeasedVersion
@@ -37,30 +37,25 @@ class VLLMServer(ServerEngine):
 
     While it loads, requests wait; what was in flight is, by mode: ``keep``, held, and goes on with
     the new weights, its prefix computed anew; ``wait``, finished first, by the old ones; ``abort``,
-    returned as far as it was. Before an adapter, ``keep`` is as ``wait``. See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for
-    what is promised, and for the other arguments.
+    returned as far as it was. Before an adapter, ``keep`` is as ``wait``. What is promised, and the
+    other arguments, are those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
 
     Args:
-        mode: what becomes of requests in flight.
+        url: of one server.
         checksums: whether the server digests its weights after each load, and those of a version
-            that it is given again must be the same as the first time. That takes it about a second
-            for 2 GB of a rank's weights, while it is paused; and on CPU some of its digests are
+            that it is given again must be the same as the first time. It is paused meanwhile, and
+            reads all of them on one core; and on CPU some of its digests are
             those of empty tensors.
+        options: those of every server.
 
     Raises:
-        InvalidSettingsError: no address, or no model folder.
+        InvalidSettingsError: no address, no such mode, or no model folder.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        mode: str = "keep",
-        checksums: bool = False,
-        **options: Any,
-    ) -> None:
+    modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
+
+    def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
         super().__init__(url, **options)
-        self._mode = mode
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
         self._has_adapters = False
