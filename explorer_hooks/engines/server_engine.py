@@ -7,7 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import httpx2
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: The label that a server has while weights are loaded into it. Where it stays, someone was killed
 #: in the middle of it: nobody knows what weights the server has.
@@ -85,6 +87,7 @@ class ServerEngine(ABC):
         self._kinds = frozenset({"full", "adapter"})
         self._loaded: dict[str, str] = {}
         self._torn: str | None = None
+        self._model_is_torn = False
         self._proof: Callable[[], None] | None = None
 
     # -- what an engine is -------------------------------------------------------------------------
@@ -123,6 +126,7 @@ class ServerEngine(ABC):
         said = self._said_label()
         if said is not None and said.startswith(LOADING):
             self._torn = f"it was left in the middle of a load ({said})"
+            self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
             log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
             self._pause()
         else:
@@ -163,21 +167,25 @@ class ServerEngine(ABC):
         Raises:
             ServerRefusedError: it did not take it, and has what it had before.
             ServerUnreachableError: it does not answer: nobody knows what it has.
+            EngineBrokenError: it does not do what is no matter of the version.
         """
-        before = self._said_label()
+        if version.kind == "adapter" and self._model_is_torn:
+            raise EngineBrokenError(f"{self._whose} needs a full model, or a restart: {self._torn}")
+        torn, before = self._torn, self._must(self._said_label)
         self._torn = f"it has not taken version {version.sequence}"
-        self._set_label(f"{LOADING}-{label(version)}")
+        self._must(lambda: self._set_label(f"{LOADING}-{version.kind}-{label(version)}"))
         try:
             self._load_folder(version.kind, str(version.folder), label(version))
             self._loaded_well(version)
         except ServerRefusedError as error:
-            name = before or "unknown"
+            name = before if before and not before.startswith(LOADING) else "given-back"
             if self._give_back(version, name, error):
                 self._set_label(name)
-                self._torn = None
+                self._torn = torn if version.kind == "adapter" else None
             raise
-        self._set_label(label(version))
+        self._must(lambda: self._set_label(label(version)))
         self._torn = None
+        self._model_is_torn = False
         self._proof = lambda: self._prove(version)
         if version.kind == "full":
             self._loaded = {}  # an adapter of the model before is no adapter of this one
@@ -303,10 +311,10 @@ class ServerEngine(ABC):
             return False
         return True
 
-    def _must(self, call: Callable[[], None]) -> None:
+    def _must(self, call: Callable[[], T]) -> T:
         """Do what no version is to blame for where it fails."""
         try:
-            call()
+            return call()
         except ServerRefusedError as error:
             raise EngineBrokenError(
                 f"{self._whose} does not serve as it should: {error}"

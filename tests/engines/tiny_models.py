@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import xxhash
+from peft import get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.layout import RECEIPTS
+from syncd.protocol.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import ReceiptFile
 from tests.jobs import Job, receipt_of
 
@@ -48,25 +51,37 @@ def save_model(folder: Path, seed: int) -> Path:
 
 def state(seed: int) -> dict[str, Tensor]:
     """The weights of a model."""
-    return {name: value.contiguous() for name, value in model(seed).state_dict().items()}
+    return dict(model(seed).state_dict())
 
 
-def publish_model(job: Job, step: int, tensors: dict[str, Tensor], *, keep: int = 3) -> None:
+def publish_model(job: Job, step: int, tensors: Mapping[str, Tensor]) -> None:
     """Save a step as a full state dict, and let a daemon publish it."""
-    actor = job.layout.actor(step)
-    (actor / "huggingface").mkdir(parents=True)
-    (actor / RECEIPTS).mkdir()
     config = CONFIG.to_json_string().encode()
-    content = save(tensors, metadata={"format": "pt"})
-    job.put(actor / "huggingface" / "config.json", config)
-    job.put(actor / "model.safetensors", content)
-    told = ReceiptFile(
-        name="huggingface/config.json",
-        size=len(config),
-        digest=xxhash.xxh3_128_hexdigest(config),
-        over="content",
-    )
-    job.receipt(step, f"run-{step}-0", 0, 1, receipt_of(content), told)
+    _publish(job, step, "model.safetensors", tensors, {"huggingface/config.json": config})
+
+
+def publish_adapter(job: Job, step: int, peft: Any) -> None:
+    """Save the adapter of a PEFT model alone, and let a daemon publish it."""
+    config = peft.peft_config["default"].to_dict() | {"target_modules": ["q_proj"]}
+    told = json.dumps(config, default=str).encode()
+    tensors = get_peft_model_state_dict(peft)
+    weights = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
+    _publish(job, step, weights, tensors, {f"{LORA_ADAPTER}/{ADAPTER_CONFIG}": told})
+
+
+def _publish(
+    job: Job, step: int, weights: str, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
+) -> None:
+    actor = job.layout.actor(step)
+    told = []
+    for name, content in files.items():
+        (actor / name).parent.mkdir(parents=True, exist_ok=True)
+        job.put(actor / name, content)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        told.append(ReceiptFile(name=name, size=len(content), digest=digest, over="content"))
+    content = save({name: value.contiguous() for name, value in tensors.items()})
+    job.put(actor / weights, content)
+    job.receipt(step, f"run-{step}-0", 0, 1, receipt_of(content, weights), *told)
     job.point(step)
-    with job.daemon(DaemonConfig(keep=keep)) as loop:
+    with job.daemon(DaemonConfig(keep=3)) as loop:
         loop.run_once()

@@ -54,12 +54,17 @@ class Answer:
     Attributes:
         tokens: their ids.
         logprobs: of the most probable tokens at each place, by id.
-        labels: of the weights that generated them, in order.
+        spans: of weights that generated them, in order: the label, the first and past the last.
     """
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
-    labels: list[str]
+    spans: list[tuple[str, int, int]]
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the weights, in order."""
+        return [label for label, _, _ in self.spans]
 
 
 class VLLMProcess:
@@ -71,9 +76,7 @@ class VLLMProcess:
     """
 
     def __init__(self, model: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._port = str(probe.getsockname()[1])
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         self._process = self._start(model)
@@ -148,7 +151,7 @@ class VLLMProcess:
         return Answer(
             choice["token_ids"],
             [{one["token_id"]: one["logprob"] for one in at["top_logprobs"]} for at in content],
-            [span["version"] for span in choice["weight_versions"] or []],
+            [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
         )
 
     @property
@@ -168,3 +171,10 @@ class VLLMProcess:
         except ProcessLookupError:
             pass
         self._process.wait()
+
+
+def free_port() -> str:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
