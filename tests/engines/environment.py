@@ -36,7 +36,7 @@ def environment() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "syncd"
     cache.mkdir(parents=True, exist_ok=True)
     asked = (VLLM, TORCH, *sorted(_LEFT_OUT), *_own_requirements(), platform.python_version())
-    key = hashlib.sha256("\n".join((*asked, Path(__file__).read_text())).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(asked).encode()).hexdigest()[:16]
     folder = cache / f"engines-{key}"
     with FileLock(cache / "engines.lock"):
         if not folder.exists():

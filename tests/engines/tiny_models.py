@@ -57,7 +57,8 @@ def state(seed: int) -> dict[str, Tensor]:
 def publish_model(job: Job, step: int, tensors: Mapping[str, Tensor]) -> None:
     """Save a step as a full state dict, and let a daemon publish it."""
     config = CONFIG.to_json_string().encode()
-    _publish(job, step, "model.safetensors", tensors, {"huggingface/config.json": config})
+    save_step(job, step, "model.safetensors", tensors, {"huggingface/config.json": config})
+    _publish(job, step)
 
 
 def publish_adapter(job: Job, step: int, peft: Any) -> None:
@@ -66,13 +67,24 @@ def publish_adapter(job: Job, step: int, peft: Any) -> None:
     told = json.dumps(config, default=str).encode()
     tensors = get_peft_model_state_dict(peft)
     weights = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
-    _publish(job, step, weights, tensors, {f"{LORA_ADAPTER}/{ADAPTER_CONFIG}": told})
+    save_step(job, step, weights, tensors, {f"{LORA_ADAPTER}/{ADAPTER_CONFIG}": told})
+    _publish(job, step)
 
 
-def _publish(
+def save_step(
     job: Job, step: int, weights: str, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
 ) -> None:
+    """Save a step; the pointer stays.
+
+    Args:
+        job: where to.
+        step: which.
+        weights: the name of their file, in ``actor/``.
+        tensors: what is in it.
+        files: the others, by name.
+    """
     actor = job.layout.actor(step)
+    actor.mkdir(parents=True)
     told = []
     for name, content in files.items():
         (actor / name).parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +94,9 @@ def _publish(
     content = save({name: value.contiguous() for name, value in tensors.items()})
     job.put(actor / weights, content)
     job.receipt(step, f"run-{step}-0", 0, 1, receipt_of(content, weights), *told)
+
+
+def _publish(job: Job, step: int) -> None:
     job.point(step)
     with job.daemon(DaemonConfig(keep=3)) as loop:
         loop.run_once()
