@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from explorer_hooks import pipeline
+from explorer_hooks.engines import sglang_server
 from explorer_hooks.engines.conformance import CHECKS, Check, Subject, name_of
 from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.made_versions import make_version, random_tensors
@@ -24,6 +26,7 @@ from syncd.protocol.errors import (
     ServerRefusedError,
     ServerUnreachableError,
 )
+from tests.engines.pages import FOLLOW_SGLANG
 from tests.engines.waiting import wait_for
 from tests.explorers import publish
 from tests.jobs import Job
@@ -266,3 +269,15 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
         assert hook.wait_until_served(LONG, newer_than=first).step == 2
         wait_for(lambda: hook.fault is None)
     assert fake.weight_version == "step-2-version-2"
+
+
+def test_the_code_of_the_page_loads_the_newest_version(
+    job: Job, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = functools.partial(SGLangServer, transport=fake.transport)
+    monkeypatch.setattr(sglang_server, "SGLangServer", made)
+    fake.model_path = "elsewhere"
+    publish(job, 3)
+    names = {"job_dir": job.layout.root, "url": "http://127.0.0.1:30000"}
+    exec(FOLLOW_SGLANG, names)  # noqa: S102 # what a user pastes
+    assert fake.weight_version == "step-3-version-1"

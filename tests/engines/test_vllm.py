@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,12 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
-from syncd.protocol.errors import EngineMismatchError, VerificationError
+from syncd.protocol.errors import EngineMismatchError, ServerRefusedError, VerificationError
+from syncd.protocol.policy import Version
+from tests.engines.pages import FOLLOW, IN_PROCESS
 from tests.engines.tiny_models import model, publish_adapter, publish_model, save_model, state
 from tests.engines.vllm_process import MODEL, PYTHON, Answer, VLLMProcess, environment
 from tests.engines.waiting import LONG, wait_for
@@ -134,8 +138,11 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
     job: Job, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is gone between the last look at it and the server's."""
+    # As of a server without --enable-scale-out.
+    monkeypatch.setattr(vllm_server, "_GENERATE", "POST /nothing")
     publish_model(job, 1, state(1))
-    with hook_of(job, vllm) as hook:
+    engine = VLLMServer(vllm.url, checksums=True)
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
         hook.pull(LONG)
         before = said(vllm)
         publish_model(job, 2, state(2))
@@ -143,12 +150,11 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
 
         def pause_and_lose(engine: VLLMServer) -> None:
             pause(engine)
-            (path,) = job.layout.version(2).glob("*.safetensors")
-            if path.exists():
+            for path in job.layout.version(2).glob("*.safetensors"):
                 path.rename(path.with_name("elsewhere"))
 
         monkeypatch.setattr(VLLMServer, "pause", pause_and_lose)
-        with pytest.raises(Exception, match="collective_rpc"):
+        with pytest.raises(ServerRefusedError, match="collective_rpc"):
             hook.pull(LONG)
         assert hook.fault is None
         assert vllm.label == "step-1-version-1"
@@ -183,34 +189,32 @@ def test_an_adapter_is_served_under_its_name_until_a_full_model_comes(
         assert [one["id"] for one in vllm.ask("/v1/models", method="GET")["data"]] == [MODEL]
 
 
-IN_PROCESS = """
+#: As the page has it, of a model without a tokenizer, and what it says then.
+INSIDE = """
 import sys
-from pathlib import Path
-from vllm import LLM, SamplingParams
-from explorer_hooks.engines.vllm_engine import VLLMEngine
-from explorer_hooks.hook import ExplorerHook
-from syncd.protocol.errors import EngineMismatchError
-
 if __name__ == "__main__":
-    llm = LLM(sys.argv[2], skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
-              max_model_len=128, max_num_seqs=8)
-    with ExplorerHook(sys.argv[1], "inside", VLLMEngine(llm)) as hook:
-        print("served", hook.pull(0).step, flush=True)
+    job_dir, base = sys.argv[1:]
+    from vllm import SamplingParams
+{block}
         params = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
-        (answer,) = llm.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
-        print("said", *answer.outputs[0].token_ids, flush=True)
+        (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
+        print("said", version.step, *answer.outputs[0].token_ids, flush=True)
 """
+OPTIONS = "base, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=128"
 
 
 def test_an_llm_in_the_process_says_what_the_server_says(
     job: Job, vllm: VLLMProcess, tmp_path: Path
 ) -> None:
     publish_model(job, 4, state(4))
-    with hook_of(job, vllm) as hook:
-        hook.pull(LONG)
-        truth = said(vllm)[0]
+    names = {"job_dir": job.layout.root, "url": vllm.url}
+    exec(FOLLOW, names)  # noqa: S102 # what a user pastes
+    assert names["version"] == Version(1, 4)
+    truth = said(vllm)[0]
     program = tmp_path / "inside.py"
-    program.write_text(IN_PROCESS)
+    block = IN_PROCESS.replace("LLM(base)", f"LLM({OPTIONS})")
+    assert block != IN_PROCESS
+    program.write_text(INSIDE.format(block=textwrap.indent(block, "    ")))
     base = save_model(tmp_path / "base", 0)
     ended = subprocess.run(
         (os.environ[PYTHON], program, job.layout.root, base),
@@ -221,12 +225,12 @@ def test_an_llm_in_the_process_says_what_the_server_says(
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-6000:]
-    assert "served 4\n" in ended.stdout
-    assert f"said {' '.join(map(str, truth))}\n" in ended.stdout
+    assert f"said 4 {' '.join(map(str, truth))}\n" in ended.stdout
 
 
 KILLED = """
 import os, signal, sys
+from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -17,15 +16,12 @@ import torch
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
+from tests.engines.pages import ROOT, TRAIN
 from tests.engines.tiny_models import CONFIG, save_model
 from tests.engines.vllm_process import VLLMProcess, free_port
 from tests.engines.waiting import LONG, wait_for
 from tests.multiprocess.processes import ENVIRONMENT
 
-PAGE = Path(__file__).parents[2] / "docs" / "vllm.md"
-TRAIN, FOLLOW, IN_PROCESS = re.findall(
-    r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
-)
 STEPS = 4
 RANKS = 2
 
@@ -35,7 +31,7 @@ def process(*command: object, **environment: str) -> Iterator[subprocess.Popen[s
     """A process that is ended by SIGTERM, and well, at the end of the block."""
     started = subprocess.Popen(
         [str(word) for word in command],
-        env=ENVIRONMENT | {"PYTHONPATH": str(PAGE.parents[1])} | environment,
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | environment,
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -68,9 +64,7 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(tmp_path / "train.py"), str(job), str(base), str(STEPS)],
-                env=ENVIRONMENT
-                | rendezvous
-                | {"RANK": str(rank), "PYTHONPATH": str(PAGE.parents[1])},
+                env=ENVIRONMENT | rendezvous | {"RANK": str(rank), "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 text=True,
             )
