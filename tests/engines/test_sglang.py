@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from explorer_hooks import pipeline
 from explorer_hooks.engines import sglang_server
@@ -17,6 +20,7 @@ from explorer_hooks.engines.made_versions import make_version, random_tensors
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_fake import FakeSGLang
 from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.follow import command
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
@@ -242,6 +246,30 @@ def test_staging_is_for_servers_of_this_host() -> None:
     assert not SGLangServer("http://localhost:30000", is_local=False).is_local
     with pytest.raises(InvalidSettingsError, match="retract, abort"):
         SGLangServer("http://localhost:1", mode="keep")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--engine", "vllm"], "give both"),
+        (["--link", "model", "--url", "http://127.0.0.1:1"], "give both"),
+        (["--engine", "vllm", "--url", "http://h:1", "--command", "true"], "Give one of"),
+        (
+            ["--engine", "vllm", "--url", "http://h:1", "--in-flight", "retract"],
+            "keep, wait, abort",
+        ),
+        (["--engine", "sglang", "--url", "h:1"], "no address"),
+    ],
+)
+def test_follow_says_what_is_wrong_with_its_options(options: list[str], says: str) -> None:
+    ended = CliRunner().invoke(command, ["job", "--name", "server", *options])
+    assert ended.exit_code != 0
+    assert says in ended.output + str(ended.exception)
+
+
+def test_follow_and_its_engines_do_not_import_torch() -> None:
+    code = "import sys, explorer_hooks.follow; sys.exit('torch' in sys.modules)"
+    assert subprocess.run((sys.executable, "-c", code), check=False).returncode == 0
 
 
 def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(

@@ -96,6 +96,32 @@ def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
             assert lost.max() < 0.5  # in bfloat16 two kernels may choose another of two equals
 
 
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_requests_need_not_go_on_over_two_versions(job: Job, vllm: VLLMProcess, mode: str) -> None:
+    answers: list[Answer] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(vllm.generate(PROMPTS[0], 48))
+
+    engine = VLLMServer(vllm.url, mode=mode)
+    client = threading.Thread(target=ask)
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
+        client.start()
+        try:
+            for step in range(1, 5):
+                publish_model(job, step, state(step))
+                hook.pull(LONG)
+                wait_for(lambda: answers and answers[-1].labels == [vllm.label])
+        finally:
+            stop.set()
+            client.join()
+    assert all(len(answer.labels) <= 1 for answer in answers)
+    whole = [len(answer.tokens) == 48 for answer in answers]
+    assert all(whole) if mode == "wait" else not all(whole)
+
+
 def test_what_is_damaged_or_does_not_fit_never_reaches_it(
     job: Job, hook: ExplorerHook, vllm: VLLMProcess
 ) -> None:

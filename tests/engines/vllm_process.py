@@ -149,7 +149,7 @@ class VLLMProcess:
         (choice,) = self.ask("/inference/v1/generate", body)["choices"]
         content = (choice.get("logprobs") or {}).get("content") or []
         return Answer(
-            choice["token_ids"],
+            choice["token_ids"] or [],
             [{one["token_id"]: one["logprob"] for one in at["top_logprobs"]} for at in content],
             [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
         )
