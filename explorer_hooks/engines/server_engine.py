@@ -114,9 +114,9 @@ class ServerEngine(ABC):
         """
         self._server.wait_until_up(self._start_timeout)
         self._kinds = self._find_kinds()
-        served = self._served_folder()
-        if self._fits is None and served is not None:
-            self._fits = self._fits_if_here(served)
+        named = self._named_folder()
+        if self._fits is None and named is not None:
+            self._fits = self._fits_if_here(named)
         if self._fits is None:
             log.warning(
                 "%s names no model folder on this host: its first version is taken without being "
@@ -130,7 +130,8 @@ class ServerEngine(ABC):
             log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
             self._pause()
         else:
-            self._loaded = {"full": served} if served is not None else {}
+            if named is not None and self._serves_what_it_names(said):
+                self._loaded = {"full": named}
             self._resume()
 
     def check(self, version: LeasedVersion) -> None:
@@ -246,8 +247,12 @@ class ServerEngine(ABC):
         """
 
     @abstractmethod
-    def _served_folder(self) -> str | None:
-        """The model that it was started with; None where it has another one since, or says none."""
+    def _named_folder(self) -> str | None:
+        """The model that it names: of the same names and shapes as what it serves."""
+
+    @abstractmethod
+    def _serves_what_it_names(self, said: str | None) -> bool:
+        """Whether what it serves is the model that it names, by its label."""
 
     @abstractmethod
     def _said_label(self) -> str | None:

@@ -24,8 +24,6 @@ _INFO: Final = ("GET /model_info", "GET /get_model_info")
 _LOAD_ADAPTER: Final = "POST /load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
 _GENERATE: Final = "POST /generate"
-#: What SGLang calls weights that nobody has labelled: those that it was started with.
-_UNLABELLED: Final = "default"
 
 
 class SGLangServer(ServerEngine):
@@ -54,12 +52,12 @@ class SGLangServer(ServerEngine):
         adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
         return frozenset({"full"} | adapters)
 
-    def _served_folder(self) -> str | None:
-        told = self._told()
-        path = told.get("model_path")
-        if told.get("weight_version") not in {None, _UNLABELLED} or not isinstance(path, str):
-            return None
-        return path
+    def _named_folder(self) -> str | None:
+        path = self._told().get("model_path")
+        return path if isinstance(path, str) else None
+
+    def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # others go by it
+        return True  # it names what it loaded last
 
     def _said_label(self) -> str | None:
         said = self._told().get("weight_version")

@@ -79,13 +79,14 @@ class VLLMServer(ServerEngine):
         adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
         return frozenset({"full"} | adapters)
 
-    def _served_folder(self) -> str | None:
-        if self._said_label() not in {None, _UNLABELLED}:
-            return None
+    def _named_folder(self) -> str | None:
         for model in self._models():
             if not model.get("parent") and isinstance(model.get("root"), str):
                 return str(model["root"])
         return None
+
+    def _serves_what_it_names(self, said: str | None) -> bool:
+        return said == _UNLABELLED  # it names what it was started with, whatever came since
 
     def _said_label(self) -> str | None:
         if not self._server.has(_INFO):

@@ -288,8 +288,12 @@ def test_a_server_that_a_killed_hook_left_paused_is_resumed_with_the_newest(
         assert not vllm.is_paused
         assert vllm.label == "step-1-version-1"
         vllm.ask("/pause", mode="keep")
-    with hook_of(job, vllm):
+    with hook_of(job, vllm) as hook:
         assert not vllm.is_paused  # paused between two loads: it goes on with what it has
+        # Also a hook that comes later knows what fits: what the server was started with.
+        publish_model(job, 2, {"another": torch.zeros(2)})
+        with pytest.raises(EngineMismatchError):
+            hook.pull(LONG)
 
 
 def test_after_a_reload_it_says_what_a_fresh_server_says_and_one_that_restarts_is_brought_back(
