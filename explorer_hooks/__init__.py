@@ -8,7 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from explorer_hooks.engines.sglang_server import SGLangServer
     from explorer_hooks.engines.torch_module import TorchModule
+    from explorer_hooks.engines.vllm_engine import VLLMEngine
+    from explorer_hooks.engines.vllm_server import VLLMServer
     from explorer_hooks.hook import ExplorerHook
     from explorer_hooks.reader import LeasedVersion, Reader
     from explorer_hooks.staging import Staging
@@ -18,9 +21,12 @@ __all__ = [
     "ExplorerHook",
     "LeasedVersion",
     "Reader",
+    "SGLangServer",
     "Staging",
     "SyncSettings",
     "TorchModule",
+    "VLLMEngine",
+    "VLLMServer",
     "Version",
 ]
 
@@ -28,9 +34,12 @@ _HOMES = {
     "ExplorerHook": "explorer_hooks.hook",
     "LeasedVersion": "explorer_hooks.reader",
     "Reader": "explorer_hooks.reader",
+    "SGLangServer": "explorer_hooks.engines.sglang_server",
     "Staging": "explorer_hooks.staging",
     "SyncSettings": "syncd.protocol.policy",
     "TorchModule": "explorer_hooks.engines.torch_module",
+    "VLLMEngine": "explorer_hooks.engines.vllm_engine",
+    "VLLMServer": "explorer_hooks.engines.vllm_server",
     "Version": "syncd.protocol.policy",
 }
 

@@ -6,8 +6,9 @@ syncd itself knows nothing of the hooks: its command line finds this one by an e
 from __future__ import annotations
 
 import logging
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +16,9 @@ import click
 
 from explorer_hooks.bench import serve
 from explorer_hooks.engines.base import Engine
+from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.fitting import Fits
 from explorer_hooks.follow_engines import CommandEngine, LinkEngine
 from explorer_hooks.hook import ExplorerHook
@@ -24,6 +28,7 @@ from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 
 log = logging.getLogger(__name__)
 
+_SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
@@ -40,6 +45,21 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     type=click.Path(path_type=Path),
     help="A symbolic link that is to lead to each version's folder.",
 )
+@click.option(
+    "--engine",
+    "server",
+    type=click.Choice(list(_SERVERS)),
+    help="A server that is given each version over HTTP, at --url.",
+)
+@click.option("--url", help="Of one server, e.g. http://127.0.0.1:8000.")
+@click.option(
+    "--in-flight",
+    metavar="MODE",
+    help="What becomes of requests while weights are loaded; of vllm: keep, wait, abort; of "
+    "sglang: retract, abort.  [default: the first]",
+)
+@click.option("--lora-name", default="syncd", show_default=True, help="The adapters' model name.")
+@click.option("--spans-hosts", is_flag=True, help="The server reads on other hosts too.")
 @click.option("--stage", type=_FOLDER, help="A folder of this host to copy versions into first.")
 @click.option(
     "--budget",
@@ -58,7 +78,7 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the command may take.",
+    help="How long the command, or a server's load, may take.",
 )
 @click.option("--ask", is_flag=True, help="Require syncs, of a trainer that is explorer_driven.")
 @click.option(
@@ -70,6 +90,11 @@ def command(
     name: str,
     run: str | None,
     link: Path | None,
+    server: str | None,
+    url: str | None,
+    in_flight: str | None,
+    lora_name: str,
+    spans_hosts: bool,
     stage: Path | None,
     budget: int | None,
     base: Path | None,
@@ -77,27 +102,44 @@ def command(
     ask: bool,
     memory_dir: Path | None,
 ) -> None:
-    """Follow JOB for a server that something else runs: --command, or --link.
+    """Follow JOB for a server that something else runs: --engine, --command, or --link.
 
     Each version is verified, copied to this host (--stage), and then given to the command, in
     SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND, or linked to. What the command does not
-    take is refused, and it is given the version before again. Ends at SIGTERM, once a command that
-    runs has ended.
+    take is refused, and it is given the version before again. A server, --engine at --url, is
+    paused, given the version, and generates a token before it counts as served; where it was
+    restarted it is given its version again. A key that it wants is read from SYNCD_API_KEY. Ends at
+    SIGTERM, once a command that runs has ended.
     """
-    if (run is None) == (link is None):
-        raise click.UsageError("Give either --command or --link.")
+    if [run, link, server].count(None) != 2:
+        raise click.UsageError("Give one of --engine, --command and --link.")
+    if (server is None) != (url is None):
+        raise click.UsageError("--engine says what is at --url: give both.")
     if budget is not None and stage is None:
         raise click.UsageError("--budget says how much of --stage may be used: give both.")
     staging = None
     if stage is not None:
         staging = Staging(stage, budget, keep_last=link is not None)
-    fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
+    engine: Engine
+    if server is not None and url is not None:
+        engine = _SERVERS[server](
+            url,
+            mode=in_flight,
+            base=base,
+            lora_name=lora_name,
+            is_local=False if spans_hosts else None,
+            api_key=os.environ.get("SYNCD_API_KEY"),
+            load_timeout=timeout,
+        )
+    else:
+        fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
+        engine = _engine(run, link, timeout, fits, staging)
     settings = SyncSettings(style=SyncStyle.EXPLORER_DRIVEN if ask else SyncStyle.FULLY_ASYNC)
     with (
         ExplorerHook(
             job,
             name,
-            _engine(run, link, timeout, fits, staging),
+            engine,
             settings=settings,
             staging=staging,
             memory_dir=memory_dir,

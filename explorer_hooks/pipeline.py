@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.reader import LeasedVersion
@@ -19,6 +21,9 @@ from syncd.protocol.policy import Version
 from syncd.protocol.records import Reload
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks whether the engine still has its version.
+_LOOK: Final = 5.0
 
 
 class Pipeline:
@@ -50,6 +55,7 @@ class Pipeline:
     ) -> None:
         self._sync = sync
         self._reloader = Reloader(engine, on_remote)
+        self._looked = -math.inf
         self._before_load = before_load
         self._staging = staging if engine.is_local else None
         if staging is not self._staging:
@@ -131,6 +137,24 @@ class Pipeline:
             log.info("the engine serves version %d again", self.held.sequence)
             self._broken = None
             self.report()
+
+    def look(self) -> None:
+        """Now and then, see whether the engine still has what it was given.
+
+        Raises:
+            EngineBrokenError: it has not; :meth:`restore` gives it that.
+        """
+        now = time.monotonic()
+        held = self.held
+        if held is None or now < self._looked + _LOOK:
+            return
+        self._looked = now
+        if not self._reloader.still_serves(held):
+            self._broken = (
+                f"the engine has lost version {held.sequence}: it was restarted, or is away"
+            )
+            self.report()
+            raise EngineBrokenError(self._broken)
 
     @contextmanager
     def hold_again(self) -> Iterator[LeasedVersion]:

@@ -59,7 +59,11 @@ class Puller:
             while True:
                 left = None if timeout is None else max(0.0, deadline - time.monotonic())
                 newest = self._sync.wait_for_newer(
-                    self._pipeline.floor, asks=asks, timeout=left, cancel=cancel
+                    self._pipeline.floor,
+                    asks=asks,
+                    timeout=left,
+                    cancel=cancel,
+                    look=self._pipeline.look,
                 )
                 try:
                     return self._pipeline.take(newest, cancel)

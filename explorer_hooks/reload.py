@@ -111,6 +111,10 @@ class Reloader:
         pause = time.monotonic() - begun
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 
+    def still_serves(self, version: LeasedVersion) -> bool:
+        """Whether the engine has what it was given last."""
+        return self._is_elsewhere(version) or self._engine.still_serves(version)
+
     def restore(self, version: LeasedVersion) -> None:
         """Let a broken engine serve again what it should.
 

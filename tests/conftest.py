@@ -14,6 +14,7 @@ from tests.storages import Clock
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
+        "engine: with a real inference engine; skipped where there is none",
         "lagging: run once on a local disk, and once on a filesystem that lags",
         "local_only(why): in a module that is marked lagging, not to be run on it",
     ):

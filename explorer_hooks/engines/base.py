@@ -67,6 +67,12 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Serve again. Safe to call when it is not paused."""
 
+    def still_serves(self, version: LeasedVersion) -> bool:
+        """Whether it has what it was given last: a server that was restarted has not.
+
+        Asked now and then while there is nothing newer. Must be quick, and raise nothing.
+        """
+
     def close(self) -> None:
         """Let go of what it holds; the model itself stays. Safe to call twice."""
 
@@ -91,6 +97,10 @@ class InProcessEngine:
 
     def resume(self) -> None:
         """It was not paused."""
+
+    def still_serves(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # the protocol's
+        """Nobody else has changed what is in this process."""
+        return True
 
     def close(self) -> None:
         """Nothing is held."""

@@ -150,6 +150,12 @@ class FakeEngine:
                 raise SyncdError("the engine has no weights")
             return self.served
 
+    def restart(self) -> None:
+        """As a server that was restarted: it has what it had at the beginning, which is nothing."""
+        with self._changed:
+            self.served = None
+            self.is_paused = False
+
     def asked(self, what: str) -> list[int | None]:
         """The versions that a method was called with, in order."""
         return [call.sequence for call in self.calls if call.what == what]
@@ -194,6 +200,10 @@ class FakeEngine:
         """Let requests go on."""
         self._enter("resume")
         self._set_paused(False)
+
+    def still_serves(self, version: LeasedVersion) -> bool:
+        """Whether this is the version; after :meth:`restart` none is."""
+        return self.served is not None and self.served.sequence == version.sequence
 
     def close(self) -> None:
         """Nothing is held."""

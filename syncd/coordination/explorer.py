@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 from syncd.coordination.member import Member, Seams
@@ -199,6 +200,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         asks: bool = True,
         timeout: float | None = None,
         cancel: Cancellation | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> Version:
         """Wait until a newer version than ``current`` is published, whatever the trainer says.
 
@@ -212,6 +214,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             timeout: seconds; 0 to take what is there now, and require nothing; None for as long as
                 it takes.
             cancel: ends the wait from another thread.
+            look: called each time that there is nothing newer; what it raises ends the wait.
 
         Raises:
             WaitTimeoutError: nothing newer in time.
@@ -229,6 +232,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                     if newest is not None and newest != current:
                         missed = 0
                         return newest
+                    look()
                     if asks and patience > 0:
                         self._ask(request)
                     if not wait.more():

@@ -24,7 +24,10 @@
     ├── NoRoomError              14   the disk has no room for what was about to be written
     ├── EngineBrokenError        15   an engine of which nobody knows what weights it has
     ├── NotFollowingError        16   a background watcher that has ended by itself
-    └── CommandFailedError       17   a command of the user's that did not take a version
+    ├── CommandFailedError       17   a command of the user's that did not take a version
+    └── ServerError              18   an inference server that was asked for something
+        ├── ServerRefusedError   18   … and says that it did not do it
+        └── ServerUnreachableError 18 … and does not answer (an OSError too)
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -177,3 +180,25 @@ class CommandFailedError(SyncdError):
     """Raised when the user's command, which was given a version, failed or took too long."""
 
     exit_code = 17
+
+
+class ServerError(SyncdError):
+    """Raised when an inference server did not do what it was asked, or did not say that it did."""
+
+    exit_code = 18
+
+
+class ServerRefusedError(ServerError):
+    """Raised when a server answers with an error.
+
+    Attributes:
+        answer: its JSON; None where there is none in it.
+    """
+
+    def __init__(self, message: str, *, answer: object = None) -> None:
+        super().__init__(message)
+        self.answer = answer
+
+
+class ServerUnreachableError(ServerError, OSError):
+    """Raised when a server does not answer: what was asked for may have been done, or not."""

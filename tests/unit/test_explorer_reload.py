@@ -118,6 +118,22 @@ def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
     assert report(job).fault is None
 
 
+def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
+    job: Job, hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    assert hook.pull(0) == Version(2, 2)
+    engine.restart()
+    with pytest.raises(EngineBrokenError, match="lost version 2"):
+        hook.pull(0)
+    assert not hook.may_produce()
+    assert "lost version 2" in str(report(job).fault)
+    with pytest.raises(WaitTimeoutError):
+        hook.pull(0)
+    assert engine.answer(0).sequence == 2
+    assert report(job).fault is None
+    assert hook.may_produce()
+
+
 def test_an_engine_that_does_not_resume_is_broken(hook: ExplorerHook, engine: FakeEngine) -> None:
     engine.fail("resume", ConnectionError("down"))
     with pytest.raises(EngineBrokenError, match="could not be resumed"):

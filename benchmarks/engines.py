@@ -1,0 +1,231 @@
+"""From the trainer's pointer to tokens of the new weights, with a real vLLM server on the CPU.
+
+Repeat with ``python -m benchmarks.engines`` from the project's root (some minutes), after
+``export SYNCD_VLLM_PYTHON=$(python -m tests.engines.environment)``.
+
+Tokens: the saves of all rounds lie ready; a round moves the trainer's pointer, and asks the server
+for one token, again and again, until the token is one of the new weights. A daemon (``syncd run``)
+publishes on the way; the hook follows in a thread, with a stage in ``/dev/shm`` and without.
+The pause is the hook's own figure: from before ``/pause`` to after ``/resume`` and the token that
+proves that it serves; it has no requests in flight.
+
+Lost: tokens that clients of a steady load miss for each reload, against as many seconds without
+any. ``by hand`` is the server's own ``reload_weights`` of a folder that is there, and
+``/reset_prefix_cache``, without pause, without looking at the files, and without a daemon. Which of
+the three comes first rotates from round to round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from benchmarks.machine import describe_machine, median, print_machine, print_table
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.staging import Staging
+from tests.engines.tiny_models import save_step
+from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.jobs import Job
+
+_TIMEOUT: Final = 300.0
+_PROMPT: Final = (1, 2, 3, 4)
+_CLIENTS: Final = 4
+
+
+class _Trainer:
+    """Saves that lie ready: two sets of weights in turn."""
+
+    def __init__(self, work: Path, gigabytes: float) -> None:
+        self.job = Job(work / "job")
+        width = 128 * max(1, round((gigabytes * 1e9 / 2 / (8 * 11)) ** 0.5 / 128))
+        config = Qwen2Config(
+            vocab_size=1024, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=8,
+            num_attention_heads=width // 64, num_key_value_heads=width // 64,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        self.base = work / "base"
+        self._config = config.to_json_string().encode()
+        self._states = []
+        for _ in range(2):
+            model = Qwen2ForCausalLM(config).bfloat16()
+            model.save_pretrained(self.base)
+            self._states.append(model.state_dict())
+        self.bytes = sum(value.nbytes for value in self._states[0].values())
+        self.step = 0
+        self._ready = 0
+
+    def prepare(self, rounds: int) -> None:
+        """Write the saves of so many rounds; the pointer stays."""
+        while self._ready < self.step + rounds:
+            self._ready += 1
+            state = self._states[self._ready % 2]
+            files = {"huggingface/config.json": self._config}
+            save_step(self.job, self._ready, "model.safetensors", state, files)
+
+    def move(self) -> str:
+        """Move the pointer; how labels of the new weights begin."""
+        self.step += 1
+        self.job.point(self.step)
+        return f"step-{self.step}-"
+
+
+@contextmanager
+def _daemon(job: Job) -> Iterator[None]:
+    command = (sys.executable, "-m", "syncd", "run", str(job.layout.root))
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
+    """The moment when the first token of the new weights is there."""
+    deadline = time.monotonic() + _TIMEOUT
+    while time.monotonic() < deadline:
+        (label,) = server.generate(_PROMPT, 1).labels
+        if label.startswith(beginning):
+            return time.monotonic()
+    raise TimeoutError(f"no tokens of {beginning} within {_TIMEOUT:g} s")
+
+
+def _tokens(
+    trainer: _Trainer, server: VLLMProcess, stage: Path | None, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of each round."""
+    told: dict[str, list[float]] = {"live": [], "pause": [], "load": []}
+    trainer.prepare(rounds + 1)
+    staging = Staging(stage) if stage is not None else None
+    engine = VLLMServer(server.url)
+    with ExplorerHook(trainer.job.layout.root, "bench", engine, staging=staging) as hook:
+        hook.start()
+        _wait_for_tokens(server, trainer.move())
+        for _ in range(rounds):
+            begun = time.monotonic()
+            live = _wait_for_tokens(server, trainer.move()) - begun
+            hook.wait_until_served(_TIMEOUT)
+            while hook.last is None or hook.last.step != trainer.step:
+                time.sleep(0.01)
+            told["live"].append(live)
+            told["pause"].append(hook.last.pause or 0.0)
+            told["load"].append(hook.last.load or 0.0)
+    return told
+
+
+def _load(server: VLLMProcess, seconds: float, reload: Callable[[], None] | None) -> float:
+    """Tokens in so many seconds of a steady load; reloaded at a quarter and at three of it."""
+    end = time.monotonic() + seconds
+    counts = [0] * _CLIENTS
+
+    def ask(client: int) -> None:
+        while time.monotonic() < end:
+            counts[client] += len(server.generate((*_PROMPT, client), 32).tokens)
+
+    clients = [threading.Thread(target=ask, args=(client,)) for client in range(_CLIENTS)]
+    for client in clients:
+        client.start()
+    begun = end - seconds
+    for moment in (0.25, 0.75) if reload else ():
+        time.sleep(max(0.0, begun + moment * seconds - time.monotonic()))
+        reload()  # type: ignore[misc] # there is one in here
+    for client in clients:
+        client.join()
+    return sum(counts) * seconds / (time.monotonic() - begun)
+
+
+def _lost(
+    trainer: _Trainer, server: VLLMProcess, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Tokens of each round, by how weights are reloaded."""
+    trainer.prepare(2 * rounds + 1)
+    with ExplorerHook(trainer.job.layout.root, "bench", VLLMServer(server.url)) as hook:
+
+        def by_hook() -> None:
+            trainer.move()
+            hook.pull(_TIMEOUT)
+
+        def by_hand() -> None:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": str(trainer.base)}}
+            server.ask("/collective_rpc", body)
+            server.ask("/reset_prefix_cache", reset_running_requests="true")
+
+        by_hook()
+        ways = [("none", None), ("hook", by_hook), ("by hand", by_hand)]
+        told: dict[str, list[float]] = {name: [] for name, _ in ways}
+        for at in range(rounds):
+            for name, reload in ways[at % 3 :] + ways[: at % 3]:
+                told[name].append(_load(server, seconds, reload))
+    return told
+
+
+def _row(name: str, told: dict[str, list[float]]) -> list[str]:
+    live = told["live"]
+    return [
+        name,
+        f"{median(live):.2f} s",
+        f"{statistics.quantiles(live, n=100, method='inclusive')[98]:.2f} s",
+        *(f"{1000 * median(told[what]):.0f} ms" for what in ("pause", "load")),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=0.5)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=16.0, help="of a load")
+    parser.add_argument("--load-rounds", type=int, default=6)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    given = parser.parse_args()
+    missing = why_not()
+    if missing is not None:
+        parser.error(missing)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with (
+        tempfile.TemporaryDirectory(dir=given.dir) as folder,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as stage,
+    ):
+        work = Path(folder)
+        trainer = _Trainer(work, given.gigabytes)
+        print_machine(describe_machine(work))
+        print(f"model: {trainer.bytes / 1e9:.2f} GB in bfloat16")
+        server = VLLMProcess(trainer.base, work / "log.txt")
+        try:
+            server.wait_until_up()
+            with _daemon(trainer.job):
+                rows = [
+                    _row("not staged", _tokens(trainer, server, None, given.rounds)),
+                    _row("staged", _tokens(trainer, server, Path(stage), given.rounds)),
+                ]
+                told = _lost(trainer, server, given.load_rounds, given.seconds)
+        finally:
+            server.kill()
+    print_table(("", "to tokens, median", "p99", "pause", "load"), rows)
+    print()
+    print_table(
+        ("reloads", "tokens/s", "tokens lost per reload"),
+        [
+            (
+                name,
+                f"{median(tokens) / given.seconds:.0f}",
+                "" if name == "none" else f"{(median(told['none']) - median(tokens)) / 2:.0f}",
+            )
+            for name, tokens in told.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""What the engines that are servers have in common: paused, reloaded from a folder, and proven."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+
+from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.fitting import Fits
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, ServerRefusedError
+
+if TYPE_CHECKING:
+    import httpx2
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: The label that a server has while weights are loaded into it. Where it stays, someone was killed
+#: in the middle of it: nobody knows what weights the server has.
+LOADING: Final = "syncd-loading"
+
+
+class ServerEngine(ABC):
+    """A server that takes weights from a folder that it can read.
+
+    Promised: versions that do not fit never reach it; after each load one token is generated before
+    the version counts as served; a server that does not serve, or of which nobody knows what
+    weights it has, is an error and stays paused; where a load fails it is given back what it had.
+    Not promised: that it serves while the hook is away, or that nobody else changes its weights.
+
+    A version's label in the server is :func:`label`: the server shows it beside what it generates.
+
+    Args:
+        url: of one server; not of a balancer before several.
+        mode: what becomes of requests in flight; the first of :attr:`modes` by default.
+        base: the model folder that the server was started with. By default the one that the server
+            names, where it is on this host; else the first version is taken unseen.
+        is_local: whether the server reads on this host alone: staging is off without. By default
+            whether its address is this host's; say no for one that spans hosts.
+        api_key: what it was started with.
+        lora_name: the model name under which it serves the adapters.
+        timeout: seconds for a short request.
+        load_timeout: seconds for a pause, a load, and the token after it, each.
+        start_timeout: seconds to wait for a server that is not up yet, at the beginning.
+        transport: the seam for tests.
+
+    Attributes:
+        modes: what can become of requests in flight.
+
+    Raises:
+        InvalidSettingsError: no address, no such mode, or no model folder.
+    """
+
+    modes: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        mode: str | None = None,
+        base: str | Path | None = None,
+        is_local: bool | None = None,
+        api_key: str | None = None,
+        lora_name: str = "syncd",
+        timeout: float = 30.0,
+        load_timeout: float = 1800.0,
+        start_timeout: float = 600.0,
+        transport: httpx2.BaseTransport | None = None,
+    ) -> None:
+        if mode not in {None, *self.modes}:
+            raise InvalidSettingsError(f"no mode {mode!r}: there are {', '.join(self.modes)}")
+        self._mode = mode or self.modes[0]
+        self._server = HttpServer(url, api_key=api_key, timeout=timeout, transport=transport)
+        self._whose = f"the server at {self._server.url}"
+        self._fits = self._fits_of(base) if base is not None else None
+        self._is_local = _is_here(self._server.url.host) if is_local is None else is_local
+        self._lora_name = lora_name
+        self._load_timeout = load_timeout
+        self._start_timeout = start_timeout
+        self._kinds = frozenset({"full", "adapter"})
+        self._loaded: dict[str, str] = {}
+        self._torn: str | None = None
+        self._model_is_torn = False
+        self._proof: Callable[[], None] | None = None
+
+    # -- what an engine is -------------------------------------------------------------------------
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What the server was started for; before :meth:`attach` all that it could be."""
+        return self._kinds
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it reads on this host alone."""
+        return self._is_local
+
+    def attach(self) -> None:
+        """Wait until the server is up, see what it can do, and resume it where it was paused.
+
+        A server that was left in the middle of a load stays paused until it is given a version.
+
+        Raises:
+            ServerUnreachableError: it did not come up in time.
+            InvalidSettingsError: it has not the routes that are needed.
+            ServerRefusedError: it does not answer as it should.
+        """
+        self._server.wait_until_up(self._start_timeout)
+        self._kinds = self._find_kinds()
+        named = self._named_folder()
+        if self._fits is None and named is not None:
+            self._fits = self._fits_if_here(named)
+        if self._fits is None:
+            log.warning(
+                "%s names no model folder on this host: its first version is taken without being "
+                "compared; give the folder that it was started with",
+                self._whose,
+            )
+        said = self._said_label()
+        if said is not None and said.startswith(LOADING):
+            self._torn = f"it was left in the middle of a load ({said})"
+            self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
+            log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
+            self._pause()
+        else:
+            if named is not None and self._serves_what_it_names(said):
+                self._loaded = {"full": named}
+            self._resume()
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare a full model with what the server was started with, or was given before.
+
+        Raises:
+            EngineMismatchError: it does not fit, or the server does not take its kind.
+        """
+        check_kind(version, self._kinds)
+        if self._fits is not None:
+            self._fits.check(version)
+
+    def prepare(self, version: LeasedVersion) -> None:  # noqa: ARG002 # others read ahead
+        """See that the server is there while nothing is paused yet; it may be another one by now.
+
+        Raises:
+            ServerUnreachableError: it is not.
+        """
+        self._server.forget_routes()
+        self._find_kinds()
+
+    def pause(self) -> None:
+        """Hold, finish or abort what is in flight, as was asked for.
+
+        Raises:
+            ServerUnreachableError: it does not answer.
+            EngineBrokenError: it refuses.
+        """
+        self._must(self._pause)
+
+    def load(self, version: LeasedVersion) -> None:
+        """Let the server load the version's folder; where it cannot, let it load what it had.
+
+        Raises:
+            ServerRefusedError: it did not take it, and has what it had before.
+            ServerUnreachableError: it does not answer: nobody knows what it has.
+            EngineBrokenError: it does not do what is no matter of the version.
+        """
+        if version.kind == "adapter" and self._model_is_torn:
+            raise EngineBrokenError(f"{self._whose} needs a full model, or a restart: {self._torn}")
+        torn, before = self._torn, self._must(self._said_label)
+        self._torn = f"it has not taken version {version.sequence}"
+        self._must(lambda: self._set_label(f"{LOADING}-{version.kind}-{label(version)}"))
+        try:
+            self._load_folder(version.kind, str(version.folder), label(version))
+            self._loaded_well(version)
+        except ServerRefusedError as error:
+            name = before if before and not before.startswith(LOADING) else "given-back"
+            if self._give_back(version, name, error):
+                self._set_label(name)
+                self._torn = torn if version.kind == "adapter" else None
+            raise
+        self._must(lambda: self._set_label(label(version)))
+        self._torn = None
+        self._model_is_torn = False
+        self._proof = lambda: self._prove(version)
+        if version.kind == "full":
+            self._loaded = {}  # an adapter of the model before is no adapter of this one
+            if self._fits is None:
+                self._fits = Fits(version.manifest, casts=True, whose=self._whose)
+        self._loaded[version.kind] = str(version.folder)
+
+    def reset_cache(self) -> None:
+        """Let the server forget all prefixes; what is in flight is computed anew from its tokens.
+
+        Raises:
+            ServerUnreachableError: it does not answer.
+            EngineBrokenError: it refuses.
+        """
+        self._must(self._reset_cache)
+
+    def resume(self) -> None:
+        """Serve again; after a load, generate a token.
+
+        Raises:
+            ServerUnreachableError: it does not answer.
+            EngineBrokenError: it does not generate, or nobody knows what weights it has: then it
+                stays paused.
+        """
+        if self._torn is not None:
+            raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
+        self._must(self._resume)
+        if self._proof is not None:
+            self._must(self._proof)
+            self._proof = None
+
+    def still_serves(self, version: LeasedVersion) -> bool:
+        """Whether the server says that it has this version: one that was restarted does not.
+
+        Where a server cannot say what it has, that it is there counts.
+        """
+        if self._torn is not None:
+            return False
+        try:
+            said = self._said_label()
+        except (ServerRefusedError, OSError) as error:
+            log.warning("%s does not say what it serves: %s", self._whose, error)
+            return False
+        return said is None or said == label(version)
+
+    def close(self) -> None:
+        """Close the connections; the server goes on. Safe to call twice."""
+        self._server.close()
+
+    # -- what each server has its own way for ------------------------------------------------------
+
+    @abstractmethod
+    def _find_kinds(self) -> frozenset[str]:
+        """What it can load, by its routes.
+
+        Raises:
+            InvalidSettingsError: routes are missing.
+        """
+
+    @abstractmethod
+    def _named_folder(self) -> str | None:
+        """The model that it names: of the same names and shapes as what it serves."""
+
+    @abstractmethod
+    def _serves_what_it_names(self, said: str | None) -> bool:
+        """Whether what it serves is the model that it names, by its label."""
+
+    @abstractmethod
+    def _said_label(self) -> str | None:
+        """The label of its weights; None where it has none."""
+
+    @abstractmethod
+    def _set_label(self, text: str) -> None:
+        """Label its weights, where it can."""
+
+    @abstractmethod
+    def _pause(self) -> None: ...
+
+    @abstractmethod
+    def _resume(self) -> None: ...
+
+    @abstractmethod
+    def _reset_cache(self) -> None: ...
+
+    @abstractmethod
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:
+        """Load a full model, which ends what adapters there are, or an adapter.
+
+        Args:
+            kind: ``full`` or ``adapter``.
+            folder: as the server sees it.
+            name: the label, for servers that take it with the weights.
+
+        Raises:
+            ServerRefusedError: it says that it has not.
+        """
+
+    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not each can look
+        """Look at what was loaded, while it is still paused.
+
+        Raises:
+            ServerRefusedError: it is not what it should be.
+        """
+
+    @abstractmethod
+    def _prove(self, version: LeasedVersion) -> None:
+        """Generate one token with a version.
+
+        Raises:
+            ServerRefusedError: it does not.
+        """
+
+    # -- helpers -----------------------------------------------------------------------------------
+
+    def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
+        """After a load that was refused: whether it has again what it had before."""
+        folder = self._loaded.get(version.kind)
+        if folder is None:
+            # Of adapters it had none; of the model nobody knows what is left.
+            return version.kind == "adapter"
+        log.warning("%s is given %s again: %s", self._whose, folder, error)
+        try:
+            self._load_folder(version.kind, folder, name)
+        except (ServerRefusedError, OSError) as again:
+            self._torn = f"it took neither version {version.sequence} nor again {folder}: {again}"
+            log.error("%s: %s", self._whose, self._torn)
+            return False
+        return True
+
+    def _must(self, call: Callable[[], T]) -> T:
+        """Do what no version is to blame for where it fails."""
+        try:
+            return call()
+        except ServerRefusedError as error:
+            raise EngineBrokenError(
+                f"{self._whose} does not serve as it should: {error}"
+            ) from error
+
+    def _fits_of(self, folder: str | Path) -> Fits:
+        return Fits(folder, casts=True, whose=self._whose)
+
+    def _fits_if_here(self, named: str) -> Fits | None:
+        if not Path(named).is_dir():
+            return None
+        try:
+            return self._fits_of(named)
+        except InvalidSettingsError as error:
+            log.warning("%s: %s", self._whose, error)
+            return None
+
+
+def label(version: LeasedVersion) -> str:
+    """How a server names a version: by its step, and its number in the job."""
+    return f"step-{version.step}-version-{version.sequence}"
+
+
+def _is_here(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

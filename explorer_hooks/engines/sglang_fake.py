@@ -1,0 +1,157 @@
+"""SGLang's documented HTTP interface, without a model: for tests of what drives a server.
+
+What it does was written down from SGLang's documentation and the fields of its requests; no such
+server was at hand. Its traps are here: a flush that is refused while something runs, and an update
+that is reported as failed though the weights have changed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+
+_DEFAULT: Final = "default"
+_GET: Final = frozenset({"/model_info"})
+_MODES: Final = frozenset({"abort", "retract", "in_place"})
+
+
+class FakeSGLang:
+    """A server that serves folders by their names; give :attr:`transport` to an engine.
+
+    Args:
+        model_path: what it was started with.
+        without: routes that this release does not have.
+
+    Attributes:
+        transport: what a client reaches it by.
+        asked: the paths of all requests, in order, but those that only look.
+        model_path, weight_version: what it serves.
+        adapters: name → path.
+        is_paused: whether requests wait.
+        running: how many requests there are to flush in the way of.
+        is_up: whether it answers.
+        flushes_always: whether an update flushes whatever it was asked for, as old releases do.
+        faults: path → the message of an answer that says that it failed.
+        is_dead: whether nothing is generated any more.
+    """
+
+    def __init__(self, model_path: str, *, without: frozenset[str] = frozenset()) -> None:
+        self.transport = httpx2.MockTransport(self._answer)
+        self.asked: list[str] = []
+        self._routes: dict[str, Callable[[Mapping[str, Any]], httpx2.Response]] = {
+            "/model_info": self._model_info,
+            "/pause_generation": self._pause_generation,
+            "/continue_generation": self._continue_generation,
+            "/update_weights_from_disk": self._update_weights_from_disk,
+            "/update_weight_version": self._update_weight_version,
+            "/flush_cache": self._flush_cache,
+            "/load_lora_adapter": self._load_lora_adapter,
+            "/unload_lora_adapter": self._unload_lora_adapter,
+            "/generate": self._generate,
+        }
+        self._without = without
+        self._started_with = model_path
+        self.running = 0
+        self.is_up = True
+        self.flushes_always = False
+        self.faults: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self.restart()
+
+    def restart(self) -> None:
+        """As a new process: it has what it was started with."""
+        self.model_path = self._started_with
+        self.weight_version = _DEFAULT
+        self.adapters: dict[str, str] = {}
+        self.is_paused = False
+        self.is_dead = False
+
+    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+        path = request.url.path
+        if not self.is_up:
+            raise httpx2.ConnectError("connection refused", request=request)
+        told = json.loads(request.content) if request.content else {}
+        with self._lock:
+            if path == "/openapi.json":
+                return _said(200, {"paths": self._paths()})
+            if path not in _GET:
+                self.asked.append(path)
+            method = self._routes.get(path)
+            if method is None or path in self._without:
+                return _said(404, {"detail": "Not Found"})
+            if path in self.faults:
+                return _said(400, {"success": False, "message": self.faults[path]})
+            return method(told)
+
+    def _paths(self) -> dict[str, Any]:
+        return {
+            path: {"get" if path in _GET else "post": {}}
+            for path in self._routes
+            if path not in self._without
+        }
+
+    def _model_info(self, _: Mapping[str, Any]) -> httpx2.Response:
+        served = {"model_path": self.model_path, "weight_version": self.weight_version}
+        return _said(200, served | {"is_generation": True})
+
+    def _pause_generation(self, told: Mapping[str, Any]) -> httpx2.Response:
+        mode = told.get("mode", "abort")
+        if mode not in _MODES:
+            return _said(422, {"detail": f"mode {mode}"})
+        self.is_paused = True
+        if mode != "in_place":
+            self.running = 0
+        return _said(200, {"status": "ok", "message": "Generation paused successfully."})
+
+    def _continue_generation(self, _: Mapping[str, Any]) -> httpx2.Response:
+        self.is_paused = False
+        return _said(200, {"status": "ok", "message": "Generation continued successfully."})
+
+    def _update_weights_from_disk(self, told: Mapping[str, Any]) -> httpx2.Response:
+        path = str(told["model_path"])
+        if not any(Path(path).glob("*.safetensors")):
+            return _said(400, {"success": False, "message": f"Failed to load {path}"})
+        self.model_path = path
+        self.weight_version = told.get("weight_version") or self.weight_version
+        flushes = told.get("flush_cache", True) or self.flushes_always
+        if flushes and self.running:
+            message = "Cache flush failed after updating weights"
+            return _said(400, {"success": False, "message": message})
+        return _said(200, {"success": True, "message": "Succeeded", "num_paused_requests": 0})
+
+    def _update_weight_version(self, told: Mapping[str, Any]) -> httpx2.Response:
+        self.weight_version = str(told["new_version"])
+        return _said(200, {"success": True, "new_version": self.weight_version})
+
+    def _flush_cache(self, _: Mapping[str, Any]) -> httpx2.Response:
+        return httpx2.Response(400 if self.running else 200, text="Flush cache.\n")
+
+    def _load_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
+        name, path = str(told["lora_name"]), str(told["lora_path"])
+        if name in self.adapters or not (Path(path) / "adapter_config.json").exists():
+            return _said(400, {"success": False, "error_message": f"cannot load {name}"})
+        self.adapters[name] = path
+        return _said(200, {"success": True, "loaded_adapters": self.adapters})
+
+    def _unload_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
+        if self.adapters.pop(str(told["lora_name"]), None) is None:
+            return _said(400, {"success": False, "error_message": "it is not loaded"})
+        return _said(200, {"success": True, "loaded_adapters": self.adapters})
+
+    def _generate(self, told: Mapping[str, Any]) -> httpx2.Response:
+        if self.is_dead or told.get("lora_path", "") not in {"", *self.adapters}:
+            return _said(500, {"error": {"message": "the scheduler is gone"}})
+        if self.is_paused:
+            # A real one lets the request wait: a test that comes here has forgotten to resume.
+            raise httpx2.ReadTimeout("the server is paused")
+        meta = {"weight_version": self.weight_version, "completion_tokens": 1}
+        return _said(200, {"text": "", "output_ids": [1], "meta_info": meta})
+
+
+def _said(status: int, content: Mapping[str, Any]) -> httpx2.Response:
+    return httpx2.Response(status, json=dict(content))

@@ -1,0 +1,134 @@
+"""SGLang's server, over HTTP.
+
+Written from its documented fields, and tested against :mod:`explorer_hooks.engines.sglang_fake`
+alone: there is no build of it for CPUs.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar, Final
+
+from explorer_hooks.engines.server_engine import ServerEngine, label
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import InvalidSettingsError, ServerRefusedError
+
+log = logging.getLogger(__name__)
+
+_PAUSE: Final = "POST /pause_generation"
+_RESUME: Final = "POST /continue_generation"
+_UPDATE: Final = "POST /update_weights_from_disk"
+_FLUSH: Final = "POST /flush_cache"
+_LABEL: Final = "POST /update_weight_version"
+_INFO: Final = ("GET /model_info", "GET /get_model_info")
+_LOAD_ADAPTER: Final = "POST /load_lora_adapter"
+_UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
+_GENERATE: Final = "POST /generate"
+
+
+class SGLangServer(ServerEngine):
+    """An SGLang server.
+
+    While it loads, requests wait; what was in flight is, by mode: ``retract``, put back into the
+    queue, and goes on with the new weights, its prefix computed anew; ``abort``, returned as far as
+    it was. (``in_place`` would keep prefixes of the old weights, and is not offered.)
+    :class:`~explorer_hooks.engines.server_engine.ServerEngine` has the arguments, and what is
+    promised.
+
+    Raises:
+        InvalidSettingsError: no address, no such mode, or no model folder.
+    """
+
+    modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
+    _info = _INFO[0]
+
+    def _find_kinds(self) -> frozenset[str]:
+        for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
+            self._server.require(route, "is this SGLang, 0.5 or newer?")
+        try:
+            self._info = next(route for route in _INFO if self._server.has(route))
+        except StopIteration:
+            raise InvalidSettingsError(f"{self._whose} does not say what it serves") from None
+        adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
+        return frozenset({"full"} | adapters)
+
+    def _named_folder(self) -> str | None:
+        path = self._told().get("model_path")
+        return path if isinstance(path, str) else None
+
+    def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # others go by it
+        return True  # it names what it loaded last
+
+    def _said_label(self) -> str | None:
+        said = self._told().get("weight_version")
+        return said if isinstance(said, str) else None
+
+    def _set_label(self, text: str) -> None:
+        if self._server.has(_LABEL):
+            self._server.ask(_LABEL, {"new_version": text, "abort_all_requests": False})
+
+    def _pause(self) -> None:
+        self._server.ask(_PAUSE, {"mode": self._mode}, timeout=self._load_timeout)
+
+    def _resume(self) -> None:
+        self._server.ask(_RESUME, {})
+
+    def _reset_cache(self) -> None:
+        self._server.ask(_FLUSH, timeout=self._load_timeout)
+
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:
+        if kind == "adapter":
+            self._unload_adapter()
+            adapter = {"lora_name": self._lora_name, "lora_path": folder}
+            self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
+            self._set_label(name)
+            return
+        # The cache is flushed by a request of its own: one that is refused here is reported as a
+        # failure, although the weights have changed; some releases end with it.
+        body = {
+            "model_path": folder,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": name,
+        }
+        try:
+            self._accepted(self._server.ask(_UPDATE, body, timeout=self._load_timeout))
+        except ServerRefusedError as error:
+            told = self._told()
+            if told.get("weight_version") != name or told.get("model_path") != folder:
+                raise
+            log.warning("it has the new weights all the same: %s", error)
+        if "adapter" in self._loaded:
+            self._unload_adapter()
+
+    def _unload_adapter(self) -> None:
+        try:
+            self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
+        except ServerRefusedError as error:
+            log.debug("there is no adapter to unload: %s", error)
+
+    def _prove(self, version: LeasedVersion) -> None:
+        body: dict[str, object] = {
+            "input_ids": [1],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+        }
+        if version.kind == "adapter":
+            body["lora_path"] = self._lora_name
+        told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
+        answer = told if isinstance(told, dict) else {}
+        if "error" in answer or not ("text" in answer or "output_ids" in answer):
+            raise ServerRefusedError(f"it generates nothing: {told}", answer=told)
+        meta = answer.get("meta_info")
+        said = meta.get("weight_version") if isinstance(meta, dict) else None
+        if said not in {None, label(version)}:
+            raise ServerRefusedError(f"it generates with {said}, not with {label(version)}")
+
+    def _told(self) -> dict[str, Any]:
+        told = self._server.ask(self._info)
+        return told if isinstance(told, dict) else {}
+
+    def _accepted(self, told: object) -> None:
+        """An answer that is no error may still say that it was not done."""
+        if isinstance(told, dict) and told.get("success") is False:
+            why = told.get("message") or told.get("error_message") or told
+            raise ServerRefusedError(f"{self._whose}: {why}", answer=told)

@@ -1,0 +1,100 @@
+"""vLLM in this process: ``vllm.LLM``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from explorer_hooks.engines.base import InProcessEngine
+from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.fitting import Fits
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import EngineBrokenError
+
+
+class LLM(Protocol):
+    """What is used of ``vllm.LLM``."""
+
+    def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> object:
+        """Call a method of each worker."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes; whether it could."""
+
+    def get_default_sampling_params(self) -> Any:
+        """Options of a request."""
+
+    def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> Any:
+        """Generate, and wait for the end."""
+
+
+class VLLMEngine(InProcessEngine):
+    """An ``LLM`` of vLLM, which generates only while its owner waits for it: there is no pause.
+
+    After each load one token is generated before the version counts as served. Where a load fails
+    the weights are torn, until the hook has it load the version before; without one it is broken.
+    With vLLM's own workers on other hosts say ``is_local=False``: they read the folder there.
+
+    Args:
+        llm: of vLLM 0.12 or newer.
+        base: the model folder that it was made from. By default the one that it names, where it is
+            on this host; else the first version is taken unseen.
+        is_local: whether all of its workers are on this host.
+
+    Raises:
+        InvalidSettingsError: ``base`` is no model folder.
+    """
+
+    def __init__(self, llm: LLM, *, base: str | Path | None = None, is_local: bool = True) -> None:
+        self.is_local = is_local
+        self._llm = llm
+        self._fits: Fits | None = None
+        named = base if base is not None else _model_of(llm)
+        if named is not None:
+            self._fits = Fits(named, casts=True, whose="this vLLM")
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare with the model that it was made from, or with what it took before.
+
+        Raises:
+            EngineMismatchError: it does not fit, or is no full model.
+        """
+        check_kind(version, self.kinds)
+        if self._fits is not None:
+            self._fits.check(version)
+
+    def load(self, version: LeasedVersion) -> None:
+        """Let each worker load the version's folder, and generate a token.
+
+        Raises:
+            EngineBrokenError: it generates none.
+            Exception: what vLLM raises; its weights are torn.
+        """
+        folder = str(version.folder)
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self.reset_cache()
+        params = self._llm.get_default_sampling_params()
+        params.max_tokens, params.temperature, params.detokenize = 1, 0.0, False
+        prompt = {"prompt_token_ids": [1]}
+        (answer,) = self._llm.generate([prompt], params, use_tqdm=False)
+        if not answer.outputs or len(answer.outputs[0].token_ids) != 1:
+            raise EngineBrokenError(f"vLLM generates nothing with version {version.sequence}")
+        if self._fits is None:
+            self._fits = Fits(version.manifest, casts=True, whose="this vLLM")
+
+    def reset_cache(self) -> None:
+        """Forget the prefixes of prompts.
+
+        Raises:
+            EngineBrokenError: it does not: something is in flight.
+        """
+        if not self._llm.reset_prefix_cache():
+            raise EngineBrokenError("vLLM keeps prefixes of the old weights: it still generates")
+
+
+def _model_of(llm: LLM) -> Path | None:
+    """The folder that it was made from, where it is on this host."""
+    named = getattr(getattr(llm, "model_config", None), "model", None)
+    if not isinstance(named, str) or not Path(named).is_dir():
+        return None
+    return Path(named)

@@ -1,0 +1,189 @@
+"""vLLM's OpenAI-compatible server, over HTTP.
+
+Tested with vLLM 0.32. It must be started with ``VLLM_SERVER_DEV_MODE=1``, for full models; with
+``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, for adapters.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from explorer_hooks.engines.server_engine import ServerEngine, label
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import InvalidSettingsError, ServerRefusedError
+
+log = logging.getLogger(__name__)
+
+_PAUSE: Final = "POST /pause"
+_RESUME: Final = "POST /resume"
+_RPC: Final = "POST /collective_rpc"
+_RESET: Final = "POST /reset_prefix_cache"
+_LABEL: Final = "POST /update_weight_version"
+_INFO: Final = "GET /weight_info"
+_CHECKER: Final = "POST /weight_checker"
+_LOAD_ADAPTER: Final = "POST /v1/load_lora_adapter"
+_UNLOAD_ADAPTER: Final = "POST /v1/unload_lora_adapter"
+_GENERATE: Final = "POST /inference/v1/generate"
+_COMPLETE: Final = "POST /v1/completions"
+_MODELS: Final = "GET /v1/models"
+#: What vLLM calls weights that nobody has labelled: those that it was started with.
+_UNLABELLED: Final = "default"
+
+
+class VLLMServer(ServerEngine):
+    """A vLLM server.
+
+    While it loads, requests wait; what was in flight is, by mode: ``keep``, held, and goes on with
+    the new weights, its prefix computed anew; ``wait``, finished first, by the old ones; ``abort``,
+    returned as far as it was. Before an adapter, ``keep`` is as ``wait``. What is promised, and the
+    other arguments, are those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+
+    Args:
+        url: of one server.
+        checksums: whether the server digests its weights after each load, and those of a version
+            that it is given again must be the same as the first time. It is paused meanwhile, and
+            reads all of them on one core; and on CPU some of its digests are
+            those of empty tensors.
+        options: those of every server.
+
+    Raises:
+        InvalidSettingsError: no address, no such mode, or no model folder.
+    """
+
+    modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
+
+    def __init__(self, url: str, *, checksums: bool = False, **options: Any) -> None:
+        super().__init__(url, **options)
+        self._checksums = checksums
+        self._digests: dict[tuple[int, str], object] = {}
+        self._has_adapters = False
+
+    def prepare(self, version: LeasedVersion) -> None:
+        """See that the server is there while nothing is paused yet; it may be another one by now.
+
+        Raises:
+            ServerUnreachableError: it is not.
+        """
+        super().prepare(version)
+        self._has_adapters |= version.kind == "adapter"
+
+    def _find_kinds(self) -> frozenset[str]:
+        for route in (_PAUSE, _RESUME, _RPC, _RESET):
+            self._server.require(route, "start vLLM (0.12 or newer) with VLLM_SERVER_DEV_MODE=1")
+        if not (self._server.has(_GENERATE) or self._server.has(_COMPLETE)):
+            raise InvalidSettingsError(f"{self._whose} generates nothing that could be looked at")
+        if self._checksums:
+            self._server.require(_CHECKER, "this vLLM cannot digest its weights: no checksums then")
+        adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
+        return frozenset({"full"} | adapters)
+
+    def _named_folder(self) -> str | None:
+        for model in self._models():
+            if not model.get("parent") and isinstance(model.get("root"), str):
+                return str(model["root"])
+        return None
+
+    def _serves_what_it_names(self, said: str | None) -> bool:
+        return said == _UNLABELLED  # it names what it was started with, whatever came since
+
+    def _said_label(self) -> str | None:
+        if not self._server.has(_INFO):
+            return None
+        told = self._server.ask(_INFO)
+        said = told.get("weight_version") if isinstance(told, dict) else None
+        return said if isinstance(said, str) else None
+
+    def _set_label(self, text: str) -> None:
+        if self._server.has(_LABEL):
+            self._server.ask(_LABEL, {"new_version": text})
+
+    def _pause(self) -> None:
+        # Its caches are reset after the load, and once is enough.
+        params = {"mode": self._mode_now(), "clear_cache": "false"}
+        self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
+
+    def _mode_now(self) -> str:
+        # A request that is held keeps the adapter that it began with, whose folder may go.
+        return "wait" if self._mode == "keep" and self._has_adapters else self._mode
+
+    def _resume(self) -> None:
+        self._server.ask(_RESUME)
+
+    def _reset_cache(self) -> None:
+        # Held requests are put back into the queue: what they have of the old weights goes too.
+        params = {"reset_running_requests": "true", "reset_external": "true"}
+        told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
+        if isinstance(told, dict) and told.get("success") is False:
+            raise ServerRefusedError("it keeps prefixes of the old weights", answer=told)
+
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:  # noqa: ARG002 # set apart
+        if kind == "adapter":
+            # Not by load_inplace: vLLM 0.32 then reads the folder anew for each batch, and it goes.
+            self._unload_adapter()
+            body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
+            self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
+        else:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            self._server.ask(_RPC, body, timeout=self._load_timeout)
+            self._unload_adapter()
+
+    def _unload_adapter(self) -> None:
+        """One of ours, whose folder nobody holds any more."""
+        if any(m.get("id") == self._lora_name and m.get("parent") for m in self._models()):
+            self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
+
+    def _models(self) -> list[dict[str, Any]]:
+        told = self._server.ask(_MODELS)
+        data = told.get("data") if isinstance(told, dict) else None
+        return [model for model in data or [] if isinstance(model, dict)]
+
+    def _prove(self, version: LeasedVersion) -> None:
+        model = self._lora_name if version.kind == "adapter" else self._base_name()
+        if self._server.has(_GENERATE):
+            body: dict[str, object] = {
+                "model": model,
+                "token_ids": [1],
+                "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+            }
+            told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
+            spans = _first_choice(told).get("weight_versions") or []
+            said = {span.get("version") for span in spans if isinstance(span, dict)}
+            if said - {None, label(version)}:
+                raise ServerRefusedError(
+                    f"it generates with {said}, not with {label(version)}", answer=told
+                )
+        else:
+            body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
+            told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
+            if not _first_choice(told):
+                raise ServerRefusedError("it completes nothing", answer=told)
+
+    def _base_name(self) -> str:
+        for model in self._models():
+            if not model.get("parent"):
+                return str(model.get("id"))
+        raise ServerRefusedError("it names no model")
+
+    def _loaded_well(self, version: LeasedVersion) -> None:
+        if not self._checksums:
+            return
+        told = self._server.ask(_CHECKER, {"action": "checksum"}, timeout=self._load_timeout)
+        found = told.get("checksums") if isinstance(told, dict) else None
+        key = (version.sequence, version.manifest.save_id)
+        before = self._digests.get(key, found)
+        # What can come back is what is served, and the one before.
+        self._digests = dict([*self._digests.items(), (key, found)][-2:])
+        if before != found:
+            raise ServerRefusedError(
+                f"the weights that it has of version {version.sequence} are not those that it had "
+                "when it loaded it before",
+                answer=told,
+            )
+
+
+def _first_choice(told: object) -> Mapping[str, Any]:
+    choices = told.get("choices") if isinstance(told, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    return first if isinstance(first, dict) else {}

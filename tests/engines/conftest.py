@@ -1,0 +1,33 @@
+"""One real vLLM server for all tests that want one: it takes half a minute to come up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.jobs import Job
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
+    """A server that was started with the tiny model 0; what it has by now is the test's to see."""
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(missing)
+    from tests.engines.tiny_models import save_model  # noqa: PLC0415 # torch, for those alone
+
+    folder = tmp_path_factory.mktemp("vllm")
+    server = VLLMProcess(save_model(folder / "base", 0), folder / "log.txt")
+    try:
+        server.wait_until_up()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path / "job")

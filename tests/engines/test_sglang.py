@@ -1,0 +1,311 @@
+"""SGLangServer, against the contract that SGLang documents; and what all server engines promise."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from explorer_hooks import pipeline
+from explorer_hooks.engines import sglang_server
+from explorer_hooks.engines.conformance import CHECKS, Check, Subject, name_of
+from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.made_versions import make_version, random_tensors
+from explorer_hooks.engines.server_engine import LOADING
+from explorer_hooks.engines.sglang_fake import FakeSGLang
+from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.follow import command
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    EngineMismatchError,
+    InvalidSettingsError,
+    ServerRefusedError,
+    ServerUnreachableError,
+)
+from tests.engines.pages import FOLLOW_SGLANG
+from tests.engines.waiting import wait_for
+from tests.explorers import publish
+from tests.jobs import Job
+
+LONG = 60.0
+TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
+ADAPTER = {"adapter_config.json": b"{}"}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return version(tmp_path / "base", 9).folder
+
+
+@pytest.fixture
+def fake(base: Path) -> FakeSGLang:
+    return FakeSGLang(str(base))
+
+
+@pytest.fixture
+def engine(fake: FakeSGLang) -> Iterator[SGLangServer]:
+    engine = engine_of(fake)
+    engine.attach()
+    yield engine
+    engine.close()
+
+
+def version(folder: Path, sequence: int, **options: Any) -> LeasedVersion:
+    return make_version(folder, random_tensors(TENSORS, sequence), sequence=sequence, **options)
+
+
+def engine_of(fake: FakeSGLang, **options: Any) -> SGLangServer:
+    settings: Mapping[str, Any] = {"start_timeout": 0.0, "transport": fake.transport}
+    return SGLangServer("http://127.0.0.1:1", **{**settings, **options})
+
+
+def load(engine: SGLangServer, version: LeasedVersion) -> None:
+    """As a hook does."""
+    engine.check(version)
+    engine.prepare(version)
+    try:
+        engine.pause()
+        engine.load(version)
+        engine.reset_cache()
+    finally:
+        engine.resume()
+
+
+#: What needs that the weights are read through the version's own storage.
+_READS = {"a_read_error_at_any_tensor_changes_nothing", "a_file_that_is_cut_short_changes_nothing"}
+
+
+@pytest.mark.parametrize("check", [c for c in CHECKS if name_of(c) not in _READS], ids=name_of)
+def test_it_does_what_every_engine_does(check: Check, tmp_path: Path) -> None:
+    base = make_version(tmp_path / "base", random_tensors(TENSORS, 9), sequence=9).folder
+    fakes: dict[int, FakeSGLang] = {}
+
+    def make() -> SGLangServer:
+        fake = FakeSGLang(str(base))
+        engine = engine_of(fake, is_local=True)
+        engine.attach()
+        fakes[id(engine)] = fake
+        return engine
+
+    check(
+        Subject(
+            make=make,
+            served=lambda engine: fakes[id(engine)].model_path,
+            expected=lambda version: str(version.folder),
+            tensors=TENSORS,
+        ),
+        tmp_path,
+    )
+
+
+def test_requests_wait_while_it_loads_and_it_is_flushed_apart(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    fake.asked.clear()
+    load(engine, version(tmp_path / "v1", 1))
+    assert [path for path in fake.asked if path != "/update_weight_version"] == [
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/flush_cache",
+        "/continue_generation",
+        "/generate",
+    ]
+    assert fake.weight_version == "step-1-version-1"
+
+
+def test_weights_that_changed_though_the_flush_was_refused_are_served(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    fake.flushes_always = True
+    engine.pause()
+    fake.running = 3
+    engine.load(version(tmp_path / "v1", 1))
+    assert fake.model_path == str(tmp_path / "v1")
+    fake.running = 0
+    engine.reset_cache()
+    engine.resume()
+    assert engine.still_serves(version(tmp_path / "same", 1))
+
+
+def test_a_folder_that_it_does_not_take_leaves_it_with_what_it_had(
+    engine: SGLangServer, fake: FakeSGLang, base: Path, tmp_path: Path
+) -> None:
+    wrong = version(tmp_path / "v1", 1)
+    for path in wrong.folder.glob("*.safetensors"):
+        path.rename(path.with_suffix(".gone"))
+    with pytest.raises(ServerRefusedError, match="Failed to load"):
+        load(engine, wrong)
+    assert fake.model_path == str(base)
+    assert fake.weight_version == "default"
+    assert not fake.is_paused
+
+
+def test_what_takes_nothing_at_all_stays_paused_and_is_broken(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    fake.faults["/update_weights_from_disk"] = "out of memory"
+    with pytest.raises(EngineBrokenError, match="stays paused"):
+        load(engine, version(tmp_path / "v1", 1))
+    assert fake.is_paused
+    assert not engine.still_serves(version(tmp_path / "v0", 9))
+    fake.faults.clear()
+    load(engine, version(tmp_path / "v2", 2))
+    assert not fake.is_paused
+
+
+def test_what_generates_nothing_is_broken(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    fake.is_dead = True
+    with pytest.raises(EngineBrokenError, match="scheduler is gone"):
+        load(engine, version(tmp_path / "v1", 1))
+
+
+def test_what_a_killed_hook_left_half_loaded_waits_for_a_version(
+    fake: FakeSGLang, tmp_path: Path
+) -> None:
+    fake.is_paused = True
+    fake.weight_version = f"{LOADING}-step-3-version-3"
+    engine = engine_of(fake)
+    engine.attach()
+    assert fake.is_paused
+    with pytest.raises(EngineBrokenError, match="left in the middle"):
+        engine.resume()
+    load(engine, version(tmp_path / "v4", 4))
+    assert not fake.is_paused
+
+
+def test_what_was_only_paused_goes_on(fake: FakeSGLang) -> None:
+    fake.is_paused = True
+    engine_of(fake).attach()
+    assert not fake.is_paused
+
+
+def test_a_full_model_after_an_adapter_ends_it(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    for sequence in (1, 2):
+        load(engine, version(tmp_path / f"v{sequence}", sequence, kind="adapter", files=ADAPTER))
+        assert fake.adapters == {"syncd": str(tmp_path / f"v{sequence}")}
+    load(engine, version(tmp_path / "v3", 3))
+    assert fake.adapters == {}
+
+
+def test_an_adapter_that_it_does_not_take_leaves_it_with_the_one_before(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    load(engine, version(tmp_path / "v1", 1, kind="adapter", files=ADAPTER))
+    with pytest.raises(ServerRefusedError):
+        load(engine, version(tmp_path / "v2", 2, kind="adapter"))
+    assert fake.adapters == {"syncd": str(tmp_path / "v1")}
+    assert fake.weight_version == "step-1-version-1"
+
+
+def test_versions_are_compared_with_what_the_server_was_started_with(
+    engine: SGLangServer, tmp_path: Path
+) -> None:
+    other = make_version(tmp_path / "v1", random_tensors({"c": TENSORS["a"]}, 1))
+    with pytest.raises(EngineMismatchError, match="the server at"):
+        engine.check(other)
+
+
+def test_a_server_without_the_routes_is_said_so(base: Path) -> None:
+    fake = FakeSGLang(str(base), without=frozenset({"/pause_generation"}))
+    with pytest.raises(InvalidSettingsError, match="has no POST /pause_generation"):
+        engine_of(fake).attach()
+    fake = FakeSGLang(str(base), without=frozenset({"/load_lora_adapter"}))
+    engine = engine_of(fake)
+    engine.attach()
+    assert engine.kinds == {"full"}
+
+
+def test_a_server_that_is_not_up_is_waited_for_and_then_an_error(fake: FakeSGLang) -> None:
+    fake.is_up = False
+    with pytest.raises(ServerUnreachableError, match="is it up"):
+        engine_of(fake).attach()
+
+
+@pytest.mark.parametrize("url", ["nowhere", "ftp://host", "http://"])
+def test_what_is_no_address_is_refused(url: str) -> None:
+    with pytest.raises(InvalidSettingsError, match="no address"):
+        SGLangServer(url)
+
+
+def test_staging_is_for_servers_of_this_host() -> None:
+    assert SGLangServer("http://127.0.0.1:30000").is_local
+    assert SGLangServer("http://[::1]:30000").is_local
+    assert not SGLangServer("http://10.0.0.7:30000").is_local
+    assert not SGLangServer("http://localhost:30000", is_local=False).is_local
+    with pytest.raises(InvalidSettingsError, match="retract, abort"):
+        SGLangServer("http://localhost:1", mode="keep")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--engine", "vllm"], "give both"),
+        (["--link", "model", "--url", "http://127.0.0.1:1"], "give both"),
+        (["--engine", "vllm", "--url", "http://h:1", "--command", "true"], "Give one of"),
+        (
+            ["--engine", "vllm", "--url", "http://h:1", "--in-flight", "retract"],
+            "keep, wait, abort",
+        ),
+        (["--engine", "sglang", "--url", "h:1"], "no address"),
+    ],
+)
+def test_follow_says_what_is_wrong_with_its_options(options: list[str], says: str) -> None:
+    ended = CliRunner().invoke(command, ["job", "--name", "server", *options])
+    assert ended.exit_code != 0
+    assert says in ended.output + str(ended.exception)
+
+
+def test_follow_and_its_engines_do_not_import_torch() -> None:
+    code = "import sys, explorer_hooks.follow; sys.exit('torch' in sys.modules)"
+    assert subprocess.run((sys.executable, "-c", code), check=False).returncode == 0
+
+
+def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
+    job: Job, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "_LOOK", 0.0)
+    fake.model_path = "elsewhere"  # no folder of this host: the first version is taken unseen
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
+        hook.start()
+        first = hook.wait_until_served(LONG)
+        wait_for(hook.may_produce)
+        fake.is_up = False
+        wait_for(lambda: hook.fault is not None)
+        assert not hook.may_produce()
+        fake.restart()
+        fake.is_up = True
+        wait_for(lambda: hook.fault is None)
+        assert fake.weight_version == "step-1-version-1"
+        fake.is_up = False
+        wait_for(lambda: hook.fault is not None)
+        publish(job, 2)
+        fake.restart()
+        fake.is_up = True
+        assert hook.wait_until_served(LONG, newer_than=first).step == 2
+        wait_for(lambda: hook.fault is None)
+    assert fake.weight_version == "step-2-version-2"
+
+
+def test_the_code_of_the_page_loads_the_newest_version(
+    job: Job, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = functools.partial(SGLangServer, transport=fake.transport)
+    monkeypatch.setattr(sglang_server, "SGLangServer", made)
+    fake.model_path = "elsewhere"
+    publish(job, 3)
+    names = {"job_dir": job.layout.root, "url": "http://127.0.0.1:30000"}
+    exec(FOLLOW_SGLANG, names)  # noqa: S102 # what a user pastes
+    assert fake.weight_version == "step-3-version-1"

@@ -1,0 +1,323 @@
+"""VLLMServer, with a real vLLM: what it generates is what was published, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from explorer_hooks.engines import vllm_server
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.hook import ExplorerHook
+from syncd.protocol.errors import EngineMismatchError, ServerRefusedError, VerificationError
+from syncd.protocol.policy import Version
+from tests.engines.pages import FOLLOW, IN_PROCESS
+from tests.engines.tiny_models import model, publish_adapter, publish_model, save_model, state
+from tests.engines.vllm_process import MODEL, PYTHON, Answer, VLLMProcess, environment
+from tests.engines.waiting import LONG, wait_for
+from tests.jobs import Job
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+PROMPTS = ([1, 2, 3], [200, 7], [5, 5, 5, 5, 9])
+
+
+@pytest.fixture
+def hook(job: Job, vllm: VLLMProcess) -> Iterator[ExplorerHook]:
+    with hook_of(job, vllm) as made:
+        yield made
+
+
+def hook_of(job: Job, vllm: VLLMProcess, name: str = "explorer") -> ExplorerHook:
+    return ExplorerHook(job.layout.root, name, VLLMServer(vllm.url), poll=0.05)
+
+
+def said(vllm: VLLMProcess) -> list[list[int]]:
+    return [vllm.generate(prompt).tokens for prompt in PROMPTS]
+
+
+def test_requests_go_on_over_twenty_versions_and_none_mixes_two(
+    job: Job, hook: ExplorerHook, vllm: VLLMProcess
+) -> None:
+    publish_model(job, 1, state(1))
+    hook.pull(LONG)
+    answers: list[Answer] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(vllm.generate(PROMPTS[0], 24))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    truth = {vllm.label: vllm.generate(PROMPTS[0], 24).tokens}
+    for thread in threads:
+        thread.start()
+    try:
+        for step in range(2, 22):
+            publish_model(job, step, state(step))
+            assert hook.pull(LONG).step == step
+            truth[vllm.label] = vllm.generate(PROMPTS[0], 24).tokens
+            assert hook.last is not None
+            assert hook.last.pause is not None
+            assert not vllm.is_paused
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert len({tuple(tokens) for tokens in truth.values()}) == 21
+    whole = [answer for answer in answers if len(answer.labels) == 1]
+    assert len(whole) > 20
+    assert all(answer.tokens == truth[answer.labels[0]] for answer in whole)
+    # What was in flight goes on, and what it says then is what the new weights say to all of it.
+    order = list(truth)
+    across = [answer for answer in answers if len(answer.labels) > 1]
+    assert across
+    for answer in answers:
+        assert len(answer.tokens) == 24
+        assert answer.labels == sorted(answer.labels, key=order.index)
+    for answer in across[:10]:
+        words = torch.tensor([[*PROMPTS[0], *answer.tokens]])
+        for label, begin, end in answer.spans:
+            with torch.no_grad():
+                logits = (
+                    model(order.index(label) + 1).float()(words).logits[0, len(PROMPTS[0]) - 1 :]
+                )
+            lost = (
+                logits[begin:end].max(-1).values
+                - logits[range(begin, end), answer.tokens[begin:end]]
+            )
+            # Two kernels may choose another of two that are almost alike. With what was computed of
+            # the old weights this is above 5.
+            assert lost.mean() < 1
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_requests_need_not_go_on_over_two_versions(job: Job, vllm: VLLMProcess, mode: str) -> None:
+    answers: list[Answer] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            answers.append(vllm.generate(PROMPTS[0], 48))
+
+    engine = VLLMServer(vllm.url, mode=mode)
+    client = threading.Thread(target=ask)
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
+        client.start()
+        try:
+            for step in range(1, 5):
+                publish_model(job, step, state(step))
+                hook.pull(LONG)
+                wait_for(lambda: answers and answers[-1].labels == [vllm.label])
+        finally:
+            stop.set()
+            client.join()
+    assert all(len(answer.labels) <= 1 for answer in answers)
+    whole = [len(answer.tokens) == 48 for answer in answers]
+    assert all(whole) if mode == "wait" else not all(whole)
+
+
+def test_what_is_damaged_or_does_not_fit_never_reaches_it(
+    job: Job, hook: ExplorerHook, vllm: VLLMProcess
+) -> None:
+    publish_model(job, 1, state(1))
+    hook.pull(LONG)
+    before = said(vllm), vllm.label
+    assert hook.last is not None
+
+    def refused(error: type[Exception]) -> None:
+        with pytest.raises(error):
+            hook.pull(LONG)
+        assert (said(vllm), vllm.label) == before
+        assert not vllm.is_paused
+
+    good = state(2)
+    (first, *_, last) = good
+    for step, tensors in (
+        (2, {name: value for name, value in good.items() if name != last}),
+        (3, good | {first: torch.zeros(256, 64, dtype=torch.bfloat16)}),
+    ):
+        publish_model(job, step, tensors)
+        refused(EngineMismatchError)
+    for step in (4, 5):
+        publish_model(job, step, state(step))
+        (path,) = job.layout.version(step).glob("*.safetensors")
+        content = bytearray(path.read_bytes())
+        if step == 4:
+            content[-1000] ^= 1
+        else:
+            del content[len(content) // 2 :]
+        path.chmod(0o644)
+        path.write_bytes(content)
+        refused(VerificationError)
+    publish_model(job, 6, state(6))
+    assert hook.pull(LONG).step == 6
+    assert said(vllm) != before[0]
+
+
+def test_a_load_that_fails_in_the_server_is_taken_back(
+    job: Job, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is gone between the last look at it and the server's."""
+    # As of a server without --enable-scale-out.
+    monkeypatch.setattr(vllm_server, "_GENERATE", "POST /nothing")
+    publish_model(job, 1, state(1))
+    engine = VLLMServer(vllm.url, checksums=True)
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.05) as hook:
+        hook.pull(LONG)
+        before = said(vllm)
+        publish_model(job, 2, state(2))
+        pause = VLLMServer.pause
+
+        def pause_and_lose(engine: VLLMServer) -> None:
+            pause(engine)
+            for path in job.layout.version(2).glob("*.safetensors"):
+                path.rename(path.with_name("elsewhere"))
+
+        monkeypatch.setattr(VLLMServer, "pause", pause_and_lose)
+        with pytest.raises(ServerRefusedError, match="collective_rpc"):
+            hook.pull(LONG)
+        assert hook.fault is None
+        assert vllm.label == "step-1-version-1"
+        assert said(vllm) == before
+
+
+def test_an_adapter_is_served_under_its_name_until_a_full_model_comes(
+    job: Job, vllm: VLLMProcess
+) -> None:
+    base = get_peft_model(model(0), LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.5)
+    publish_model(job, 1, state(0))
+    with hook_of(job, vllm) as hook:
+        hook.pull(LONG)
+        plain = said(vllm)
+        publish_adapter(job, 2, base)
+        assert hook.pull(LONG).step == 2
+        (prompt, *_) = PROMPTS
+        answer = vllm.generate(prompt, 1, model="syncd", logprobs=3)
+        with torch.no_grad():
+            truth = base(torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1)
+        assert answer.labels == ["step-2-version-2"]
+        assert len(answer.logprobs[0]) >= 3
+        for token, logprob in answer.logprobs[0].items():
+            assert logprob == pytest.approx(float(truth[token]), abs=0.15)
+        assert said(vllm) == plain  # the model itself is as it was
+        publish_model(job, 3, state(3))
+        assert hook.pull(LONG).step == 3
+        assert [one["id"] for one in vllm.ask("/v1/models", method="GET")["data"]] == [MODEL]
+
+
+#: As the page has it, of a model without a tokenizer, and what it says then.
+INSIDE = """
+import sys
+if __name__ == "__main__":
+    job_dir, base = sys.argv[1:]
+    from vllm import SamplingParams
+{block}
+        params = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
+        (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
+        print("said", version.step, *answer.outputs[0].token_ids, flush=True)
+"""
+OPTIONS = "base, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=128"
+
+
+def test_an_llm_in_the_process_says_what_the_server_says(
+    job: Job, vllm: VLLMProcess, tmp_path: Path
+) -> None:
+    publish_model(job, 4, state(4))
+    names = {"job_dir": job.layout.root, "url": vllm.url}
+    exec(FOLLOW, names)  # noqa: S102 # what a user pastes
+    assert names["version"] == Version(1, 4)
+    truth = said(vllm)[0]
+    program = tmp_path / "inside.py"
+    block = IN_PROCESS.replace("LLM(base)", f"LLM({OPTIONS})")
+    assert block != IN_PROCESS
+    program.write_text(INSIDE.format(block=textwrap.indent(block, "    ")))
+    base = save_model(tmp_path / "base", 0)
+    ended = subprocess.run(
+        (os.environ[PYTHON], program, job.layout.root, base),
+        timeout=LONG,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    assert f"said 4 {' '.join(map(str, truth))}\n" in ended.stdout
+
+
+KILLED = """
+import os, signal, sys
+from explorer_hooks.engines import vllm_server
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.hook import ExplorerHook
+
+class Killed(VLLMServer):
+    def _load_folder(self, *told):
+        if sys.argv[3] == "loaded":
+            super()._load_folder(*told)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+ExplorerHook(sys.argv[1], "killed", Killed(sys.argv[2])).pull(60)
+"""
+
+
+@pytest.mark.parametrize("moment", ["paused", "loaded"])
+def test_a_server_that_a_killed_hook_left_paused_is_resumed_with_the_newest(
+    job: Job, vllm: VLLMProcess, moment: str
+) -> None:
+    publish_model(job, 1, state(1))
+    arguments = (sys.executable, "-c", KILLED, str(job.layout.root), vllm.url, moment)
+    ended = subprocess.run(
+        arguments, timeout=LONG, check=False, env=os.environ | {"PYTHONPATH": "."}
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert vllm.is_paused
+    with hook_of(job, vllm) as hook:
+        # Nobody knows what it has by now: it waits until it has something that is known.
+        assert vllm.is_paused
+        hook.pull(LONG)
+        assert not vllm.is_paused
+        assert vllm.label == "step-1-version-1"
+        vllm.ask("/pause", mode="keep")
+    with hook_of(job, vllm) as hook:
+        assert not vllm.is_paused  # paused between two loads: it goes on with what it has
+        # Also a hook that comes later knows what fits: what the server was started with.
+        publish_model(job, 2, {"another": torch.zeros(2)})
+        with pytest.raises(EngineMismatchError):
+            hook.pull(LONG)
+
+
+def test_after_a_reload_it_says_what_a_fresh_server_says_and_one_that_restarts_is_brought_back(
+    job: Job, vllm: VLLMProcess, tmp_path: Path
+) -> None:
+    publish_model(job, 1, state(1))
+    with hook_of(job, vllm) as hook:
+        first = hook.pull(LONG)
+        reloaded = said(vllm)
+        hook.start()
+        assert hook.may_produce()
+        vllm.restart(save_model(tmp_path / "fresh", 1))
+        wait_for(lambda: hook.fault is not None)
+        assert not hook.may_produce()
+        publish_model(job, 2, state(2))
+        vllm.wait_until_up()
+        if vllm.label == "default":
+            assert said(vllm) == reloaded  # a server that was never reloaded, on the same weights
+        assert hook.wait_until_served(LONG, newer_than=first).step == 2
+        wait_for(lambda: hook.fault is None)
+        assert vllm.label == "step-2-version-2"
+        assert hook.may_produce()
+        assert said(vllm) != reloaded

@@ -1,0 +1,94 @@
+"""What docs/vllm.md tells people to start, as real processes: FSDP ranks to a vLLM server."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from tests.engines.pages import ROOT, TRAIN
+from tests.engines.tiny_models import CONFIG, save_model
+from tests.engines.vllm_process import VLLMProcess, free_port
+from tests.engines.waiting import LONG, wait_for
+from tests.multiprocess.processes import ENVIRONMENT
+
+STEPS = 4
+RANKS = 2
+
+
+@contextmanager
+def process(*command: object, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that is ended by SIGTERM, and well, at the end of the block."""
+    started = subprocess.Popen(
+        [str(word) for word in command],
+        env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield started
+        if started.poll() is None:
+            started.send_signal(signal.SIGTERM)
+        started.communicate(timeout=LONG)
+        assert started.returncode in {0, -signal.SIGTERM}
+    finally:
+        started.kill()
+        started.wait()
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_reports(
+    vllm: VLLMProcess, tmp_path: Path
+) -> None:
+    job, base = tmp_path / "job", save_model(tmp_path / "base", 0)
+    job.mkdir()
+    open_job(Storage(), JobLayout(job))
+    (tmp_path / "train.py").write_text(TRAIN)
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(RANKS)}
+    syncd = (sys.executable, "-m", "syncd")
+    # As ``syncd follow``, whose entry point is there only where syncd is installed.
+    program = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")
+    follow = (*program, job, "--name", "server-0", "--engine", "vllm", "--url", vllm.url)
+    with process(*syncd, "run", job, "--tick", "0.2"), process(*follow, "--stage", tmp_path / "s"):
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(tmp_path / "train.py"), str(job), str(base), str(STEPS)],
+                env=ENVIRONMENT | rendezvous | {"RANK": str(rank), "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        lines = [rank.communicate(timeout=LONG)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0] * RANKS
+        said = [json.loads(line) for line in lines[0].splitlines()]
+        truth = {one["step"]: torch.tensor(one["logprobs"]) for one in said}
+        wait_for(lambda: vllm.label.startswith(f"step-{STEPS}-"))
+        tokens = torch.randint(0, CONFIG.vocab_size, (4, 16), generator=torch.manual_seed(0))
+        answer = vllm.generate(tokens[0].tolist(), 1, logprobs=20)
+    (label,) = answer.labels
+    step = int(label.split("-")[1])
+    (logprobs,) = answer.logprobs
+    assert step == STEPS
+    assert len(logprobs) >= 20
+    for token, logprob in logprobs.items():
+        # The server computes in bfloat16, the trainer in float32.
+        assert abs(torch.tensor(logprob).exp() - truth[step][token].exp()) < 0.03
+    # And not what it said at another step.
+    found = torch.tensor([logprobs[token] for token in logprobs]).exp()
+    gaps = {
+        at: float((values[list(logprobs)].exp() - found).abs().max())
+        for at, values in truth.items()
+    }
+    assert min(gaps, key=lambda at: gaps[at]) == STEPS

@@ -1,0 +1,102 @@
+"""Tiny models of which each says something else, saved as a trainer saves them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+from peft import get_peft_model_state_dict
+from safetensors.torch import save
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_ADAPTER
+from syncd.protocol.records import ReceiptFile
+from tests.jobs import Job, receipt_of
+
+#: A head of 64: the attention of vLLM's CPU build takes no smaller ones.
+CONFIG: Final = Qwen2Config(
+    vocab_size=256,
+    hidden_size=128,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=256,
+    tie_word_embeddings=False,
+)
+
+
+def model(seed: int) -> Qwen2ForCausalLM:
+    """A model in bfloat16 that is sure of what it says."""
+    torch.manual_seed(seed)
+    made = Qwen2ForCausalLM(CONFIG)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.3)
+    return made.to(torch.bfloat16).eval()
+
+
+def save_model(folder: Path, seed: int) -> Path:
+    """As ``save_pretrained`` has it: what a server is started with."""
+    model(seed).save_pretrained(folder)
+    return folder
+
+
+def state(seed: int) -> dict[str, Tensor]:
+    """The weights of a model."""
+    return dict(model(seed).state_dict())
+
+
+def publish_model(job: Job, step: int, tensors: Mapping[str, Tensor]) -> None:
+    """Save a step as a full state dict, and let a daemon publish it."""
+    config = CONFIG.to_json_string().encode()
+    save_step(job, step, "model.safetensors", tensors, {"huggingface/config.json": config})
+    _publish(job, step)
+
+
+def publish_adapter(job: Job, step: int, peft: Any) -> None:
+    """Save the adapter of a PEFT model alone, and let a daemon publish it."""
+    config = peft.peft_config["default"].to_dict() | {"target_modules": ["q_proj"]}
+    told = json.dumps(config, default=str).encode()
+    tensors = get_peft_model_state_dict(peft)
+    weights = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
+    save_step(job, step, weights, tensors, {f"{LORA_ADAPTER}/{ADAPTER_CONFIG}": told})
+    _publish(job, step)
+
+
+def save_step(
+    job: Job, step: int, weights: str, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
+) -> None:
+    """Save a step; the pointer stays.
+
+    Args:
+        job: where to.
+        step: which.
+        weights: the name of their file, in ``actor/``.
+        tensors: what is in it.
+        files: the others, by name.
+    """
+    actor = job.layout.actor(step)
+    actor.mkdir(parents=True)
+    told = []
+    for name, content in files.items():
+        (actor / name).parent.mkdir(parents=True, exist_ok=True)
+        job.put(actor / name, content)
+        digest = xxhash.xxh3_128_hexdigest(content)
+        told.append(ReceiptFile(name=name, size=len(content), digest=digest, over="content"))
+    content = save({name: value.contiguous() for name, value in tensors.items()})
+    job.put(actor / weights, content)
+    job.receipt(step, f"run-{step}-0", 0, 1, receipt_of(content, weights), *told)
+
+
+def _publish(job: Job, step: int) -> None:
+    job.point(step)
+    with job.daemon(DaemonConfig(keep=3)) as loop:
+        loop.run_once()

@@ -1,0 +1,180 @@
+"""A real vLLM server on the CPU, for tests: tiny models, prompts and answers as token ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx2
+
+#: Names the Python of the environment that tests/engines/environment.py makes.
+PYTHON: Final = "SYNCD_VLLM_PYTHON"
+#: A server that begins imports for half a minute, on a machine that does nothing else.
+_START_SECONDS: Final = 280.0
+#: The name of the model that it was started with.
+MODEL: Final = "policy"
+
+
+def why_not() -> str | None:
+    """Why there is no vLLM here; None where there is."""
+    python = os.environ.get(PYTHON)
+    if not python:
+        return (
+            f"vLLM is not here: {PYTHON} names the Python of an environment with it; "
+            f"{PYTHON}=$(python -m tests.engines.environment) makes one, of 3.5 GB"
+        )
+    return None if Path(python).exists() else f"{PYTHON}={python} is not there"
+
+
+def environment() -> dict[str, str]:
+    """What vLLM needs of its environment, on two cores that others use too."""
+    return os.environ | {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was generated.
+
+    Attributes:
+        tokens: their ids.
+        logprobs: of the most probable tokens at each place, by id.
+        spans: of weights that generated them, in order: the label, the first and past the last.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    spans: list[tuple[str, int, int]]
+
+    @property
+    def labels(self) -> list[str]:
+        """Of the weights, in order."""
+        return [label for label, _, _ in self.spans]
+
+
+class VLLMProcess:
+    """A server process.
+
+    Args:
+        model: its folder.
+        log: what it says goes to its end.
+    """
+
+    def __init__(self, model: Path, log: Path) -> None:
+        self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._log = log
+        self._process = self._start(model)
+
+    def restart(self, model: Path) -> None:
+        """Kill it, and let another one begin at the same address."""
+        self.kill()
+        self._process = self._start(model)
+
+    def _start(self, model: Path) -> subprocess.Popen[bytes]:
+        options = {
+            "--model": str(model),
+            "--host": "127.0.0.1",
+            "--port": self._port,
+            "--dtype": "bfloat16",
+            "--served-model-name": MODEL,
+            "--max-model-len": "128",
+            "--max-num-seqs": "8",
+            "--max-lora-rank": "8",
+        }
+        flags = ("--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", "--enable-lora")
+        words = (word for pair in options.items() for word in pair)
+        program = (os.environ[PYTHON], "-m", "vllm.entrypoints.openai.api_server")
+        with self._log.open("ab") as out:
+            return subprocess.Popen(
+                (*program, *words, *flags),
+                env=environment(),
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def wait_until_up(self) -> None:
+        """Wait until it answers.
+
+        Raises:
+            AssertionError: it has ended, or is not up in time; says what it said last.
+        """
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                if httpx2.get(f"{self.url}/health", trust_env=False).is_success:
+                    return
+            except httpx2.TransportError:
+                pass
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"it does not come up: {self._log.read_text()[-6000:]}")
+            time.sleep(0.2)
+
+    def ask(self, path: str, body: object = None, *, method: str = "POST", **params: str) -> Any:
+        """Send a request, and wait for its answer."""
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        with httpx2.Client(trust_env=False, timeout=120, limits=limits) as client:
+            answer = client.request(method, f"{self.url}{path}", json=body, params=params)
+        answer.raise_for_status()
+        return answer.json()
+
+    def generate(
+        self, prompt: Sequence[int], count: int = 8, *, model: str = MODEL, logprobs: int = 0
+    ) -> Answer:
+        """The most probable tokens."""
+        sampling = {"max_tokens": count, "temperature": 0.0, "detokenize": False}
+        if logprobs:
+            sampling["logprobs"] = logprobs
+        body = {
+            "model": model,
+            "token_ids": list(prompt),
+            "sampling_params": sampling | {"ignore_eos": True},
+        }
+        (choice,) = self.ask("/inference/v1/generate", body)["choices"]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        return Answer(
+            choice["token_ids"] or [],
+            [{one["token_id"]: one["logprob"] for one in at["top_logprobs"]} for at in content],
+            [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
+        )
+
+    @property
+    def label(self) -> str:
+        """The label of its weights."""
+        return str(self.ask("/weight_info", method="GET")["weight_version"])
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests wait."""
+        return bool(self.ask("/is_paused", method="GET")["is_paused"])
+
+    def kill(self) -> None:
+        """Kill it, and all that it has started. Safe to call twice."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+
+def free_port() -> str:
+    """A port of this host that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
