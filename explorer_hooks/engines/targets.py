@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -73,6 +73,20 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
             "cannot be filled in place: a hook of its state_dict makes it up"
         )
     return tensors
+
+
+def gathers(module: nn.Module) -> bool:
+    """Whether a forward gathers parameters from other ranks, as FSDP2 does."""
+    return any(isinstance(inner, FSDPModule) for inner in module.modules())
+
+
+def cut_again(module: nn.Module) -> None:
+    """Have FSDP2 let go of the whole parameters that a forward has left gathered.
+
+    It would compute with those, and not with what its parts are by then. No communication.
+    """
+    if gathers(module):
+        module.state_dict(keep_vars=True)  # which is of the parts, whatever the module's state
 
 
 def find_targets(

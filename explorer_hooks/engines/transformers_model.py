@@ -12,6 +12,7 @@ from explorer_hooks.engines.targets import Target, tensors_of
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.adapter import PREFIX
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.layout import ADAPTER_CONFIG
 
@@ -105,6 +106,13 @@ class TransformersModel(TorchModule):
             adapter_name=self._adapter,
             save_embedding_layers=False,  # "auto" may ask the hub
         )
+        own = {id(value) for value in state.values()}
+        computed = sorted(name for name, value in found.items() if id(value) not in own)
+        if computed:
+            raise EngineMismatchError(
+                f"{shown(computed[0])} of the adapter {self._adapter!r} is computed by PEFT as it "
+                "is saved, and cannot be filled in place: make the model again for each version"
+            )
         # PEFT saves whole embeddings beside an adapter under the names that they have.
         saved = {entry.name for entry in version.manifest.tensors} & state.keys()
         return {**found, **{name: state[name] for name in saved}}
@@ -134,6 +142,10 @@ class TransformersModel(TorchModule):
 
     def _loaded(self, version: LeasedVersion) -> None:
         del version
+        for module in self._module.modules():
+            kept = getattr(module, "_dora_cache", None)  # where peft.helpers.DoraCaching is on
+            if isinstance(kept, dict):
+                kept.clear()
         if self._generation is not None:
             self._module.generation_config = self._generation
 

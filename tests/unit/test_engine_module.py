@@ -11,7 +11,7 @@ from torch import nn
 from explorer_hooks.engines.conformance import FailingStorage, Place
 from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.made_versions import TensorBytes, make_version, random_tensors
-from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
@@ -260,3 +260,14 @@ def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(
 def test_an_unknown_way_of_loading_is_refused(net: Net) -> None:
     with pytest.raises(InvalidSettingsError, match="staged, direct"):
         TorchModule(net, in_place="fast")  # type: ignore[arg-type] # that is the mistake
+
+
+@pytest.mark.parametrize("in_place", ["staged", "direct"])
+def test_casts_that_autocast_has_kept_are_forgotten(in_place: InPlace, tmp_path: Path) -> None:
+    module = nn.Linear(3, 4, bias=False)
+    version = made(tmp_path, {"weight": TensorBytes("F32", (4, 3), bits(torch.full((4, 3), 2.0)))})
+    given = torch.ones(1, 3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as a loop that serves
+        module(given)
+        TorchModule(module, in_place=in_place).load(version)
+        assert module(given).tolist() == [[6.0] * 4]

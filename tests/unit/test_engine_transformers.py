@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft.helpers import DoraCaching
 from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
 
 from explorer_hooks.engines.made_versions import TensorBytes, make_version
@@ -200,3 +201,20 @@ def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path)
         engine.check(full)
     with pytest.raises(EngineMismatchError, match="is a LoRA adapter"):
         TransformersModel(tiny_qwen()).check(version)
+
+
+def test_what_dora_has_kept_of_the_old_adapter_is_forgotten(tmp_path: Path) -> None:
+    truth, model = trained(lora_qwen(), 1), lora_qwen()
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    with DoraCaching():
+        logits(model)
+        TransformersModel(model).load(version)
+        assert torch.equal(logits(model), logits(truth))
+
+
+def test_an_adapter_that_peft_computes_as_it_is_saved_is_refused(tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_qwen(), config)  # type: ignore[arg-type] # PEFT's are untyped
+    version = version_of(tmp_path, adapter(model), kind="adapter", adapter_config={})
+    with pytest.raises(EngineMismatchError, match=r"prompt_embeddings .* is computed by PEFT"):
+        TransformersModel(model).check(version)
