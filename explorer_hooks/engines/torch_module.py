@@ -158,7 +158,7 @@ class TorchModule(InProcessEngine):
 
     def _changed(self, version: LeasedVersion) -> None:
         """What was computed of the old weights goes, before anyone computes with the new ones."""
-        torch.clear_autocast_cache()  # inside autocast casts of parameters are kept, for all threads
+        torch.clear_autocast_cache()  # inside autocast they are kept, for all threads
         self._loaded(version)
 
     def _loaded(self, version: LeasedVersion) -> None:

@@ -218,3 +218,42 @@ def test_an_adapter_that_peft_computes_as_it_is_saved_is_refused(tmp_path: Path)
     version = version_of(tmp_path, adapter(model), kind="adapter", adapter_config={})
     with pytest.raises(EngineMismatchError, match=r"prompt_embeddings .* is computed by PEFT"):
         TransformersModel(model).check(version)
+
+
+def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lora_qwen()
+    config = json.dumps(config_of(model)).encode()
+    versions = {
+        name: make_version(
+            tmp_path / f"v{number}", packed(adapter(model)), kind="adapter", sequence=number,
+            files={"adapter_config.json": config}, base_model=name,
+        )
+        for number, name in enumerate(["org/one", "Org/One", "org/two", "/data/one", None])
+    }  # fmt: skip
+    for version in versions.values():  # of a model that was made from a config nothing is known
+        TransformersModel(model).check(version)
+    model.get_base_model().name_or_path = "org/one"
+    engine = TransformersModel(model)
+    for name in ("org/one", "Org/One", None):
+        engine.check(versions[name])
+    assert not caplog.records
+    with pytest.raises(EngineMismatchError, match="is an adapter for org/two, not for org/one"):
+        engine.check(versions["org/two"])
+    for _ in range(2):
+        engine.check(versions["/data/one"])
+    (record,) = caplog.records
+    assert "whether these are the same is not known" in record.getMessage()
+    TransformersModel(model, base_model="/data/one").check(versions["/data/one"])
+    with pytest.raises(EngineMismatchError, match="is an adapter for org/one, not for /data/one"):
+        TransformersModel(model, base_model="/data/one").check(versions["org/one"])
+
+
+def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    truth = lora_qwen(trainable_token_indices=[1, 2])
+    config = json.loads(json.dumps(config_of(truth)))
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config)
+    TransformersModel(lora_qwen(trainable_token_indices=[1, 2])).check(version)
+    with pytest.raises(EngineMismatchError, match="trainable_token_indices"):
+        TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)
