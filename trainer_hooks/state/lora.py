@@ -277,6 +277,16 @@ def base_vocabulary(model: nn.Module) -> int | None:
     return None
 
 
+def base_name(model: nn.Module) -> str | None:
+    """What the base model of the adapters was loaded from; None where it does not say.
+
+    Args:
+        model: a model with PEFT adapters, without wrappers that hide its attributes.
+    """
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    return getattr(base, "name_or_path", None) or None
+
+
 def _like_peft(model: nn.Module) -> Any:
     """PEFT's attributes are no part of a module's type."""
     return model
