@@ -12,8 +12,10 @@ from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.in_place import HostStage, fill_directly
 from explorer_hooks.engines.targets import (
+    Fit,
     Rename,
     Target,
+    compare_tied,
     cut_again,
     find_targets,
     gathers,
@@ -106,8 +108,10 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: says which ones differ, and how; or the version is of a kind that
                 the module cannot take.
+            VerificationError, ShardFormatError, OSError: tied weights had to be read for it, the
+                manifest having no digests, and cannot be.
         """
-        self._targets(version)
+        compare_tied(version, self._fit(version).unknown, self._whose)
 
     def prepare(self, version: LeasedVersion) -> None:
         """Read the version into host memory, where it is staged; the module is not touched."""
@@ -169,6 +173,9 @@ class TorchModule(InProcessEngine):
         return tensors_of(self._module)
 
     def _targets(self, version: LeasedVersion) -> list[Target]:
+        return self._fit(version).targets
+
+    def _fit(self, version: LeasedVersion) -> Fit:
         check_kind(version, self.kinds)
         # A state dict of FSDP2 cuts what a forward has gathered: not in the middle of that.
         with self._lock if gathers(self._module) else nullcontext():

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from explorer_hooks.engines.fitting import refuse
-from explorer_hooks.engines.targets import Target, tensors_of
+from explorer_hooks.engines.targets import Fit, tensors_of
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.adapter import PREFIX, are_two_models
@@ -89,10 +89,10 @@ class TransformersModel(TorchModule):
         self._config = _adapter_config(model, adapter)
         self.kinds = frozenset({"full" if self._config is None else "adapter"})
 
-    def _targets(self, version: LeasedVersion) -> list[Target]:
+    def _fit(self, version: LeasedVersion) -> Fit:
         """What else has to fit is looked at with the tensors: no call goes without."""
         try:
-            targets = super()._targets(version)
+            fit = super()._fit(version)
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
@@ -104,7 +104,7 @@ class TransformersModel(TorchModule):
             self._check_adapter(version, self._config)
         elif self._takes_generation_config:
             self._generation = _generation_config(version)
-        return targets
+        return fit
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:
         state = tensors_of(self._module)
