@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import HUGGINGFACE
@@ -256,7 +258,14 @@ class Saves:
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         trained = self._trained
-        return PeftState(trained.model, state, base_vocabulary=trained.base_vocabulary)
+        # What was trained once and is frozen now has a state still.
+        states = trained.optimizer.state if isinstance(trained.optimizer, Optimizer) else {}
+        return PeftState(
+            trained.model,
+            state,
+            base_vocabulary=trained.base_vocabulary,
+            updated=[one for one, state in states.items() if state],
+        )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
         """Whether explorers get the adapter alone; the same on all ranks."""

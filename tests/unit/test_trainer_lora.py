@@ -241,6 +241,21 @@ def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
     assert "base_model.model.model.norm.weight" in state.for_resuming()
 
 
+def test_what_was_trained_and_is_frozen_again_is_saved(job: Job) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    norm = model.get_base_model().model.norm.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    model(torch.arange(12).view(2, 6)).logits.sum().backward()
+    optimizer.step()
+    norm.requires_grad_(False)
+    with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook:
+        hook.save_checkpoint(3, block_until_saved=True)
+    assert build(job.layout.actor(3), job.layout.root.parent / "out").kind == "full"
+    again = lora(qwen(), target_modules=["q_proj"])
+    load_checkpoint(job.layout.root, again)
+    assert torch.equal(again.get_base_model().model.norm.weight, norm)
+
+
 @pytest.mark.parametrize("began", ["pissa", "olora", "pissa_niter_2"])
 def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(began: str) -> None:
     model = lora(qwen(), target_modules=["q_proj"], init_lora_weights=began)
