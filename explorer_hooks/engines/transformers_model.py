@@ -180,11 +180,30 @@ class TransformersModel(TorchModule):
     def _loaded(self, version: LeasedVersion) -> None:
         del version
         for module in self._module.modules():
-            kept = getattr(module, "_dora_cache", None)  # where peft.helpers.DoraCaching is on
+            kept = vars(module).get("_dora_cache")  # where peft.helpers.DoraCaching is on
             if isinstance(kept, dict):
                 kept.clear()
+            # generate_batch(persistent_manager=True) keeps what it computed of prompts.
+            manager = vars(module).get("_cached_continuous_batching_manager")
+            if manager is not None:
+                _forget_prompts(module, manager)
         if self._generation is not None:
             self._module.generation_config = self._generation
+
+
+def _forget_prompts(module: Any, manager: Any) -> None:
+    """Let a manager of continuous batching go; the next ``generate_batch`` makes another one."""
+    if manager.is_running():
+        log.warning(
+            "continuous batching runs while the weights change: what it generates is of both old "
+            "and new ones; stop it, or hold the lock, while a version is loaded"
+        )
+        return
+    try:
+        module.destroy_cached_continuous_batching_manager()
+    except Exception:  # whatever it refuses, what it keeps must not be used again
+        log.exception("a manager of continuous batching did not end well")
+        del module._cached_continuous_batching_manager  # noqa: SLF001 - transformers' own
 
 
 def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:

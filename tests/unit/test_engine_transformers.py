@@ -9,7 +9,12 @@ import pytest
 import torch
 from peft import PeftModel, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
 from peft.helpers import DoraCaching
-from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from explorer_hooks.engines.made_versions import TensorBytes, make_version
 from explorer_hooks.engines.transformers_model import TransformersModel
@@ -257,3 +262,23 @@ def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
     TransformersModel(lora_qwen(trainable_token_indices=[1, 2])).check(version)
     with pytest.raises(EngineMismatchError, match="trainable_token_indices"):
         TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)
+
+
+def test_prompts_that_continuous_batching_has_kept_are_forgotten(tmp_path: Path) -> None:
+    truth, model = trained(tiny_qwen(), 1), tiny_qwen()
+    prompt = [number % 39 + 1 for number in range(600)]  # more than a block of its cache
+    options = {
+        "generation_config": GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=1024),
+        "persistent_manager": True,
+    }
+
+    def generated(model: Any) -> list[int]:
+        (answer,) = model.generate_batch([prompt], **options).values()
+        return list(answer.generated_tokens)
+
+    assert generated(model) != generated(truth)
+    TransformersModel(model).load(version_of(tmp_path, truth.state_dict()))
+    assert generated(model) == generated(truth)
+    for one in (model, truth):
+        one.destroy_cached_continuous_batching_manager()
