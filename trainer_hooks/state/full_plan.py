@@ -86,8 +86,8 @@ def agree_on_plan(
         rank: this rank.
         tied: whether the output embedding is left out where it is the input embedding.
         derived: by name, the tensors that are not to be written as they are: where they lie in
-            memory says nothing of what is the same. What they are made of is gathered too, and must be the
-            same on all ranks.
+            memory says nothing of what is the same. What they are made of is gathered too, and must
+            be the same on all ranks.
 
     Raises:
         SaveFailedError: on all ranks: they have not the same tensors, or some that cannot be saved.
