@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import HUGGINGFACE
@@ -18,10 +20,10 @@ from trainer_hooks.background import LIMIT, SaveThread
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveLayout, SaveLora
-from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
+from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
-from trainer_hooks.state.lora import PeftState
+from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import Place
 from trainer_hooks.writing.contents import Contents
@@ -237,6 +239,8 @@ class Saves:
                 rest = self._rest()
                 if peft is not None:
                     rest["trained"] = host_copy(peft.for_resuming())
+                    name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
+                    rest["extra"] |= {} if name is None else {BASE_MODEL: name}
             stack.pop_all()
         writes_config = peft is not None and is_adapter and self._rank == 0
         return Contents(
@@ -254,7 +258,14 @@ class Saves:
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         trained = self._trained
-        return PeftState(trained.model, state, base_vocabulary=trained.base_vocabulary)
+        # What was trained once and is frozen now has a state still.
+        states = trained.optimizer.state if isinstance(trained.optimizer, Optimizer) else {}
+        return PeftState(
+            trained.model,
+            state,
+            base_vocabulary=trained.base_vocabulary,
+            updated=[one for one, state in states.items() if state],
+        )
 
     def _publishes_adapter(self, peft: PeftState) -> bool:
         """Whether explorers get the adapter alone; the same on all ranks."""

@@ -15,7 +15,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.safetensors_file import Entry, file_digest, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.protocol.layout import ADAPTER_WEIGHTS, MANIFEST
-from syncd.protocol.records import Kind, Manifest, TensorEntry, VersionFile, encode
+from syncd.protocol.records import AdaptedModel, Kind, Manifest, TensorEntry, VersionFile, encode
 from syncd.storage.fsio import Storage
 
 
@@ -72,6 +72,7 @@ def make_version(
     kind: Kind = "full",
     files: Mapping[str, bytes] | None = None,
     remote: str | None = None,
+    base_model: str | None = None,
     storage: Storage | None = None,
 ) -> LeasedVersion:
     """Write a version's folder as the daemon publishes it, and hold it.
@@ -84,6 +85,7 @@ def make_version(
         kind: ``full``, ``adapter`` or ``remote``.
         files: what is in the folder besides, by name.
         remote: of kind ``remote``: the path.
+        base_model: the name of that of an adapter.
         storage: what the version is written, and later read, through.
 
     Returns:
@@ -114,6 +116,7 @@ def make_version(
         files=tuple(listed),
         tensors=tuple(entries),
         remote=remote,
+        base_model=AdaptedModel(name=base_model) if base_model else None,
     )
     storage.write_new(folder / MANIFEST, encode(manifest))
     hold: Any = Hold()  # all of a lease that a version uses

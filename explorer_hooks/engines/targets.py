@@ -7,16 +7,17 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from explorer_hooks.engines.fitting import refuse
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.dtensor import local_box
-from syncd.coordination.tensors import DTYPES
+from syncd.coordination.tensors import DTYPES, bytes_of
 from syncd.protocol.errors import CheckpointError, EngineMismatchError
 from syncd.protocol.records import TensorEntry
 
@@ -75,10 +76,37 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def gathers(module: nn.Module) -> bool:
+    """Whether a forward gathers parameters from other ranks, as FSDP2 does."""
+    return any(isinstance(inner, FSDPModule) for inner in module.modules())
+
+
+def cut_again(module: nn.Module) -> None:
+    """Have FSDP2 let go of the whole parameters that a forward has left gathered.
+
+    It would compute with those, and not with what its parts are by then. No communication.
+    """
+    if gathers(module):
+        module.state_dict(keep_vars=True)  # which is of the parts, whatever the module's state
+
+
+class Fit(NamedTuple):
+    """How a version fits a module.
+
+    Attributes:
+        targets: what each of its tensors fills, in the manifest's order.
+        unknown: names of two tensors that are one in the module, and of which the manifest does not
+            say whether they are the same: it has no digests.
+    """
+
+    targets: list[Target]
+    unknown: list[tuple[str, str]]
+
+
 def find_targets(
     version: LeasedVersion, tensors: Mapping[str, Tensor], rename: Rename, *, cast: bool, whose: str
-) -> list[Target]:
-    """What each tensor of a version fills, in the manifest's order.
+) -> Fit:
+    """What each tensor of a version fills.
 
     Every tensor of the module is filled by one of the version, tied ones by one of their names.
 
@@ -111,6 +139,7 @@ def find_targets(
         if name not in given and _memory(value) not in filled
     ]
     targets: list[Target] = []
+    unknown: list[tuple[str, str]] = []
     first: dict[object, TensorEntry] = {}
     for name, entry in given.items():
         if name not in tensors:
@@ -123,13 +152,32 @@ def find_targets(
         tied = first.setdefault(_memory(value), entry)
         if tied is entry:
             targets.extend(target)
-        elif tied.digest != entry.digest:
-            wrong.append(
-                f"{shown(tied.name)} and {shown(entry.name)} have different values, and are one "
-                f"tensor in {whose}"
-            )
+        elif None in {tied.digest, entry.digest} and tied.dtype == entry.dtype:
+            unknown.append((tied.name, entry.name))
+        elif tied.digest != entry.digest or tied.dtype != entry.dtype:
+            wrong.append(_differ(tied.name, entry.name, whose))
     refuse(version, whose, wrong)
-    return targets
+    return Fit(targets, unknown)
+
+
+def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
+    """Read tensors that are one in the module, two by two, and see that they are the same.
+
+    Raises:
+        EngineMismatchError: they are not.
+        VerificationError, ShardFormatError: a file is not what the manifest says.
+        OSError: storage failed.
+    """
+    wrong = []
+    with WeightsReader(version) as reader:
+        for one, other in unknown:
+            if bytes_of(reader.get_weight(one)) != bytes_of(reader.get_weight(other)):
+                wrong.append(_differ(one, other, whose))
+    refuse(version, whose, wrong)
+
+
+def _differ(one: str, other: str, whose: str) -> str:
+    return f"{shown(one)} and {shown(other)} have different values, and are one tensor in {whose}"
 
 
 def _told(name: str, renamed: str) -> str:

@@ -6,10 +6,21 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import torch
+
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.in_place import HostStage, fill_directly
-from explorer_hooks.engines.targets import Rename, Target, find_targets, tensors_of
+from explorer_hooks.engines.targets import (
+    Fit,
+    Rename,
+    Target,
+    compare_tied,
+    cut_again,
+    find_targets,
+    gathers,
+    tensors_of,
+)
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
 from syncd.protocol.errors import InvalidSettingsError
@@ -58,7 +69,8 @@ class TorchModule(InProcessEngine):
         cast: whether floating values are cast where the module has another floating dtype (never
             from or to fp8); by default that is refused.
         in_place: as above.
-        lock: held while the module changes, e.g. the ``threading.Lock`` of whoever computes.
+        lock: held while the module changes, e.g. the ``threading.Lock`` of whoever computes; with a
+            module of FSDP2 also for a moment while a version is compared with it.
         threads: the most that read at a time; never more than there are processors.
 
     Raises:
@@ -96,8 +108,10 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: says which ones differ, and how; or the version is of a kind that
                 the module cannot take.
+            VerificationError, ShardFormatError, OSError: tied weights had to be read for it, the
+                manifest having no digests, and cannot be.
         """
-        self._targets(version)
+        compare_tied(version, self._fit(version).unknown, self._whose)
 
     def prepare(self, version: LeasedVersion) -> None:
         """Read the version into host memory, where it is staged; the module is not touched."""
@@ -118,11 +132,13 @@ class TorchModule(InProcessEngine):
                 self._read_ahead(version, targets)
             self._prepared = None
             with self._lock:
+                cut_again(self._module)
                 self._stage.copy(targets)
-                self._loaded(version)
+                self._changed(version)
             return
         with WeightsReader(version) as reader, self._lock:
             reader.open({target.name for target in targets})
+            cut_again(self._module)
             try:
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
@@ -131,7 +147,7 @@ class TorchModule(InProcessEngine):
                     "now: load the version before again"
                 )
                 raise
-            self._loaded(version)
+            self._changed(version)
 
     def close(self) -> None:
         """Let the host memory go; the module stays as it is."""
@@ -144,6 +160,11 @@ class TorchModule(InProcessEngine):
             self._stage.read(reader, targets)
         self._prepared = _reading(version, targets)
 
+    def _changed(self, version: LeasedVersion) -> None:
+        """What was computed of the old weights goes, before anyone computes with the new ones."""
+        torch.clear_autocast_cache()  # inside autocast they are kept, for all threads
+        self._loaded(version)
+
     def _loaded(self, version: LeasedVersion) -> None:
         """What else changes with the weights, under the lock. It cannot fail."""
 
@@ -152,8 +173,13 @@ class TorchModule(InProcessEngine):
         return tensors_of(self._module)
 
     def _targets(self, version: LeasedVersion) -> list[Target]:
+        return self._fit(version).targets
+
+    def _fit(self, version: LeasedVersion) -> Fit:
         check_kind(version, self.kinds)
-        tensors = self._tensors(version)
+        # A state dict of FSDP2 cuts what a forward has gathered: not in the middle of that.
+        with self._lock if gathers(self._module) else nullcontext():
+            tensors = self._tensors(version)
         return find_targets(version, tensors, self._renamed, cast=self._cast, whose=self._whose)
 
     def _renamed(self, name: str) -> str | None:

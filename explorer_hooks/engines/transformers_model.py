@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from explorer_hooks.engines.fitting import refuse
-from explorer_hooks.engines.targets import Target, tensors_of
+from explorer_hooks.engines.targets import Fit, tensors_of
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.adapter import PREFIX
+from syncd.checkpoint.adapter import PREFIX, are_two_models
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.layout import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+log = logging.getLogger(__name__)
+
 _GENERATION: Final = "generation_config.json"
 #: What of an adapter's configuration changes what it computes, and is not seen in its tensors.
 _COMPUTES: Final = (
     "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
-    "alpha_pattern",
+    "alpha_pattern", "alpha", "trainable_token_indices", "token_indices", "alora_invocation_tokens",
+    "layer_replication", "use_qalora", "qalora_group_size", "oft_block_size", "block_share", "coft",
+    "eps", "projection_prng_key",
 )  # fmt: skip
 
 
@@ -41,12 +47,16 @@ class TransformersModel(TorchModule):
 
     Adapters replace the values of the one that the PEFT model has by that name, whether it is
     active or not. It must be of the same ranks and scaling, on the same modules, and not merged.
+    One whose version names another base model than the model was loaded from is refused, where both
+    are names of a hub; where one is a folder, that is not known, and logged once.
 
     Args:
         model: ``from_pretrained``, on any device; or a ``PeftModel``, or a model with an adapter
             that ``load_adapter`` or ``add_adapter`` has put there.
         adapter: which adapter of a PEFT model is replaced.
         takes_generation_config: whether that of a version is applied.
+        base_model: what versions of adapters name as their base model, and must; by default it is
+            compared with what the model was loaded from.
         cast: as for :class:`TorchModule`.
         in_place: as for :class:`TorchModule`.
         lock: as for :class:`TorchModule`: it must be held while the model generates.
@@ -64,6 +74,7 @@ class TransformersModel(TorchModule):
         *,
         adapter: str = "default",
         takes_generation_config: bool = True,
+        base_model: str | None = None,
         cast: bool = False,
         in_place: InPlace = "staged",
         lock: AbstractContextManager[Any] | None = None,
@@ -73,13 +84,15 @@ class TransformersModel(TorchModule):
         self._adapter = adapter
         self._takes_generation_config = takes_generation_config
         self._generation: Any = None
+        self._base_model = base_model
+        self._said: str | None = None
         self._config = _adapter_config(model, adapter)
         self.kinds = frozenset({"full" if self._config is None else "adapter"})
 
-    def _targets(self, version: LeasedVersion) -> list[Target]:
+    def _fit(self, version: LeasedVersion) -> Fit:
         """What else has to fit is looked at with the tensors: no call goes without."""
         try:
-            targets = super()._targets(version)
+            fit = super()._fit(version)
         except EngineMismatchError as error:
             if _converts(self._module):
                 raise EngineMismatchError(
@@ -91,7 +104,7 @@ class TransformersModel(TorchModule):
             self._check_adapter(version, self._config)
         elif self._takes_generation_config:
             self._generation = _generation_config(version)
-        return targets
+        return fit
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:
         state = tensors_of(self._module)
@@ -105,6 +118,13 @@ class TransformersModel(TorchModule):
             adapter_name=self._adapter,
             save_embedding_layers=False,  # "auto" may ask the hub
         )
+        own = {id(value) for value in state.values()}
+        computed = sorted(name for name, value in found.items() if id(value) not in own)
+        if computed:
+            raise EngineMismatchError(
+                f"{shown(computed[0])} of the adapter {self._adapter!r} is computed by PEFT as it "
+                "is saved, and cannot be filled in place: make the model again for each version"
+            )
         # PEFT saves whole embeddings beside an adapter under the names that they have.
         saved = {entry.name for entry in version.manifest.tensors} & state.keys()
         return {**found, **{name: state[name] for name in saved}}
@@ -123,6 +143,8 @@ class TransformersModel(TorchModule):
             for key in _COMPUTES
             if told is not None and key in told and key in mine and told[key] != mine[key]
         ]
+        if (fault := self._other_base(version)) is not None:
+            wrong.append(fault)
         merged = next(
             (name for name, module in self._module.named_modules()
              if self._adapter in getattr(module, "merged_adapters", ())),
@@ -132,10 +154,56 @@ class TransformersModel(TorchModule):
             wrong.append(f"the adapter is merged into {merged}: call unmerge_adapter() first")
         refuse(version, self._whose, wrong)
 
+    def _other_base(self, version: LeasedVersion) -> str | None:
+        """Why an adapter is for another model, as far as that is known."""
+        told = version.manifest.base_model
+        mine = self._base_model or _loaded_from(self._module)
+        if told is None or mine is None:
+            return None
+        if self._base_model is not None:
+            differs: bool | None = told.name != mine
+        else:
+            differs = are_two_models(told.name, mine)
+        if differs is None and self._said != told.name:
+            self._said = told.name
+            log.warning(
+                "version %d is an adapter for %s, and the model was loaded from %s: whether these "
+                "are the same is not known; TransformersModel(base_model=...) says what it must be",
+                version.sequence,
+                shown(told.name),
+                shown(mine),
+            )
+        return (
+            f"it is an adapter for {shown(told.name)}, not for {shown(mine)}" if differs else None
+        )
+
     def _loaded(self, version: LeasedVersion) -> None:
         del version
+        for module in self._module.modules():
+            kept = vars(module).get("_dora_cache")  # where peft.helpers.DoraCaching is on
+            if isinstance(kept, dict):
+                kept.clear()
+            # generate_batch(persistent_manager=True) keeps what it computed of prompts.
+            manager = vars(module).get("_cached_continuous_batching_manager")
+            if manager is not None:
+                _forget_prompts(module, manager)
         if self._generation is not None:
             self._module.generation_config = self._generation
+
+
+def _forget_prompts(module: Any, manager: Any) -> None:
+    """Let a manager of continuous batching go; the next ``generate_batch`` makes another one."""
+    if manager.is_running():
+        log.warning(
+            "continuous batching runs while the weights change: what it generates is of both old "
+            "and new ones; stop it, or hold the lock, while a version is loaded"
+        )
+        return
+    try:
+        module.destroy_cached_continuous_batching_manager()
+    except Exception:  # whatever it refuses, what it keeps must not be used again
+        log.exception("a manager of continuous batching did not end well")
+        del module._cached_continuous_batching_manager  # noqa: SLF001 - transformers' own
 
 
 def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
@@ -149,10 +217,15 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
             "one versions replace, by TransformersModel(model, adapter=...)"
         )
     config: dict[str, Any] = configs[adapter].to_dict()
-    return {
-        key: getattr(value, "value", value)  # peft_type is an enumeration
-        for key, value in config.items()
-    }
+    told = {key: config[key] for key in _COMPUTES if key in config}
+    as_json: dict[str, Any] = json.loads(json.dumps(told))  # tuples are lists there
+    return as_json
+
+
+def _loaded_from(model: nn.Module) -> str | None:
+    """The base model's own word: the adapter's config has what it was trained on."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    return getattr(base, "name_or_path", None) or None
 
 
 def _is_wrapped(model: nn.Module) -> bool:

@@ -55,6 +55,23 @@ _SAVED: Final = re.compile(
 )
 
 
+#: What a hub calls a model; a path relative to some folder may look the same.
+_ON_HUB: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
+
+
+def are_two_models(one: str, other: str) -> bool | None:
+    """Whether names of base models are of two models.
+
+    Returns:
+        None where it is not known: another folder, on another host say, may hold the same model.
+    """
+    if one == other:
+        return False
+    if _ON_HUB.fullmatch(one) and _ON_HUB.fullmatch(other):
+        return one.casefold() != other.casefold()
+    return None
+
+
 class AdapterConfig(pydantic.BaseModel):
     """What matters here of ``adapter_config.json``.
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 
@@ -89,6 +90,13 @@ def test_a_rank_of_four_reads_a_quarter_of_what_is_cut_in_four(said: list[dict[s
     for rank in said:
         told = rank["fsdp2_columns"]
         assert told["staged"]["own"] < told["whole"] * 0.4  # its one bias is cut evenly by no four
+
+
+def test_what_fsdp2_gathered_before_the_lock_was_had_is_not_computed_with(
+    said: list[dict[str, Any]],
+) -> None:
+    for rank in said:
+        assert rank["gathered"] == {"staged": True, "direct": True}
 
 
 def test_what_cannot_be_filled_is_refused(said: list[dict[str, Any]]) -> None:
@@ -190,6 +198,26 @@ class _Rank:
         rename = (lambda key: f"module.{key}") if name == "ddp" else None
         return self.loads(name, module, truth, rename=rename)
 
+    def gathered(self) -> dict[str, bool]:
+        """Whether a model that computes right before it is changed computes with what it was given.
+
+        Without ``reshard_after_forward`` FSDP2 keeps the whole parameters after a forward.
+        """
+        value = torch.full((4, 4), 3.0)
+        version = self.version("gathered", {"weight": value})
+        found = {}
+        for in_place in ("staged", "direct"):
+            module = nn.Linear(4, 4, bias=False)
+            fully_shard(module, mesh=mesh(a=WORLD_SIZE), reshard_after_forward=False)
+            tokens = torch.ones(1, 4)
+
+            with torch.no_grad():
+                TorchModule(module, in_place=in_place, lock=_Computing(module, tokens)).load(
+                    version
+                )
+                found[in_place] = bool(torch.equal(module(tokens), tokens @ value.T))
+        return found
+
     def refused(self, name: str, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
         version = self.version(name, tensors)
         try:
@@ -197,6 +225,20 @@ class _Rank:
         except EngineMismatchError as error:
             return str(error)
         return "nothing"
+
+
+class _Computing:
+    """The lock of another thread, which has had it for its forward until now."""
+
+    def __init__(self, module: nn.Module, tokens: torch.Tensor) -> None:
+        self._module = module
+        self._tokens = tokens
+
+    def __enter__(self) -> None:
+        self._module(self._tokens)
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
@@ -211,6 +253,7 @@ def _run(rank: int, folder: Path) -> None:
     own = _Rank(rank, folder)
     said: dict[str, Any] = {"layouts": own.layouts()}
     said |= {name: own.kind(name) for name in KINDS}
+    said["gathered"] = own.gathered()
     said["fsdp1"] = own.refused("fsdp1", *model_ranks.fsdp1(WORLD_SIZE))
     summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])
     said["partial"] = own.refused("partial", _Holder({"sum": summand}), {"sum": torch.ones(3)})

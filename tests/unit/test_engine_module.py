@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,17 @@ from torch import nn
 
 from explorer_hooks.engines.conformance import FailingStorage, Place
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.made_versions import TensorBytes, make_version, random_tensors
-from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.engines.made_versions import (
+    Hold,
+    TensorBytes,
+    make_version,
+    random_tensors,
+)
+from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
+from syncd.storage.fsio import Storage
 from tests.storages import RuledStorage
 
 SPECS = {"one.weight": TensorSpec("BF16", (4, 3)), "two.weight": TensorSpec("F32", (5,))}
@@ -104,6 +111,28 @@ def test_tied_weights_must_be_one_value_in_the_version_too(net: Net, tmp_path: P
     other = random_tensors({"two.weight": SPECS["one.weight"]}, 2)["two.weight"]
     with pytest.raises(EngineMismatchError, match="different values, and are one tensor"):
         TorchModule(net).check(made(tmp_path, {"one.weight": truth, "two.weight": other}, 2))
+
+
+def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
+    net: Net, tmp_path: Path
+) -> None:
+    net.two.weight = net.one.weight
+    for sequence, seed, fits in [(1, 1, True), (2, 2, False)]:
+        tensors = {
+            "one.weight": random_tensors({"one.weight": SPECS["one.weight"]}, 1)["one.weight"],
+            "two.weight": random_tensors({"one.weight": SPECS["one.weight"]}, seed)["one.weight"],
+        }
+        with_digests = made(tmp_path, tensors, sequence)
+        entries = [one.model_copy(update={"digest": None}) for one in with_digests.manifest.tensors]
+        update = {"digests": "off", "tensors": tuple(entries)}
+        manifest = with_digests.manifest.model_copy(update=update)
+        hold: Any = Hold()
+        version = LeasedVersion(Storage(durable=False), with_digests.folder, manifest, hold)
+        if fits:
+            TorchModule(net).check(version)
+            continue
+        with pytest.raises(EngineMismatchError, match="different values, and are one tensor"):
+            TorchModule(net).check(version)
 
 
 def test_the_module_changes_under_the_lock_alone_and_reading_needs_none(
@@ -260,3 +289,14 @@ def test_inference_goes_on_with_inference_mode_and_requires_grad_as_it_was(
 def test_an_unknown_way_of_loading_is_refused(net: Net) -> None:
     with pytest.raises(InvalidSettingsError, match="staged, direct"):
         TorchModule(net, in_place="fast")  # type: ignore[arg-type] # that is the mistake
+
+
+@pytest.mark.parametrize("in_place", ["staged", "direct"])
+def test_casts_that_autocast_has_kept_are_forgotten(in_place: InPlace, tmp_path: Path) -> None:
+    module = nn.Linear(3, 4, bias=False)
+    version = made(tmp_path, {"weight": TensorBytes("F32", (4, 3), bits(torch.full((4, 3), 2.0)))})
+    given = torch.ones(1, 3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # as a loop that serves
+        module(given)
+        TorchModule(module, in_place=in_place).load(version)
+        assert module(given).tolist() == [[6.0] * 4]

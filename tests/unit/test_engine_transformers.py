@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, get_peft_model_state_dict
-from transformers import GenerationConfig, MixtralConfig, MixtralForCausalLM
+from peft import PeftModel, PromptTuningConfig, get_peft_model, get_peft_model_state_dict
+from peft.helpers import DoraCaching
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from explorer_hooks.engines.made_versions import TensorBytes, make_version
 from explorer_hooks.engines.transformers_model import TransformersModel
@@ -200,3 +206,79 @@ def test_an_adapter_that_would_compute_something_else_is_refused(tmp_path: Path)
         engine.check(full)
     with pytest.raises(EngineMismatchError, match="is a LoRA adapter"):
         TransformersModel(tiny_qwen()).check(version)
+
+
+def test_what_dora_has_kept_of_the_old_adapter_is_forgotten(tmp_path: Path) -> None:
+    truth, model = trained(lora_qwen(), 1), lora_qwen()
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config_of(truth))
+    with DoraCaching():
+        logits(model)
+        TransformersModel(model).load(version)
+        assert torch.equal(logits(model), logits(truth))
+
+
+def test_an_adapter_that_peft_computes_as_it_is_saved_is_refused(tmp_path: Path) -> None:
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(tiny_qwen(), config)  # type: ignore[arg-type] # PEFT's are untyped
+    version = version_of(tmp_path, adapter(model), kind="adapter", adapter_config={})
+    with pytest.raises(EngineMismatchError, match=r"prompt_embeddings .* is computed by PEFT"):
+        TransformersModel(model).check(version)
+
+
+def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lora_qwen()
+    config = json.dumps(config_of(model)).encode()
+    versions = {
+        name: make_version(
+            tmp_path / f"v{number}", packed(adapter(model)), kind="adapter", sequence=number,
+            files={"adapter_config.json": config}, base_model=name,
+        )
+        for number, name in enumerate(["org/one", "Org/One", "org/two", "/data/one", None])
+    }  # fmt: skip
+    for version in versions.values():  # of a model that was made from a config nothing is known
+        TransformersModel(model).check(version)
+    model.get_base_model().name_or_path = "org/one"
+    engine = TransformersModel(model)
+    for name in ("org/one", "Org/One", None):
+        engine.check(versions[name])
+    assert not caplog.records
+    with pytest.raises(EngineMismatchError, match="is an adapter for org/two, not for org/one"):
+        engine.check(versions["org/two"])
+    for _ in range(2):
+        engine.check(versions["/data/one"])
+    (record,) = caplog.records
+    assert "whether these are the same is not known" in record.getMessage()
+    TransformersModel(model, base_model="/data/one").check(versions["/data/one"])
+    with pytest.raises(EngineMismatchError, match="is an adapter for org/one, not for /data/one"):
+        TransformersModel(model, base_model="/data/one").check(versions["org/one"])
+
+
+def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    truth = lora_qwen(trainable_token_indices=[1, 2])
+    config = json.loads(json.dumps(config_of(truth)))
+    version = version_of(tmp_path, adapter(truth), kind="adapter", adapter_config=config)
+    TransformersModel(lora_qwen(trainable_token_indices=[1, 2])).check(version)
+    with pytest.raises(EngineMismatchError, match="trainable_token_indices"):
+        TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)
+
+
+def test_prompts_that_continuous_batching_has_kept_are_forgotten(tmp_path: Path) -> None:
+    truth, model = trained(tiny_qwen(), 1), tiny_qwen()
+    prompt = [number % 39 + 1 for number in range(600)]  # more than a block of its cache
+    options = {
+        "generation_config": GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=0),
+        "continuous_batching_config": ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=1024),
+        "persistent_manager": True,
+    }
+
+    def generated(model: Any) -> list[int]:
+        (answer,) = model.generate_batch([prompt], **options).values()
+        return list(answer.generated_tokens)
+
+    assert generated(model) != generated(truth)
+    TransformersModel(model).load(version_of(tmp_path, truth.state_dict()))
+    assert generated(model) == generated(truth)
+    for one in (model, truth):
+        one.destroy_cached_continuous_batching_manager()

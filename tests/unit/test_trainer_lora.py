@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
+from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import HUGGINGFACE
 from tests.hooks import written
 from tests.jobs import Job
@@ -241,6 +241,21 @@ def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
     assert "base_model.model.model.norm.weight" in state.for_resuming()
 
 
+def test_what_was_trained_and_is_frozen_again_is_saved(job: Job) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    norm = model.get_base_model().model.norm.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+    model(torch.arange(12).view(2, 6)).logits.sum().backward()
+    optimizer.step()
+    norm.requires_grad_(False)
+    with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook:
+        hook.save_checkpoint(3, block_until_saved=True)
+    assert build(job.layout.actor(3), job.layout.root.parent / "out").kind == "full"
+    again = lora(qwen(), target_modules=["q_proj"])
+    load_checkpoint(job.layout.root, again)
+    assert torch.equal(again.get_base_model().model.norm.weight, norm)
+
+
 @pytest.mark.parametrize("began", ["pissa", "olora", "pissa_niter_2"])
 def test_an_adapter_whose_beginning_changed_the_base_is_merged_and_all_is_kept(began: str) -> None:
     model = lora(qwen(), target_modules=["q_proj"], init_lora_weights=began)
@@ -370,6 +385,26 @@ def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
         return
     assert load_checkpoint(job.layout.root, again) is not None
     same(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = lora(qwen(), target_modules=["q_proj"])
+    model.get_base_model().name_or_path = "org/one"
+    saved(job, model, 3)
+    again = lora(qwen(), target_modules=["q_proj"])
+    again.get_base_model().name_or_path = "org/two"
+    with pytest.raises(CheckpointError, match="trained on org/one, and not that model, and here"):
+        load_checkpoint(job.layout.root, again)
+    again.get_base_model().name_or_path = "/data/one"
+    assert load_checkpoint(job.layout.root, again) is not None
+    assert "whether these are the same is not known" in caplog.text
+    caplog.clear()
+    for known in ("org/one", ""):  # of a model that was made from a config nothing is known
+        again.get_base_model().name_or_path = known
+        assert load_checkpoint(job.layout.root, again) is not None
+    assert "is not known" not in caplog.text
 
 
 def test_a_checkpoint_with_the_base_is_resumed_with_it(job: Job) -> None:

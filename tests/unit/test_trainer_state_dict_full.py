@@ -23,6 +23,8 @@ from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
 from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
+from trainer_hooks.state.full_plan import _outline
+from trainer_hooks.state.gather import Derived
 
 DEADLINE = 30.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -230,3 +232,17 @@ def test_extra_state_and_what_is_no_tensor_are_left_out(tmp_path: Path) -> None:
     assert found.keys() == {"weight"}
     with safe_open(tmp_path / FULL_STATE_DICT, "pt") as opened:
         assert opened.metadata()["format"] == "pt"
+
+
+def test_ranks_that_would_gather_other_parts_for_a_tensor_do_not_agree() -> None:
+    """Otherwise one waits for a collective that the other has not."""
+    weight = torch.ones(2, 2)
+
+    def digest(parts: dict[str, torch.Tensor]) -> str:
+        derived = {"weight": Derived(parts, lambda wholes: wholes["weight"])}
+        return _outline({"weight": weight}, 0, tied=False, derived=derived).digest
+
+    one = digest({"a": weight, "weight": weight})
+    assert one == digest({"a": torch.zeros(2, 2), "weight": weight})
+    assert one != digest({"weight": weight})
+    assert one != digest({"a": weight[:1], "weight": weight})

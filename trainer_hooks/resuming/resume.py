@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from syncd.checkpoint.adapter import are_two_models
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.layout import ACTOR, CRITIC, JobLayout, extra_state_name
 from syncd.storage.fsio import Storage
@@ -30,7 +32,15 @@ from trainer_hooks.resuming.resumable import (
     look_at_checkpoint,
 )
 from trainer_hooks.resuming.saved_files import SavedFiles
-from trainer_hooks.state.full_checkpoint import RNG, SCHEDULER, USER_STATE, set_rng_state
+from trainer_hooks.state.full_checkpoint import (
+    BASE_MODEL,
+    RNG,
+    SCHEDULER,
+    USER_STATE,
+    set_rng_state,
+)
+from trainer_hooks.state.lora import base_name
+from trainer_hooks.writing.model_files import adapters_of, unwrapped
 from trainer_hooks.writing.retire import pointed_step
 
 __all__ = ["Resumed", "latest_checkpoint", "load_checkpoint"]
@@ -146,7 +156,9 @@ def load_checkpoint(
                 parts.insert(0, _optimizer_part(storage, layout, chosen, folder, module, its, own))
                 stack.enter_context(parts[0].files)
                 parts[0].files.check_there(checked)
-            return _extra_state(storage, layout, chosen, own)
+            extra = _extra_state(storage, layout, chosen, own)
+            _check_base(extra, model, layout.step(chosen.step))
+            return extra
 
         extra = ranks.together(open_parts)
         # From here on the collectives of FSDP1 stand between what each rank does by itself.
@@ -256,6 +268,29 @@ def _extra_state(
             f"{folder / name} is not the extra state of trainer_hooks: load from another save"
         )
     return found
+
+
+def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
+    """Raise where adapters were saved without their base model, and here it is another one."""
+    saved, here = extra.get(BASE_MODEL), None
+    if adapters_of(model):
+        here = base_name(unwrapped(model))
+    if not isinstance(saved, str) or here is None:
+        return
+    differs = are_two_models(saved, here)
+    if differs:
+        raise CheckpointError(
+            f"{folder} holds adapters that were trained on {shown(saved)}, and not that model, and "
+            f"here they are on {shown(here)}: make the model on the same base"
+        )
+    if differs is None:
+        log.warning(
+            "%s holds adapters that were trained on %s, and here they are on %s: whether these are "
+            "the same is not known",
+            folder,
+            shown(saved),
+            shown(here),
+        )
 
 
 def _restore(

@@ -29,6 +29,8 @@ RAW: Final = "state_dict"
 SCHEDULER: Final = "lr_scheduler"
 RNG: Final = "rng"
 USER_STATE: Final = "user_state"
+#: Beside them: what the frozen base model, which is in no file, was loaded from.
+BASE_MODEL: Final = "base_model"
 
 #: What weights_only loads, beside containers of it. A DTensor would need its process group.
 _VALUES: Final = frozenset(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from syncd.checkpoint.safetensors_file import CONTENT, DTYPES, ITEMSIZE, Entry, 
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.layout import FULL_STATE_DICT
+from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import memory_of
 
 
@@ -69,7 +71,11 @@ class _Outline:
 
 
 def agree_on_plan(
-    state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Container[str] = ()
+    state: Mapping[str, Tensor],
+    rank: int,
+    *,
+    tied: bool,
+    derived: Mapping[str, Derived] = MappingProxyType({}),
 ) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
@@ -79,8 +85,9 @@ def agree_on_plan(
         state: this rank's sharded state dict, tensors alone.
         rank: this rank.
         tied: whether the output embedding is left out where it is the input embedding.
-        derived: the names whose tensors are not to be written as they are: where they lie in memory
-            says nothing of what is the same.
+        derived: by name, the tensors that are not to be written as they are: where they lie in
+            memory says nothing of what is the same. What they are made of is gathered too, and must
+            be the same on all ranks.
 
     Raises:
         SaveFailedError: on all ranks: they have not the same tensors, or some that cannot be saved.
@@ -106,7 +113,7 @@ def agree_on_plan(
 
 
 def _outline(
-    state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Container[str]
+    state: Mapping[str, Tensor], rank: int, *, tied: bool, derived: Mapping[str, Derived]
 ) -> _Outline:
     fault = None if state else "it has no tensors"
     hasher = xxhash.xxh3_128(b"tied" if tied else b"")
@@ -114,12 +121,20 @@ def _outline(
     seen: dict[object, int] = {}
     for number, (name, value) in enumerate(state.items()):
         fault = fault or _fault(name, value, rank)
-        kind = "DTensor" if isinstance(value, DTensor) else type(value).__name__
         is_derived = name in derived
-        hasher.update(repr((name, kind, is_derived, value.dtype, tuple(shape_of(value)))).encode())
+        hasher.update(repr((_like(name, value), is_derived)).encode())
+        for part, own in derived[name].parts.items() if is_derived else ():
+            fault = fault or _fault(part, own, rank)
+            hasher.update(repr(_like(part, own)).encode())
         key = number if is_derived else memory_of(value) or number
         memory.append(seen.setdefault(key, number))
     return _Outline(hasher.hexdigest(), len(state), fault, tuple(memory))
+
+
+def _like(name: str, value: Tensor) -> object:
+    """What must be the same on all ranks."""
+    kind = "DTensor" if isinstance(value, DTensor) else type(value).__name__
+    return name, kind, value.dtype, tuple(shape_of(value))
 
 
 def _fault(name: object, value: Tensor, rank: int) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -42,20 +42,26 @@ class PeftState:
         base_vocabulary: how many tokens the base model has, where that is known
             (:func:`base_vocabulary`): an adapter for a model that has another number now holds the
             embeddings too.
+        updated: parameters that an optimizer has changed, frozen now or not.
 
     Raises:
         InvalidSettingsError: the method cannot be saved (:func:`check_methods`).
     """
 
     def __init__(
-        self, model: nn.Module, state: Mapping[str, Any], *, base_vocabulary: int | None = None
+        self,
+        model: nn.Module,
+        state: Mapping[str, Any],
+        *,
+        base_vocabulary: int | None = None,
+        updated: Collection[Tensor] = (),
     ) -> None:
-        self._model = model
         self._state = {
             name: value
             for name, value in state.items()
             if isinstance(value, Tensor) and not name.endswith("_extra_state")
         }
+        self._trained = trained_names(model, updated)
         self._plain = _like_peft(plain_model(model, on_meta(self._state)))
         configs: dict[str, Any] = self._plain.peft_config
         check_methods(configs)
@@ -100,7 +106,7 @@ class PeftState:
                 "does not go with the base model that it names"
             )
         adapter = set(self._names(self.active[0]).values())
-        left = [min(names) for names in trained_names(self._model) if not names & adapter]
+        left = [min(names) for names in self._trained if not names & adapter]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
             return f"{shown(min(left))}{more} is trained and in no file of the adapter"
@@ -171,7 +177,7 @@ class PeftState:
         """
         if self._changed_base is not None:
             return frozenset()
-        kept = {name for names in trained_names(self._model) for name in names}
+        kept = {name for names in self._trained for name in names}
         try:
             for adapter in self._configs:
                 kept.update(self._names(adapter).values())
@@ -275,6 +281,16 @@ def base_vocabulary(model: nn.Module) -> int | None:
         if isinstance(found, int):
             return found
     return None
+
+
+def base_name(model: nn.Module) -> str | None:
+    """What the base model of the adapters was loaded from; None where it does not say.
+
+    Args:
+        model: a model with PEFT adapters, without wrappers that hide its attributes.
+    """
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    return getattr(base, "name_or_path", None) or None
 
 
 def _like_peft(model: nn.Module) -> Any:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import (
     FlatParameter,
@@ -80,23 +80,32 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def trained_names(model: nn.Module) -> list[frozenset[str]]:
+def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
     """Of each parameter that is trained its names, by the plain model's; several where it is tied.
 
     The same on all ranks. Those of FSDP1 without ``use_orig_params`` have the first name alone.
+
+    Args:
+        model: in any wrappers.
+        updated: parameters that count as trained though they are frozen now.
     """
+    also = {id(one) for one in updated}
     plain = {path: told for path, (_, told) in _paths(model).items()}
     path_of: dict[nn.Module, str] = {}
     own: defaultdict[nn.Parameter, set[str]] = defaultdict(set)
     for path, module in model.named_modules(remove_duplicate=False):
         path_of.setdefault(module, path)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter.requires_grad and not isinstance(parameter, FlatParameter):
+            if isinstance(parameter, FlatParameter):
+                continue
+            if parameter.requires_grad or id(parameter) in also:
                 own[parameter].add(joined(plain[path], name))
     found = [frozenset(names) for names in own.values()]
     for unit in model.modules():
         handle = unit._handle if isinstance(unit, FullyShardedDataParallel) else None  # noqa: SLF001 - there is no other way to know it
-        if handle is None or handle._use_orig_params or not handle.flat_param.requires_grad:  # noqa: SLF001 - likewise
+        if handle is None or handle._use_orig_params:  # noqa: SLF001 - likewise
+            continue
+        if not (handle.flat_param.requires_grad or id(handle.flat_param) in also):
             continue
         found += [
             frozenset({joined(plain[path_of[one.module]], one.param_name)})
