@@ -90,6 +90,26 @@ def test_progress_puts_off_the_end_of_a_start_and_of_a_stop_and_of_nothing_else(
     assert manager.heard() == ["STOPPING=1", "WATCHDOG=1", "EXTEND_TIMEOUT_USEC=60000000"]
 
 
+_INTERRUPTED = """
+import random, signal, sys
+from syncd.daemon.notify import ServiceManager
+
+manager = ServiceManager.of_environment({"NOTIFY_SOCKET": sys.argv[1]})
+signal.signal(signal.SIGALRM, lambda *_: manager.stopping())
+job = manager.job("one")
+for number in range(3000):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 5e-5))
+    job.status(str(number))
+"""
+
+
+def test_a_signal_in_the_middle_of_a_status_stops_all_the_same(manager: Manager) -> None:
+    """The handler runs in the thread that it interrupts, whatever lock that one holds."""
+    command = [sys.executable, "-c", _INTERRUPTED, manager.address]
+    subprocess.run(command, check=True, timeout=DEADLINE, env=ENVIRONMENT)
+    assert "STOPPING=1" in manager.heard()
+
+
 def test_a_reload_ends_with_ready_whatever_comes_of_it(manager: Manager) -> None:
     told = ours(manager)
     begun: list[str] = []
