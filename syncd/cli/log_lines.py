@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 from datetime import UTC, datetime
 from typing import Final
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 
 #: The programs that are ours; of others nothing below INFO is shown, however much is asked for.
 _OURS: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+_HALF: Final = re.compile("[\ud800-\udfff]")
 #: How often the very same line may come in a minute.
 _BURST: Final = 10
 
@@ -36,7 +38,8 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object: time, level, event, message, logger, and the event's fields.
 
-    Times are UTC, with milliseconds. What JSON does not know is text.
+    Times are UTC, with milliseconds. What JSON does not know is text; bytes of a name that are no
+    UTF-8 are ``\\udcff`` there, as in lines for people.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -55,7 +58,10 @@ class JsonLines(logging.Formatter):
             line["held_back"] = held_back
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        text = json.dumps(line, default=str, ensure_ascii=False)
+        # Half a surrogate, which a name that is no UTF-8 becomes, is for many readers no JSON.
+        text = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)
+        return text if text.isascii() else json.dumps(json.loads(text))
 
 
 class Flood(logging.Filter):

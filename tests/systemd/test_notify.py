@@ -265,3 +265,24 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
         wait_for_step(root, 2)
         assert daemon.terminate() == 0
     manager.close()
+
+
+def test_a_daemon_with_nothing_to_do_is_no_hang_however_seldom_it_is_to_look(
+    job: Job, manager: Manager
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "syncd", "run", str(job.layout.root), "--tick", "60",
+         "--lease-time", "3600", "--hang-time", "1.5"],
+        env={**ENVIRONMENT, "NOTIFY_SOCKET": manager.address},
+    ) as process:  # fmt: skip
+        try:
+            heard: list[str] = []
+
+            def three_looks() -> bool:
+                assert process.poll() is None, "it took itself for one that hangs"
+                heard.extend(manager.heard())
+                return "READY=1" in heard and heard[heard.index("READY=1") :].count("WATCHDOG=1") > 8
+
+            wait_until(three_looks, "signs of life go on")
+        finally:
+            process.kill()

@@ -128,7 +128,7 @@ def test_a_json_line_is_one_object_whatever_is_said(
 ) -> None:
     log, records = logger
     extra = Event.LEFT_ALONE(path=Path("/a\nb"), reason=OSError("no\udcff"))
-    log.error("a %s", "line\nand\u2028more \udcff", extra=extra)
+    log.error("a %s", "line\nand\u2028more 😀 \udcff", extra=extra)
     log.info("nameless")
     try:
         int("oh")
@@ -138,8 +138,8 @@ def test_a_json_line_is_one_object_whatever_is_said(
     assert all(line.isascii() and "\n" not in line for line in lines)
     first, second, third = map(json.loads, lines)
     assert first["event"] == "left_alone"
-    assert (first["path"], first["reason"]) == ("/a\nb", "no\udcff")
-    assert first["message"] == "a line\nand\u2028more \udcff"
+    assert (first["path"], first["reason"]) == ("/a\nb", "no\\udcff")
+    assert first["message"] == "a line\nand\u2028more 😀 \\udcff"
     assert first["level"] == "error"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first["time"])
     assert second["event"] == "note"
