@@ -6,7 +6,9 @@ import json
 import logging
 import re
 import sys
+import threading
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Final
 
 from syncd.protocol.errors import SyncdError
@@ -39,7 +41,7 @@ class JsonLines(logging.Formatter):
     """One JSON object: time, level, event, message, logger, and the event's fields.
 
     Times are UTC, with milliseconds. What JSON does not know is text; bytes of a name that are no
-    UTF-8 are ``\\udcff`` there, as in lines for people.
+    UTF-8 are escaped there by a backslash, as in lines for people.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -104,6 +106,27 @@ def set_up(form: str = "human", level: str = "info") -> None:
     root.setLevel(max(least, logging.INFO))
     for name in _OURS:
         logging.getLogger(name).setLevel(least)
+
+
+def name_faults() -> None:
+    """Let what nobody caught be a line of the log too: of this process, or of one of its threads.
+
+    For a program that does nothing else: the hooks are Python's, and of the whole process.
+    """
+
+    def of_process(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            log.error("a fault of syncd", exc_info=(kind, error, trace), extra=Event.FAULT())
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    def of_thread(found: threading.ExceptHookArgs) -> None:
+        if found.exc_value is not None:
+            of_process(found.exc_type, found.exc_value, found.exc_traceback)
+
+    sys.excepthook, threading.excepthook = of_process, of_thread
 
 
 def last_words(error: Exception, exit_code: int) -> None:

@@ -27,8 +27,6 @@ _MARK: Final = "# Written by 'syncd unit'; of what follows the blake2s is "
 #: Folders that ``ProtectHome=yes`` hides, and those that ``PrivateTmp=yes`` does.
 _HOMES: Final = tuple(map(Path, ("/home", "/root", "/run/user")))
 _TEMPORARY: Final = tuple(map(Path, ("/tmp", "/var/tmp")))  # noqa: S108 - named, not used
-#: By what part of its hang_time the watchdog waits longer for a daemon: a tenth, as in the template.
-_WATCHDOG_MARGIN: Final = 10
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_./+:,@=-]+", re.ASCII)
 
 
@@ -131,8 +129,8 @@ def _drop_in(instance: Instance) -> str:
     if instance.groups:
         lines.append(f"SupplementaryGroups={_list(instance.groups)}")
     if instance.hang_time is not None:
-        # The daemon first, which says where every thread stands.
-        lines.append(f"WatchdogSec={ceil(instance.hang_time + instance.hang_time / _WATCHDOG_MARGIN)}s")
+        # The daemon first, which says where every thread stands: a tenth later, as in the template.
+        lines.append(f"WatchdogSec={ceil(instance.hang_time + instance.hang_time / 10)}s")
     # One that is missing is the daemon's to name: systemd would say no more than 226/NAMESPACE.
     lines.append("ReadWritePaths=" + " ".join(quoted(f"-{path}") for path in instance.writes))
     executed = Path(program()[0])

@@ -224,3 +224,26 @@ def test_a_command_that_fails_says_so_in_the_form_that_was_asked_for(tmp_path: P
             told = json.loads(line)
             assert (told["event"], told["error"]) == ("command_failed", "JobUnavailableError")
             assert told["exit_code"] == 11
+
+
+_FAULTS = """
+import threading
+from syncd.cli import log_lines
+log_lines.set_up("json")
+log_lines.name_faults()
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise ValueError("odd")
+"""
+
+
+def test_what_nobody_caught_is_a_line_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    thread, process = map(json.loads, done.stderr.splitlines())
+    assert thread["event"] == process["event"] == "fault"
+    assert "ZeroDivisionError" in thread["traceback"]
+    assert "ValueError: odd" in process["traceback"]
