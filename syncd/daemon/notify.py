@@ -48,6 +48,7 @@ class ServiceManager:
         self._lock = threading.Lock()
         self._starting = True
         self._stopping = False
+        self._owes_ready = False
         self._lines: dict[str, str] = {}
         self._waiting: set[str] = set()
         self._said = ""
@@ -74,6 +75,8 @@ class ServiceManager:
 
     def alive(self) -> None:
         """There was progress: neither the watchdog nor a slow start or stop ends this process."""
+        if self._owes_ready:
+            self._say_ready()
         extends = self._starting or self._stopping
         self._send("WATCHDOG=1", *([f"EXTEND_TIMEOUT_USEC={_EXTENSION * 10**6}"] * extends))
 
@@ -85,7 +88,7 @@ class ServiceManager:
         try:
             yield
         finally:
-            self._send("READY=1")
+            self._say_ready()
 
     def stopping(self) -> None:
         """The process has begun to end. May be called from a signal handler.
@@ -102,7 +105,11 @@ class ServiceManager:
             if self._waiting or not self._starting:
                 return
             self._starting = False
-        self._send("READY=1")
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        """Until it is taken: a start that never heard of it would be ended as one that failed."""
+        self._owes_ready = self._send("READY=1") is not None
 
     def _tell(self, name: str, line: str) -> None:
         with self._lock:
@@ -113,10 +120,11 @@ class ServiceManager:
             self._said = said
         self._send(f"STATUS={said}")
 
-    def _send(self, *assignments: str) -> None:
+    def _send(self, *assignments: str) -> OSError | None:
         error = self._try_to_send(*assignments)
         if error is not None:
             log.debug("the service manager does not hear %s: %s", assignments[0], error)
+        return error
 
     def _try_to_send(self, *assignments: str) -> OSError | None:
         """Send; returns why it was not taken."""

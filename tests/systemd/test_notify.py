@@ -74,6 +74,19 @@ def test_ready_is_said_once_all_jobs_are_and_then_never_again(manager: Manager) 
     assert manager.heard() == ["STATUS=no version yet | a line\\nREADY=0"]
 
 
+def test_ready_is_said_again_where_the_manager_had_no_room_for_it(manager: Manager) -> None:
+    told = ours(manager)
+    job = told.job("one")
+    for number in range(10_000):  # the kernel's queue holds a few hundred at most
+        job.status(str(number))
+    job.ready()
+    assert "READY=1" not in manager.heard()
+    told.alive()
+    assert manager.heard() == ["READY=1", "WATCHDOG=1"]
+    told.alive()
+    assert manager.heard() == ["WATCHDOG=1"]
+
+
 def test_progress_puts_off_the_end_of_a_start_and_of_a_stop_and_of_nothing_else(
     manager: Manager,
 ) -> None:
