@@ -91,6 +91,7 @@ def cli() -> None:
 def main() -> None:
     """Run the command line. An error of ours ends it with one line and that error's exit code."""
     log_lines.set_up()
+    log_lines.name_faults()
     try:
         cli.main(standalone_mode=True)
     except SyncdError as error:

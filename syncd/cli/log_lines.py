@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
+import threading
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import Final
 
 from syncd.protocol.errors import SyncdError
@@ -16,6 +19,7 @@ log = logging.getLogger(__name__)
 
 #: The programs that are ours; of others nothing below INFO is shown, however much is asked for.
 _OURS: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+_HALF: Final = re.compile("[\ud800-\udfff]")
 #: How often the very same line may come in a minute.
 _BURST: Final = 10
 
@@ -36,7 +40,8 @@ class HumanLines(logging.Formatter):
 class JsonLines(logging.Formatter):
     """One JSON object: time, level, event, message, logger, and the event's fields.
 
-    Times are UTC, with milliseconds. What JSON does not know is text.
+    Times are UTC, with milliseconds. What JSON does not know is text; bytes of a name that are no
+    UTF-8 are escaped there by a backslash, as in lines for people.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -55,7 +60,10 @@ class JsonLines(logging.Formatter):
             line["held_back"] = held_back
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        text = json.dumps(line, default=str, ensure_ascii=False)
+        # Half a surrogate, which a name that is no UTF-8 becomes, is for many readers no JSON.
+        text = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)
+        return text if text.isascii() else json.dumps(json.loads(text))
 
 
 class Flood(logging.Filter):
@@ -98,6 +106,27 @@ def set_up(form: str = "human", level: str = "info") -> None:
     root.setLevel(max(least, logging.INFO))
     for name in _OURS:
         logging.getLogger(name).setLevel(least)
+
+
+def name_faults() -> None:
+    """Let what nobody caught be a line of the log too: of this process, or of one of its threads.
+
+    For a program that does nothing else: the hooks are Python's, and of the whole process.
+    """
+
+    def of_process(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            log.error("a fault of syncd", exc_info=(kind, error, trace), extra=Event.FAULT())
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    def of_thread(found: threading.ExceptHookArgs) -> None:
+        if found.exc_value is not None:
+            of_process(found.exc_type, found.exc_value, found.exc_traceback)
+
+    sys.excepthook, threading.excepthook = of_process, of_thread
 
 
 def last_words(error: Exception, exit_code: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import click
 
+from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import checked_name
@@ -141,6 +142,7 @@ def _instance(
         groups=() if told.shared_group is None else (told.shared_group,),
         command=("run", "--config", str(config)) if elsewhere else (),
         check=("config", "check", str(config)) if elsewhere else (),
+        hang_time=told.hang_time if told.hang_time > RunConfig().hang_time else None,
     )
 
 

@@ -237,7 +237,7 @@ def _from_file(file: Path) -> dict[str, Given]:
         raise InvalidSettingsError(f"{printable(file)} is no configuration: it is above 1 MiB")
     try:
         found = tomllib.loads(content.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits is the first alone
         raise InvalidSettingsError(f"{printable(file)} is not TOML: {error}") from error
     return {key: Given(value, printable(file)) for key, value in found.items()}
 

@@ -85,10 +85,14 @@ class ExplorerMetrics:
 
     def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
         name = printable(report.name)
+        # Before all that may fail: what has metrics and is not known here would have them for ever.
+        self._seen.setdefault(job, set()).add(name)
         if latest is not None:
             self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
-            if report.step is not None:
-                self._steps.labels(job, name).set(latest.step - report.step)
+        if latest is not None and report.step is not None:
+            self._steps.labels(job, name).set(latest.step - report.step)
+        else:
+            remove(self._steps, job, name)  # of the explorer that had this name before
         self._refused.labels(job, name).set(report.refused is not None)
         # The record is asked for what it may not have: the hook that measures came later.
         self._broken.labels(job, name).set(getattr(report, "fault", None) is not None)
@@ -96,6 +100,9 @@ class ExplorerMetrics:
         if reload is not None:
             self._pause.labels(job, name).set(reload.pause)
             self._load.labels(job, name).set(reload.load)
+        else:
+            remove(self._pause, job, name)
+            remove(self._load, job, name)
         return name
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
+from typing import Final
 
 from syncd.checkpoint.save import Save
 from syncd.daemon.meter import Meter
@@ -13,6 +15,14 @@ from syncd.protocol.records import DaemonCounters, Manifest
 from syncd.protocol.requests import RollbackRequest
 
 log = logging.getLogger(__name__)
+
+#: What keeps a temporary name apart from all others: a new one at each attempt.
+_RANDOM: Final = re.compile(r"-[0-9a-f]{12}(?![0-9a-f])")
+
+
+def lasting(why: str) -> str:
+    """What an error says, without the names that are new at each attempt."""
+    return _RANDOM.sub("-…", why)
 
 
 class Journal:

@@ -27,7 +27,7 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
-from syncd.daemon.journal import Journal
+from syncd.daemon.journal import Journal, lasting
 from syncd.daemon.meter import Meter
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
@@ -196,7 +196,7 @@ class Loop:
         if self._left_over:
             self._scanner.look_again()
         self._tidy(refused, seen)
-        waiting_for = waiting_for or next(iter(refused.values()), "")
+        waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))
         self._journal.waiting(waiting_for)
         self._pause = seen.pause.id if seen.pause else None
         self._report("watching", waiting_for)

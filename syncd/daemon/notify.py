@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from typing import Final
 
 from syncd.protocol.layout import printable
@@ -24,12 +23,6 @@ log = logging.getLogger(__name__)
 _EXTENSION: Final = 60
 #: Seconds between two signs of life while there is progress, at most.
 LONGEST_SILENCE: Final = 10.0
-
-
-class _Phase(Enum):
-    STARTING = "starting"
-    SERVING = "serving"
-    STOPPING = "stopping"
 
 
 class ServiceManager:
@@ -53,7 +46,9 @@ class ServiceManager:
             # A manager that does not read must not stop the daemon.
             self._socket.setblocking(False)
         self._lock = threading.Lock()
-        self._phase = _Phase.STARTING
+        self._starting = True
+        self._stopping = False
+        self._owes_ready = False
         self._lines: dict[str, str] = {}
         self._waiting: set[str] = set()
         self._said = ""
@@ -72,7 +67,7 @@ class ServiceManager:
     def job(self, name: str) -> JobNotice:
         """What one of this process's jobs is told through; the start waits for it."""
         with self._lock:
-            if self._phase is _Phase.STARTING:
+            if self._starting:
                 self._waiting.add(name)
         return JobNotice(
             ready=lambda: self._job_is_ready(name), status=lambda line: self._tell(name, line)
@@ -80,7 +75,9 @@ class ServiceManager:
 
     def alive(self) -> None:
         """There was progress: neither the watchdog nor a slow start or stop ends this process."""
-        extends = self._phase in {_Phase.STARTING, _Phase.STOPPING}
+        if self._owes_ready:
+            self._say_ready()
+        extends = self._starting or self._stopping
         self._send("WATCHDOG=1", *([f"EXTEND_TIMEOUT_USEC={_EXTENSION * 10**6}"] * extends))
 
     @contextmanager
@@ -91,21 +88,28 @@ class ServiceManager:
         try:
             yield
         finally:
-            self._send("READY=1")
+            self._say_ready()
 
     def stopping(self) -> None:
-        """The process has begun to end."""
-        with self._lock:
-            self._phase = _Phase.STOPPING
-        self._send("STOPPING=1")
+        """The process has begun to end. May be called from a signal handler.
+
+        Which may have interrupted the thread that holds a lock, of this class or of logging: here
+        is none, and what is not heard is not said.
+        """
+        self._stopping = True
+        self._try_to_send("STOPPING=1")
 
     def _job_is_ready(self, name: str) -> None:
         with self._lock:
             self._waiting.discard(name)
-            if self._waiting or self._phase is not _Phase.STARTING:
+            if self._waiting or not self._starting:
                 return
-            self._phase = _Phase.SERVING
-        self._send("READY=1")
+            self._starting = False
+        self._say_ready()
+
+    def _say_ready(self) -> None:
+        """Until it is taken: a start that never heard of it would be ended as one that failed."""
+        self._owes_ready = self._send("READY=1") is not None
 
     def _tell(self, name: str, line: str) -> None:
         with self._lock:
@@ -116,14 +120,22 @@ class ServiceManager:
             self._said = said
         self._send(f"STATUS={said}")
 
-    def _send(self, *assignments: str) -> None:
+    def _send(self, *assignments: str) -> OSError | None:
+        error = self._try_to_send(*assignments)
+        if error is not None:
+            log.debug("the service manager does not hear %s: %s", assignments[0], error)
+        return error
+
+    def _try_to_send(self, *assignments: str) -> OSError | None:
+        """Send; returns why it was not taken."""
         if self._socket is None:
-            return
+            return None
         data = "\n".join(assignments).encode(errors="replace")
         try:
             self._socket.sendto(data, self._address or "")
         except OSError as error:
-            log.debug("the service manager does not hear %s: %s", assignments[0], error)
+            return error
+        return None
 
 
 class JobNotice:

@@ -88,7 +88,7 @@ class Service:
         self._meter = meter_of(self._storage, self._layout)
         self._meter.active(yes=False)
         self._stopping = False
-        self._next: DaemonConfig | None = None
+        self._next = config
         self._loop: Loop | None = None
         self._quiet_rounds = 0
         self._away = False
@@ -165,15 +165,19 @@ class Service:
 
     @property
     def _tick(self) -> float:
-        """Seconds between two looks: often enough for the stopwatches of liveness too."""
-        return min(self._config.tick, self._lease_time / 4)
+        """Seconds between two looks: often enough for the stopwatches of liveness too.
+
+        And for whoever would take a daemon with nothing to do for one that hangs.
+        """
+        return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
     def _wait(self) -> None:
         """Wait for an event or a tick; then do what was asked for meanwhile."""
         self._watcher.wait(self._tick)
         self._each_tick()
-        config, self._next = self._next, None
-        if config is not None:
+        # Not taken out of there: another thread may put the next one in between two steps of that.
+        config = self._next
+        if config is not self._config:
             self._config = config
             self._participants.reconfigure(tick=self._tick)
             if self._loop is not None:

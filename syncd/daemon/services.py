@@ -63,6 +63,7 @@ class Services:
         guard: HangGuard | None = None,
     ) -> None:
         self._stopping = False
+        self._replacing = threading.Lock()
         self._manager = manager or ServiceManager()
         self._guard = guard or HangGuard(config.hang_time, self._manager)
         if config.shared_group is not None:
@@ -123,7 +124,7 @@ class Services:
         while not self._stopping:
             try:
                 if failed:
-                    self._services[number] = self._service(number)
+                    self._replace(number)
                     if self._is_asked_to_stop():  # while there was none to be asked
                         return
                 self._services[number].run()
@@ -142,6 +143,12 @@ class Services:
                 return
             failed = True
             self._wait()
+
+    def _replace(self, number: int) -> None:
+        service = self._service(number)
+        with self._replacing:
+            self._services[number] = service
+            service.reload(self._jobs[number][1])  # what was read again while it was made
 
     def _service(self, number: int) -> Service:
         """The first one ends for all of them; the others are ended by it."""
@@ -171,9 +178,10 @@ class Services:
             if config is None:
                 return
             told = [config, _for_memory(config)][: len(self._jobs)]
-            self._jobs = [(root, new) for (root, _), new in zip(self._jobs, told, strict=True)]
-            for service, new in zip(self._services, told, strict=True):
-                service.reload(new)
+            with self._replacing:
+                self._jobs = [(root, new) for (root, _), new in zip(self._jobs, told, strict=True)]
+                for service, new in zip(self._services, told, strict=True):
+                    service.reload(new)
 
     def _is_asked_to_stop(self) -> bool:
         return self._stopping

@@ -13,8 +13,11 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.meter import Meter
 from syncd.daemon.services import Services
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
 from tests.jobs import Job
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -105,6 +108,45 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     monkeypatch.setattr(first, "run", serve)
     services.run()
     assert runs == [0]
+
+
+def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    memory, read = tmp_path / "shm", threading.Event()
+    before = DaemonConfig(memory_dir=memory, tick=0.1, keep=3)
+    made: list[Path] = []
+
+    class Failing(Meter):
+        def active(self, *, yes: bool) -> None:
+            if yes:
+                raise Fault
+
+    def meter_of(_storage: Storage, layout: JobLayout) -> Meter:
+        made.append(layout.root)
+        if made.count(memory) == 2:
+            services.reload()
+            assert read.wait(DEADLINE)
+        return Failing() if made.count(memory) == 1 and layout.root == memory else Meter()
+
+    def read_again() -> DaemonConfig:
+        read.set()
+        return before.model_copy(update={"keep": 1})
+
+    services = Services(job, before, read_again=read_again, meter_of=meter_of)
+    serving = threading.Thread(target=services.run)
+    serving.start()
+    gathered = Job(memory)
+    try:
+        for step in (1, 2, 3):
+            gathered.save(step)
+            wait_for_step(memory, step)
+        wait_until(lambda: len(gathered.versions) == 1, "the new keep holds there too")
+    finally:
+        services.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
 
 
 def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(

@@ -29,6 +29,9 @@ CONFIG = Path("/etc/syncd/demo.toml")
 UNIT = "syncd@demo"
 DROP_INS = Path(f"/etc/systemd/system/{UNIT}.service.d")
 TRAINER = 52001
+#: What the service's user has in memory: a trainer's, of NCCL say, and what an explorer staged.
+SHARED = Path("/dev/shm/trainer-segment")  # noqa: S108 - the container's own
+STAGE = Path("/dev/shm/syncd/gpu0")  # noqa: S108 - the same
 GROUP = 52010
 DEADLINE = 60.0
 #: Bytes of a save whose merge can be met half way.
@@ -45,12 +48,12 @@ def tell(step: str, **found: object) -> None:
     print(json.dumps({"step": step, **found}), flush=True)
 
 
-def wait_until(look: Callable[[], T], what: str) -> T:
+def wait_until(look: Callable[[], T], what: str, unit: str = UNIT) -> T:
     end = time.monotonic() + DEADLINE
     while not (found := look()):
         if time.monotonic() > end:
             log = subprocess.run(
-                ["journalctl", "-b", "-n", "60", "--no-pager", "-o", "cat", "-u", UNIT],
+                ["journalctl", "-b", "-n", "60", "--no-pager", "-o", "cat", "-u", unit],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -64,9 +67,9 @@ def systemctl(*words: str) -> int:
     return subprocess.run(["systemctl", *words, UNIT], check=False).returncode
 
 
-def show(*names: str) -> dict[str, str]:
+def show(*names: str, unit: str = UNIT) -> dict[str, str]:
     said = subprocess.run(
-        ["systemctl", "show", UNIT, *(f"-p{name}" for name in names)],
+        ["systemctl", "show", unit, *(f"-p{name}" for name in names)],
         capture_output=True,
         text=True,
         check=True,
@@ -170,6 +173,38 @@ def reload_changes_the_configuration() -> None:
     tell("reload", code=code, before=before, refused=refused, same=pid == main_pid())
 
 
+def an_explorer_beside_a_server() -> None:
+    """What docs/systemd.md says of it: staged in the memory filesystem, and a link is moved."""
+    unit = "syncd-follow@gpu0"
+    link = Path("/srv/models/demo")
+    link.parent.mkdir(exist_ok=True)
+    os.chown(link.parent, TRAINER, GROUP)
+    words = ["--follow", str(JOB.root), "--stage", str(STAGE), "--link", str(link)]
+    subprocess.run(
+        [sys.executable, "-m", "syncd", "unit", "install", "gpu0", "--force", *words], check=True
+    )
+    drop_ins = Path(f"/etc/systemd/system/{unit}.service.d")
+    (drop_ins / "test.conf").write_text(
+        f"[Service]\nEnvironment=PYTHONPATH={os.environ['PYTHONPATH']}\n"
+    )
+    subprocess.run(["systemctl", "daemon-reload"], check=True)
+    code = subprocess.run(["systemctl", "start", unit], check=False).returncode
+    wait_until(link.is_symlink, "the link is there", unit)
+    before = link.resolve()
+    save(5)
+    wait_until(lambda: link.resolve() != before, "the link follows the next version", unit)
+    tell(
+        "follow",
+        code=code,
+        staged=link.resolve().is_relative_to(STAGE),
+        whole=sorted(path.name for path in link.resolve().glob("*.safetensors")),
+        user=link.lstat().st_uid,
+    )
+    stopped = subprocess.run(["systemctl", "stop", unit], check=False).returncode
+    state = show("Result", "ActiveState", unit=unit)
+    tell("follow stopped", code=stopped, served=link.resolve().is_dir(), **state)
+
+
 def sandbox() -> None:
     pid = main_pid()
 
@@ -238,10 +273,13 @@ def stopped_in_mid_merge() -> None:
     wait_until(building, "a merge has begun")
     os.kill(pid, signal.SIGSTOP)  # to be sure that it is half way
     half = latest() != 12
+    SHARED.write_bytes(b"weights")
+    os.chown(SHARED, TRAINER, GROUP)
     code = systemctl("stop")
     tell(
         "stop",
         code=code,
+        shared_memory=SHARED.exists(),
         half=half,
         published=latest() == 12,
         leftovers=leftovers(),
@@ -293,6 +331,7 @@ if __name__ == "__main__":
     for step in (
         start_waits_for_ready,
         reload_changes_the_configuration,
+        an_explorer_beside_a_server,
         sandbox,
         killed_in_mid_merge,
         hang,

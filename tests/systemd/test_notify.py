@@ -74,6 +74,19 @@ def test_ready_is_said_once_all_jobs_are_and_then_never_again(manager: Manager) 
     assert manager.heard() == ["STATUS=no version yet | a line\\nREADY=0"]
 
 
+def test_ready_is_said_again_where_the_manager_had_no_room_for_it(manager: Manager) -> None:
+    told = ours(manager)
+    job = told.job("one")
+    for number in range(10_000):  # the kernel's queue holds a few hundred at most
+        job.status(str(number))
+    job.ready()
+    assert "READY=1" not in manager.heard()
+    told.alive()
+    assert manager.heard() == ["READY=1", "WATCHDOG=1"]
+    told.alive()
+    assert manager.heard() == ["WATCHDOG=1"]
+
+
 def test_progress_puts_off_the_end_of_a_start_and_of_a_stop_and_of_nothing_else(
     manager: Manager,
 ) -> None:
@@ -88,6 +101,26 @@ def test_progress_puts_off_the_end_of_a_start_and_of_a_stop_and_of_nothing_else(
     told.stopping()
     told.alive()
     assert manager.heard() == ["STOPPING=1", "WATCHDOG=1", "EXTEND_TIMEOUT_USEC=60000000"]
+
+
+_INTERRUPTED = """
+import random, signal, sys
+from syncd.daemon.notify import ServiceManager
+
+manager = ServiceManager.of_environment({"NOTIFY_SOCKET": sys.argv[1]})
+signal.signal(signal.SIGALRM, lambda *_: manager.stopping())
+job = manager.job("one")
+for number in range(3000):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 5e-5))
+    job.status(str(number))
+"""
+
+
+def test_a_signal_in_the_middle_of_a_status_stops_all_the_same(manager: Manager) -> None:
+    """The handler runs in the thread that it interrupts, whatever lock that one holds."""
+    command = [sys.executable, "-c", _INTERRUPTED, manager.address]
+    subprocess.run(command, check=True, timeout=DEADLINE, env=ENVIRONMENT)
+    assert "STOPPING=1" in manager.heard()
 
 
 def test_a_reload_ends_with_ready_whatever_comes_of_it(manager: Manager) -> None:
@@ -245,3 +278,24 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
         wait_for_step(root, 2)
         assert daemon.terminate() == 0
     manager.close()
+
+
+def test_a_daemon_with_nothing_to_do_is_no_hang_however_seldom_it_is_to_look(
+    job: Job, manager: Manager
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "syncd", "run", str(job.layout.root), "--tick", "60",
+         "--lease-time", "3600", "--hang-time", "1.5"],
+        env={**ENVIRONMENT, "NOTIFY_SOCKET": manager.address},
+    ) as process:  # fmt: skip
+        try:
+            heard: list[str] = []
+
+            def several_looks() -> bool:
+                assert process.poll() is None, "it took itself for one that hangs"
+                heard.extend(manager.heard())
+                return "READY=1" in heard and heard.count("WATCHDOG=1") > 12
+
+            wait_until(several_looks, "signs of life go on")
+        finally:
+            process.kill()

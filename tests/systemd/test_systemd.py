@@ -7,6 +7,7 @@ with a copy of FOLDER at /opt/work, runs COMMAND there as root and ends with its
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -20,7 +21,13 @@ from filelock import FileLock
 ROOT = Path(__file__).parents[2]
 LAB = os.environ.get("SYNCD_LAB", "")
 #: What ``guest.py`` imports.
-NEEDED = ("syncd", "tests/__init__.py", "tests/systemd", "docs/systemd.md")
+NEEDED = (
+    "syncd",
+    "explorer_hooks",
+    "tests/__init__.py",
+    "tests/systemd",
+    "docs/systemd.md",
+)
 
 Steps = dict[str, dict[str, Any]]
 
@@ -46,6 +53,12 @@ def _boot(folder: Path) -> Steps:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         (folder / name).parent.mkdir(exist_ok=True)
         copy(ROOT / name, folder / name)
+    # By its metadata an installed syncd knows the hooks' commands.
+    metadata = folder / "syncd-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: syncd\nVersion: 0\n")
+    said = importlib.metadata.distribution("syncd").read_text("entry_points.txt")
+    (metadata / "entry_points.txt").write_text(said or "")
     command = [f"{LAB}/systemd.sh", folder, "python3", "-m", "tests.systemd.guest"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -68,6 +81,15 @@ def test_a_reload_changes_the_configuration_and_an_impossible_one_is_refused(ste
     found = steps["reload"]
     assert (found["code"], found["before"], found["same"]) == (0, 3, True)
     assert found["refused"] != 0
+
+
+def test_an_explorer_beside_a_server_follows_and_leaves_what_it_staged(steps: Steps) -> None:
+    found = steps["follow"]
+    assert (found["code"], found["staged"], found["user"]) == (0, True, 52001)
+    assert found["whole"]
+    found = steps["follow stopped"]
+    assert (found["code"], found["Result"], found["ActiveState"]) == (0, "success", "inactive")
+    assert found["served"]
 
 
 def test_nothing_outside_the_job_can_be_written_by_the_service(steps: Steps) -> None:
@@ -93,6 +115,7 @@ def test_a_hang_is_ended_by_the_watchdog_and_idling_is_none(steps: Steps) -> Non
 def test_a_stop_in_the_middle_of_a_merge_leaves_nothing_behind(steps: Steps) -> None:
     assert steps["stop"] == {
         "code": 0,
+        "shared_memory": True,  # RemoveIPC= would empty /dev/shm of all that is the trainers'
         "half": True,
         "published": False,
         "leftovers": [],

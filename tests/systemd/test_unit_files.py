@@ -84,6 +84,21 @@ def test_install_fills_in_what_is_the_jobs_own_and_says_what_to_run(
         assert f"{line}\n" in result.output
 
 
+@pytest.mark.parametrize(("hang_time", "watchdog"), [("10min", None), ("2h", "7920s")])
+def test_the_watchdog_waits_longer_than_the_daemon_itself(
+    tmp_path: Path, config: Path, hang_time: str, watchdog: str | None
+) -> None:
+    config.write_text(f'job = "{tmp_path}/job"\nhang_time = "{hang_time}"\n')
+    _, drop_in = installed(tmp_path, config)
+    assert settings(drop_in.read_text()).get("WatchdogSec") == (watchdog and [watchdog])
+
+
+def test_a_stop_leaves_alone_what_the_user_has_in_memory() -> None:
+    for name in (DAEMON, FOLLOWER):
+        text = resources.files("syncd.units").joinpath(name).read_text("utf-8")
+        assert settings(text)["RemoveIPC"] == ["no"]
+
+
 def test_what_would_be_hidden_from_the_service_is_shown_to_it(tmp_path: Path) -> None:
     def drop_in(job: str) -> dict[str, list[str]]:
         instance = unit_files.Instance("x", "u", "g", needs=(Path(job),), writes=(Path(job),))

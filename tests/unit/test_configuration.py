@@ -209,6 +209,7 @@ def test_every_mistake_has_a_line_of_its_own(tmp_path: Path) -> None:
         (b"keep = 1\nkeep = 2", "is not TOML"),
         (b"\xff", "is not TOML"),
         (b"x = " + b"[" * 100_000, "is not TOML"),
+        (b"keep = " + b"9" * 5000, "is not TOML"),
         (b"#" * (1024 * 1024 + 1), "above 1 MiB"),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_json_line_is_one_object_whatever_is_said(
 ) -> None:
     log, records = logger
     extra = Event.LEFT_ALONE(path=Path("/a\nb"), reason=OSError("no\udcff"))
-    log.error("a %s", "line\nand\u2028more \udcff", extra=extra)
+    log.error("a %s", "line\nand\u2028more 😀 \udcff", extra=extra)
     log.info("nameless")
     try:
         int("oh")
@@ -138,8 +138,8 @@ def test_a_json_line_is_one_object_whatever_is_said(
     assert all(line.isascii() and "\n" not in line for line in lines)
     first, second, third = map(json.loads, lines)
     assert first["event"] == "left_alone"
-    assert (first["path"], first["reason"]) == ("/a\nb", "no\udcff")
-    assert first["message"] == "a line\nand\u2028more \udcff"
+    assert (first["path"], first["reason"]) == ("/a\nb", "no\\udcff")
+    assert first["message"] == "a line\nand\u2028more 😀 \\udcff"
     assert first["level"] == "error"
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first["time"])
     assert second["event"] == "note"
@@ -224,3 +224,26 @@ def test_a_command_that_fails_says_so_in_the_form_that_was_asked_for(tmp_path: P
             told = json.loads(line)
             assert (told["event"], told["error"]) == ("command_failed", "JobUnavailableError")
             assert told["exit_code"] == 11
+
+
+_FAULTS = """
+import threading
+from syncd.cli import log_lines
+log_lines.set_up("json")
+log_lines.name_faults()
+thread = threading.Thread(target=lambda: 1 / 0)
+thread.start()
+thread.join()
+raise ValueError("odd")
+"""
+
+
+def test_what_nobody_caught_is_a_line_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    thread, process = map(json.loads, done.stderr.splitlines())
+    assert thread["event"] == process["event"] == "fault"
+    assert "ZeroDivisionError" in thread["traceback"]
+    assert "ValueError: odd" in process["traceback"]

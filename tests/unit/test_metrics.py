@@ -230,6 +230,24 @@ def test_storage_that_fails_is_counted_and_stops_nothing(
     assert said("errors_total", error="OSError") == 1
 
 
+def test_an_explorer_that_goes_while_storage_fails_has_no_metrics_for_ever(
+    tmp_path: Path, clock: Clock, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = Job(tmp_path / "job", storage)
+    said = Measured(job, clock)
+    report(job, "a", 1)
+    report(job, "b", 1)
+    storage.rules.append(refuse("open_read", errno.EIO, where="b.json"))
+    said.meter.round_ended(0.1)
+    assert said.names("explorer_refuses") == {"a"}
+    storage.rules.clear()
+    (job.layout.explorers / "a.json").unlink()
+    clock.advance(10)
+    said.meter.round_ended(0.1)
+    assert said.names("explorer_refuses") == {"b"}
+
+
 # -- where they can be had -------------------------------------------------------------------------
 
 

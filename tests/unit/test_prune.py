@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,25 @@ def test_an_empty_pointer_keeps_every_step(job: Job) -> None:
     round_of(job, keep=9)
     assert len(steps(job)) == 3
     assert job.audit == []
+
+
+def test_a_step_that_may_not_be_deleted_is_said_once_though_each_attempt_has_a_name_of_its_own(
+    ruled: Job, storage: RuledStorage, caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
+    caplog.set_level("INFO")
+    published(ruled, 3)
+    caplog.clear()
+
+    def refused(called: str, given: tuple[Any, ...]) -> None:
+        if called == "rename" and "trash" in str(given[1]):
+            said = os.strerror(errno.EACCES)
+            raise OSError(errno.EACCES, said, str(given[0]), None, str(given[1]))  # as rename(2)
+
+    storage.rules.append(refused)
+    with ruled.daemon(DaemonConfig(keep=1), clock=clock) as loop:
+        for _ in range(4):
+            clock.advance(1)
+            loop.run_once()
+    said = [line for line in caplog.messages if "PruneStep" in line]
+    assert len(said) == 1
+    assert "global_step_2" in said[0]
