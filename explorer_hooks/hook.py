@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -105,7 +104,6 @@ class ExplorerHook:
             self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
         )
         self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
-        self._cancel.attach(self._pipeline.wake)
         try:
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
@@ -199,7 +197,8 @@ class ExplorerHook:
             The version that the engine serves now.
 
         Raises:
-            WaitTimeoutError: nothing newer came in time; the engine is as it was.
+            WaitTimeoutError: nothing newer came in time, or another thread pulled all the time; the
+                engine is as it was.
             VerificationError, EngineMismatchError, or what the engine raises: the version was
                 refused; the engine is as it was. The next pull waits for one above it.
             OSError: storage failed; the engine is as it was, and the next pull tries again.
@@ -209,12 +208,7 @@ class ExplorerHook:
             NotFollowingError: what followed in the background has ended.
             InvalidSettingsError: something follows in the background.
         """
-        self._raise_if_dead()
-        if self._follower is not None:
-            raise InvalidSettingsError(
-                f"{self._sync.name} follows in the background: see version, or wait_until_served, "
-                "or stop() first"
-            )
+        self._check_not_followed()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
         except RefusedError as refused:
@@ -229,9 +223,10 @@ class ExplorerHook:
 
         Raises:
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer works.
+            InvalidSettingsError: a trainer works, or something follows in the background.
             WaitTimeoutError, or as :meth:`pull`.
         """
+        self._check_not_followed()
         seconds = self._settings.sync_timeout if timeout is None else timeout
         try:
             return self._puller.step(step, seconds)
@@ -287,13 +282,11 @@ class ExplorerHook:
         if self._follower is not None and self._follower.is_alive:
             return
         self._unfollow = cancel = Cancellation()
-        stopped = threading.Event()
-        cancel.attach(stopped.set)
         self._pipeline.follows()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         pull = partial(self._puller.newest, None, asks=asks, cancel=cancel)
         self._follower = Follower(
-            partial(follow, pull, pause=stopped.wait, poll=self._poll), died=self._follower_died
+            partial(follow, pull, pause=cancel.pause, poll=self._poll), died=self._follower_died
         )
 
     def stop(self) -> None:
@@ -366,6 +359,20 @@ class ExplorerHook:
 
     def _follower_error(self) -> BaseException | None:
         return self._follower.error if self._follower is not None else None
+
+    def _check_not_followed(self) -> None:
+        """See that nothing follows: it would take its turn for as long as it lives.
+
+        Raises:
+            NotFollowingError: what followed has ended.
+            InvalidSettingsError: something follows.
+        """
+        self._raise_if_dead()
+        if self._follower is not None:
+            raise InvalidSettingsError(
+                f"{self._sync.name} follows in the background: see version, or wait_until_served, "
+                "or stop() first"
+            )
 
     def _raise_if_dead(self) -> None:
         error = self._follower_error()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.reader import LeasedVersion
@@ -19,6 +21,9 @@ from syncd.protocol.policy import Version
 from syncd.protocol.records import Reload
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two looks of who waits for what is served, at most.
+_LOOK: Final = 0.1
 
 
 class Pipeline:
@@ -61,6 +66,8 @@ class Pipeline:
         self._refused: tuple[Version, str] | None = None
         self._leaving: list[LeasedVersion] = []
         self._changed = threading.Condition()
+        #: Had while versions are let go. Not the other one: storage may take for ever.
+        self._letting_go = threading.RLock()
 
     @property
     def version(self) -> Version | None:
@@ -155,15 +162,16 @@ class Pipeline:
     def wait(
         self, until: Callable[[Version | None], bool], timeout: float | None
     ) -> Version | None:
-        """Wait until what is served is enough, or the time is up; returns what is served then."""
-        with self._changed:
-            self._changed.wait_for(lambda: until(self.version), timeout)
-            return self.version
+        """Wait until what is served is enough, or the time is up; returns what is served then.
 
-    def wake(self) -> None:
-        """Let those who wait look again."""
+        What ``until`` looks at besides is looked at ten times a second: a signal handler may change
+        it between a look and a wait of the same thread, and must take no lock to say so.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
-            self._changed.notify_all()
+            while not until(self.version) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, _LOOK))
+            return self.version
 
     def follows(self) -> None:
         """Something follows the job in the background from now on."""
@@ -271,7 +279,7 @@ class Pipeline:
 
     def _let_go(self, *versions: LeasedVersion) -> None:
         """Release versions, and those that storage did not let go of before."""
-        with self._changed:
+        with self._letting_go:
             self._leaving.extend(versions)
             try:
                 while self._leaving:
