@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -100,11 +101,11 @@ class ExplorerHook:
             memory_dir=memory_dir,
             seams=Seams(storage=storage, poll=poll),
         )
-        self._pipeline = Pipeline(
-            self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
-        )
-        self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
         try:
+            self._pipeline = Pipeline(
+                self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
+            )
+            self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -336,17 +337,21 @@ class ExplorerHook:
     def close(self) -> None:
         """End pulls in other threads, let the version go, and say that this explorer has stopped.
 
-        Safe to call twice. Whoever reads the version's folder must have stopped.
+        Safe to call twice, and in a fork, where it does nothing. Whoever reads the version's folder
+        must have stopped.
+
+        Raises:
+            Exception: what the engine raises; all else is closed all the same.
         """
-        if self._closed:
+        if self._closed or not self._sync.is_ours:
             return
-        self._closed = True
         self.cancel()
         self.stop()
-        with self._puller.lock:
-            self._engine.close()
-            self._pipeline.close()
-            self._sync.close()
+        with self._puller.lock, ExitStack() as stack:
+            self._closed = True
+            stack.callback(self._sync.close)
+            stack.callback(self._pipeline.close)
+            stack.callback(self._engine.close)
 
     def __enter__(self) -> Self:
         return self
@@ -378,7 +383,9 @@ class ExplorerHook:
         error = self._follower_error()
         if error is None:
             return
-        self._follower = None
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.join()  # it may be about to say that it died: not over one that is started now
         raise NotFollowingError(
             f"what followed the job for {self._sync.name} has ended, and its engine stays at "
             f"{self.version or 'what it began with'}: {error!r}; start() again, or pull"

@@ -121,7 +121,7 @@ class Pipeline:
                 refusal = self._refusal(version, error)
                 if not isinstance(error, EngineBrokenError):
                     raise refusal from error
-            elif isinstance(error, EngineBrokenError):
+            elif self._broken is not None and isinstance(error, Exception):
                 self.report()
             raise
         self._served(leased, ready, told)
@@ -244,7 +244,9 @@ class Pipeline:
         except EngineBrokenError as error:
             self._broken = str(error)
             raise
-        except Exception:
+        except Exception as error:
+            if self.held is None:  # nothing that it could have been given back
+                self._broken = f"the engine did not take its first version: {error}"
             raise
         except BaseException as error:
             self._broken = f"a load was cut off by {type(error).__name__}"

@@ -12,7 +12,12 @@ from contextlib import contextmanager
 from explorer_hooks.pipeline import Pipeline
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import JobUnavailableError, VersionGoneError, WaitTimeoutError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    JobUnavailableError,
+    VersionGoneError,
+    WaitTimeoutError,
+)
 from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
@@ -120,10 +125,25 @@ class Puller:
                 raise WaitTimeoutError(f"another thread of {self._sync.name} pulled all the time")
         try:
             self._check(cancel)
-            self._pipeline.restore()
+            self._restore()
             yield
         finally:
             self.lock.release()
+
+    def _restore(self) -> None:
+        """Let a broken engine serve again what it had, or go on where something newer is there.
+
+        Raises:
+            EngineBrokenError: it is still broken, and there is nothing newer.
+        """
+        try:
+            self._pipeline.restore()
+        except EngineBrokenError as error:
+            # What it had may be gone for good.
+            newest, floor = self._sync.get_latest_model_version(), self._pipeline.floor
+            if newest is None or (floor is not None and newest.sequence <= floor.sequence):
+                raise
+            log.warning("%s; taking version %d instead", error, newest.sequence)
 
     def _check(self, cancel: Cancellation) -> None:
         self._cancel.check()
