@@ -94,9 +94,9 @@ def serve(
     Raises:
         NotFollowingError: what followed has ended.
     """
-    hook.start()
     told: Version | None = None
     try:
+        hook.start()
         while True:
             try:
                 told = hook.wait_until_served(interval, newer_than=told)

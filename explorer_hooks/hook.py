@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -101,12 +101,11 @@ class ExplorerHook:
             memory_dir=memory_dir,
             seams=Seams(storage=storage, poll=poll),
         )
-        self._pipeline = Pipeline(
-            self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
-        )
-        self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
-        self._cancel.attach(self._pipeline.wake)
         try:
+            self._pipeline = Pipeline(
+                self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
+            )
+            self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -199,7 +198,8 @@ class ExplorerHook:
             The version that the engine serves now.
 
         Raises:
-            WaitTimeoutError: nothing newer came in time; the engine is as it was.
+            WaitTimeoutError: nothing newer came in time, or another thread pulled all the time; the
+                engine is as it was.
             VerificationError, EngineMismatchError, or what the engine raises: the version was
                 refused; the engine is as it was. The next pull waits for one above it.
             OSError: storage failed; the engine is as it was, and the next pull tries again.
@@ -209,12 +209,7 @@ class ExplorerHook:
             NotFollowingError: what followed in the background has ended.
             InvalidSettingsError: something follows in the background.
         """
-        self._raise_if_dead()
-        if self._follower is not None:
-            raise InvalidSettingsError(
-                f"{self._sync.name} follows in the background: see version, or wait_until_served, "
-                "or stop() first"
-            )
+        self._check_not_followed()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
         except RefusedError as refused:
@@ -229,9 +224,10 @@ class ExplorerHook:
 
         Raises:
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer works.
+            InvalidSettingsError: a trainer works, or something follows in the background.
             WaitTimeoutError, or as :meth:`pull`.
         """
+        self._check_not_followed()
         seconds = self._settings.sync_timeout if timeout is None else timeout
         try:
             return self._puller.step(step, seconds)
@@ -287,13 +283,11 @@ class ExplorerHook:
         if self._follower is not None and self._follower.is_alive:
             return
         self._unfollow = cancel = Cancellation()
-        stopped = threading.Event()
-        cancel.attach(stopped.set)
         self._pipeline.follows()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         pull = partial(self._puller.newest, None, asks=asks, cancel=cancel)
         self._follower = Follower(
-            partial(follow, pull, pause=stopped.wait, poll=self._poll), died=self._follower_died
+            partial(follow, pull, pause=cancel.pause, poll=self._poll), died=self._follower_died
         )
 
     def stop(self) -> None:
@@ -343,17 +337,21 @@ class ExplorerHook:
     def close(self) -> None:
         """End pulls in other threads, let the version go, and say that this explorer has stopped.
 
-        Safe to call twice. Whoever reads the version's folder must have stopped.
+        Safe to call twice, and in a fork, where it does nothing. Whoever reads the version's folder
+        must have stopped.
+
+        Raises:
+            Exception: what the engine raises; all else is closed all the same.
         """
-        if self._closed:
+        if self._closed or not self._sync.is_ours:
             return
-        self._closed = True
         self.cancel()
         self.stop()
-        with self._puller.lock:
-            self._engine.close()
-            self._pipeline.close()
-            self._sync.close()
+        with self._puller.lock, ExitStack() as stack:
+            self._closed = True
+            stack.callback(self._sync.close)
+            stack.callback(self._pipeline.close)
+            stack.callback(self._engine.close)
 
     def __enter__(self) -> Self:
         return self
@@ -367,11 +365,27 @@ class ExplorerHook:
     def _follower_error(self) -> BaseException | None:
         return self._follower.error if self._follower is not None else None
 
+    def _check_not_followed(self) -> None:
+        """See that nothing follows: it would take its turn for as long as it lives.
+
+        Raises:
+            NotFollowingError: what followed has ended.
+            InvalidSettingsError: something follows.
+        """
+        self._raise_if_dead()
+        if self._follower is not None:
+            raise InvalidSettingsError(
+                f"{self._sync.name} follows in the background: see version, or wait_until_served, "
+                "or stop() first"
+            )
+
     def _raise_if_dead(self) -> None:
         error = self._follower_error()
         if error is None:
             return
-        self._follower = None
+        follower, self._follower = self._follower, None
+        if follower is not None:
+            follower.join()  # it may be about to say that it died: not over one that is started now
         raise NotFollowingError(
             f"what followed the job for {self._sync.name} has ended, and its engine stays at "
             f"{self.version or 'what it began with'}: {error!r}; start() again, or pull"

@@ -23,7 +23,9 @@ from syncd.protocol.records import Reload
 log = logging.getLogger(__name__)
 
 #: Seconds between two looks whether the engine still has its version.
-_LOOK: Final = 5.0
+_STILL: Final = 5.0
+#: Seconds between two looks of who waits for what is served, at most.
+_LOOK: Final = 0.1
 
 
 class Pipeline:
@@ -67,6 +69,8 @@ class Pipeline:
         self._refused: tuple[Version, str] | None = None
         self._leaving: list[LeasedVersion] = []
         self._changed = threading.Condition()
+        #: Had while versions are let go. Not the other one: storage may take for ever.
+        self._letting_go = threading.RLock()
 
     @property
     def version(self) -> Version | None:
@@ -120,7 +124,7 @@ class Pipeline:
                 refusal = self._refusal(version, error)
                 if not isinstance(error, EngineBrokenError):
                     raise refusal from error
-            elif isinstance(error, EngineBrokenError):
+            elif self._broken is not None and isinstance(error, Exception):
                 self.report()
             raise
         self._served(leased, ready, told)
@@ -146,7 +150,7 @@ class Pipeline:
         """
         now = time.monotonic()
         held = self.held
-        if held is None or now < self._looked + _LOOK:
+        if held is None or now < self._looked + _STILL:
             return
         self._looked = now
         if not self._reloader.still_serves(held):
@@ -179,15 +183,16 @@ class Pipeline:
     def wait(
         self, until: Callable[[Version | None], bool], timeout: float | None
     ) -> Version | None:
-        """Wait until what is served is enough, or the time is up; returns what is served then."""
-        with self._changed:
-            self._changed.wait_for(lambda: until(self.version), timeout)
-            return self.version
+        """Wait until what is served is enough, or the time is up; returns what is served then.
 
-    def wake(self) -> None:
-        """Let those who wait look again."""
+        What ``until`` looks at besides is looked at ten times a second: a signal handler may change
+        it between a look and a wait of the same thread, and must take no lock to say so.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
-            self._changed.notify_all()
+            while not until(self.version) and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(min(left, _LOOK))
+            return self.version
 
     def follows(self) -> None:
         """Something follows the job in the background from now on."""
@@ -260,7 +265,9 @@ class Pipeline:
         except EngineBrokenError as error:
             self._broken = str(error)
             raise
-        except Exception:
+        except Exception as error:
+            if self.held is None:  # nothing that it could have been given back
+                self._broken = f"the engine did not take its first version: {error}"
             raise
         except BaseException as error:
             self._broken = f"a load was cut off by {type(error).__name__}"
@@ -295,7 +302,7 @@ class Pipeline:
 
     def _let_go(self, *versions: LeasedVersion) -> None:
         """Release versions, and those that storage did not let go of before."""
-        with self._changed:
+        with self._letting_go:
             self._leaving.extend(versions)
             try:
                 while self._leaving:

@@ -6,11 +6,18 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from explorer_hooks.pipeline import Pipeline
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import JobUnavailableError, VersionGoneError, WaitTimeoutError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    JobUnavailableError,
+    VersionGoneError,
+    WaitTimeoutError,
+)
 from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
@@ -37,8 +44,6 @@ class Puller:
         self._pipeline = pipeline
         self._cancel = cancel
         self._poll = poll
-        self._stopped = threading.Event()
-        cancel.attach(self._stopped.set)
         #: Had by whoever pulls. Of a thread: whose signal handler may close what it waits for.
         self.lock = threading.RLock()
 
@@ -54,8 +59,7 @@ class Puller:
             WaitTimeoutError: nothing newer in time.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with self.lock:
-            self._begin(cancel)
+        with self._turn(deadline, cancel):
             while True:
                 left = None if timeout is None else max(0.0, deadline - time.monotonic())
                 newest = self._sync.wait_for_newer(
@@ -68,7 +72,7 @@ class Puller:
                 try:
                     return self._pipeline.take(newest, cancel)
                 except VersionGoneError as error:
-                    self._look_again(error, deadline)
+                    self._look_again(error, deadline, cancel)
 
     def sync(self, timeout: float) -> None:
         """Wait until the trainer has something newer, which is taken, or says that it has not.
@@ -77,8 +81,7 @@ class Puller:
             WaitTimeoutError: neither in time.
         """
         deadline = time.monotonic() + timeout
-        with self.lock:
-            self._begin(self._cancel)
+        with self._turn(deadline, self._cancel):
             while True:
                 floor = self._pipeline.floor
                 try:
@@ -88,7 +91,7 @@ class Puller:
                     if newest is not None and newest != floor:
                         self._pipeline.take(newest, self._cancel)
                 except (VersionGoneError, JobUnavailableError) as error:
-                    self._look_again(error, deadline)
+                    self._look_again(error, deadline, self._cancel)
                 else:
                     return
 
@@ -100,8 +103,7 @@ class Puller:
             SyncdError: as ``set_model_state_dict_with_step_num``.
         """
         deadline = time.monotonic() + timeout
-        with self.lock:
-            self._begin(self._cancel)
+        with self._turn(deadline, self._cancel):
             while True:
                 version = self._sync.set_model_state_dict_with_step_num(
                     step, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
@@ -112,15 +114,47 @@ class Puller:
                 try:
                     return self._pipeline.take(version, self._cancel)
                 except VersionGoneError as error:
-                    self._look_again(error, deadline)
+                    self._look_again(error, deadline, self._cancel)
 
-    def _begin(self, cancel: Cancellation) -> None:
+    @contextmanager
+    def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
+        """Be the only one who pulls; the engine is not broken then, or there is something newer.
+
+        Raises:
+            WaitTimeoutError: another thread pulled all the time.
+        """
+        while not self.lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), self._poll))):
+            self._check(cancel)
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(f"another thread of {self._sync.name} pulled all the time")
+        try:
+            self._check(cancel)
+            self._restore()
+            yield
+        finally:
+            self.lock.release()
+
+    def _restore(self) -> None:
+        """Let a broken engine serve again what it had, or go on where something newer is there.
+
+        Raises:
+            EngineBrokenError: it is still broken, and there is nothing newer.
+        """
+        try:
+            self._pipeline.restore()
+        except EngineBrokenError as error:
+            # What it had may be gone for good.
+            newest, floor = self._sync.get_latest_model_version(), self._pipeline.floor
+            if newest is None or (floor is not None and newest.sequence <= floor.sequence):
+                raise
+            log.warning("%s; taking version %d instead", error, newest.sequence)
+
+    def _check(self, cancel: Cancellation) -> None:
         self._cancel.check()
         cancel.check()
-        self._pipeline.restore()
 
-    def _look_again(self, error: Exception, deadline: float) -> None:
+    def _look_again(self, error: Exception, deadline: float, cancel: Cancellation) -> None:
         if time.monotonic() >= deadline:
             raise WaitTimeoutError(str(error)) from error
         log.info("%s; looking again", error)
-        self._stopped.wait(self._poll)
+        cancel.pause(self._poll)

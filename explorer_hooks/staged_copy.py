@@ -17,7 +17,7 @@ class StagedCopy:
     """One process's hold on a whole copy.
 
     Promised: the copy stays until :meth:`release`, or the end of the process and of those that it
-    has forked.
+    has forked. A fork has no hold of its own: nothing that it does ends its parent's.
 
     Attributes:
         folder: of the copy.
@@ -26,12 +26,16 @@ class StagedCopy:
     def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
         self._storage = storage
         self._fd = fd
+        self._pid = os.getpid()
         self.folder = folder
 
     def release(self) -> None:
         """Let it go. Safe to call twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
+            if os.getpid() == self._pid:
+                # Not by the close alone: forks have the same lock, for as long as they live.
+                fcntl.flock(fd, fcntl.LOCK_UN)
             self._storage.release(fd)
 
     @staticmethod

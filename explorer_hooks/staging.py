@@ -65,7 +65,8 @@ class Staging:
             count too. None for what the filesystem has.
         patience: seconds that a copy of another process is waited for.
         keep_last: whether the copy that was served last stays when it is released: for what serves
-            from its folder for longer than this process lives.
+            from its folder for longer than this process lives. Other explorers that use the folder
+            remove it all the same, once this one is gone.
         storage: the seam for tests.
 
     Raises:
@@ -270,10 +271,20 @@ class Staging:
                 with StagedCopy.unheld(self._storage, self._room / name) as is_free:
                     if is_free:
                         self._retire(name)
-        for name in self._storage.names(self.folder):
-            if name.startswith(self._rooms) and name != self._room.name:
+        for name, kind in self._storage.kinds(self.folder).items():
+            left = name.startswith(self._rooms) and name != self._room.name
+            if left and not (kind is Kind.FOLDER and self._is_held(self.folder / name)):
                 log.info("%s is of an earlier start of this host and goes", self.folder / name)
                 self._discard(self.folder / name)
+
+    def _is_held(self, room: Path) -> bool:
+        """Whether someone holds a copy there: another host, where the folder is on a network."""
+        for name, kind in self._storage.kinds(room).items():
+            if kind is Kind.FOLDER:
+                with StagedCopy.unheld(self._storage, room / name) as is_free:
+                    if not is_free:
+                        return True
+        return False
 
     def _retire(self, name: str) -> None:
         gone = self._room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"

@@ -143,6 +143,11 @@ class Member(Generic[Report]):
         """This process's heartbeat in the job, which leases may name."""
         return self._me.session.id
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process made it: a fork has no part in it."""
+        return self._me.is_ours
+
     # -- who there is --------------------------------------------------------------------------
 
     def add_module(self) -> None:
@@ -321,7 +326,7 @@ class Member(Generic[Report]):
         Safe to call twice, and in a fork, where it does nothing. Not called, its death is noticed a
         lease time later.
         """
-        if not self._me.is_ours:
+        if not self.is_ours:
             return
         self._closing.cancel()
         with self._waiting:

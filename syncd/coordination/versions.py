@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,6 +77,7 @@ class Versions:
         if session is None:
             self._own = session = Session(layout, open_job(storage, layout).lease_time)
         self._session = session
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         #: Sequence → what is leased, and who holds it.
         self._held: dict[int, tuple[LeasedVersion, set[_Hold]]] = {}
@@ -141,6 +143,8 @@ class Versions:
 
     def _let_go(self, hold: _Hold) -> None:
         """End one hold; the last one ends the lease, and stays where storage refuses that."""
+        if os.getpid() != self._pid:
+            return  # a fork, that an iterator ends in, say: the lease is that of its parent
         with self._lock:
             version, holds = self._held.get(hold.sequence, (None, set()))
             if version is None or hold not in holds:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from typing import Self
+from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError
 from syncd.storage.leases import Clock
 from syncd.storage.watch import Watcher
+
+#: Seconds between two looks of a pause, at most.
+_LOOK: Final = 0.05
 
 
 class Cancellation:
@@ -40,6 +44,15 @@ class Cancellation:
         """
         if self._done:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
+
+    def pause(self, seconds: float) -> bool:
+        """Wait for seconds, or until it is cancelled; whether it was."""
+        # By looks, and not on an Event: in the middle of its wait a thread has its lock, which a
+        # signal handler of this very thread, that cancels, would wait for in vain.
+        deadline = time.monotonic() + seconds
+        while not self._done and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK))
+        return self._done
 
     def attach(self, wake: Callable[[], None]) -> None:
         """Let ``wake`` be called when this is cancelled."""

@@ -60,7 +60,7 @@ class Aside:
     def __init__(self, call: Callable[[], Any]) -> None:
         self._call = call
         self.result: Any = None
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -69,8 +69,8 @@ class Aside:
         except Exception as error:  # noqa: BLE001 - looked at by the test
             self.result = error
 
-    def join(self) -> Any:
-        self._thread.join(LONG)
+    def join(self, timeout: float = LONG) -> Any:
+        self._thread.join(timeout)
         assert not self._thread.is_alive()
         return self.result
 

@@ -134,6 +134,38 @@ def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
     assert hook.may_produce()
 
 
+def test_a_broken_engine_takes_a_newer_version_where_what_it_had_is_gone(
+    job: Job, hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    engine.fail("load", RuntimeError("half"), torn=True, sequence=2)
+    engine.fail("load", FileNotFoundError("gone"), sequence=1, times=99)
+    for _ in range(2):
+        with pytest.raises(EngineBrokenError):
+            hook.pull(0)
+    publish(job, 3)
+    assert hook.pull(0) == Version(3, 3)
+    assert engine.answer(0).sequence == 3
+    assert (hook.fault, report(job).fault) == (None, None)
+
+
+@pytest.mark.parametrize("passes", [True, False])
+def test_an_engine_that_fails_at_its_first_version_is_not_relied_on(
+    job: Job, engine: FakeEngine, passes: bool
+) -> None:
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "explorer", engine) as hook:
+        error = OSError(errno.EIO, "no") if passes else RuntimeError("no")
+        engine.fail("load", error, torn=True)
+        with pytest.raises(type(error)):
+            hook.pull(0)
+        assert not hook.may_produce()
+        assert "its first version" in str(report(job).fault)
+        publish(job, 2)
+        assert hook.pull(0) == Version(2, 2)
+        assert hook.may_produce()
+        assert report(job).fault is None
+
+
 def test_an_engine_that_does_not_resume_is_broken(hook: ExplorerHook, engine: FakeEngine) -> None:
     engine.fail("resume", ConnectionError("down"))
     with pytest.raises(EngineBrokenError, match="could not be resumed"):

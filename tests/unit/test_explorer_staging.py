@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
@@ -248,6 +249,24 @@ def test_copies_of_an_earlier_start_of_the_host_go_and_are_never_used(
         Staging(stage).stage(version).verify()
     assert not earlier.exists()
     assert another.exists()
+
+
+def test_copies_that_another_host_holds_stay_where_the_folder_is_shared_by_mistake(
+    job: Job, stage: Path
+) -> None:
+    publish(job, 1)
+    elsewhere = stage / f"syncd-{os.geteuid()}-0123456789abcdef" / "v000001-key"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "manifest.json").touch()
+    staging = Staging(stage)
+    fd = os.open(elsewhere / "manifest.json", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    with held(job) as version:
+        staging.stage(version).release()
+    assert elsewhere.exists()
+    os.close(fd)
+    staging.tidy()
+    assert not elsewhere.parent.exists()
 
 
 def test_what_a_copier_left_that_was_killed_goes(job: Job, stage: Path) -> None:
