@@ -94,12 +94,10 @@ class ExplorerMetrics:
         else:
             remove(self._steps, job, name)  # of the explorer that had this name before
         self._refused.labels(job, name).set(report.refused is not None)
-        # The record is asked for what it may not have: the hook that measures came later.
-        self._broken.labels(job, name).set(getattr(report, "fault", None) is not None)
-        reload = getattr(report, "reload", None)
-        if reload is not None:
-            self._pause.labels(job, name).set(reload.pause)
-            self._load.labels(job, name).set(reload.load)
+        self._broken.labels(job, name).set(report.fault is not None)
+        if report.reload is not None:
+            self._pause.labels(job, name).set(report.reload.pause)
+            self._load.labels(job, name).set(report.reload.load)
         else:
             remove(self._pause, job, name)
             remove(self._load, job, name)

@@ -12,13 +12,12 @@ import pytest
 import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import BaseModel
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.metrics import Metrics, _JobMeter
 from syncd.daemon.metrics_export import HOST, Exporter
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import ExplorerReport, encode
+from syncd.protocol.records import ExplorerReport, Reload, encode
 from tests.jobs import Job
 from tests.lagging import Hosts
 from tests.storages import Clock, refuse
@@ -173,25 +172,10 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
         assert said.names("explorer_refuses") == {"new"}
 
 
-def test_explorers_that_measure_have_pause_and_load(
-    job: Job, said: Measured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Reload(BaseModel):
-        pause: float
-        load: float
-
-    class Measuring(ExplorerReport):
-        reload: Reload | None = None
-        fault: str | None = None
-
-    monkeypatch.setattr("syncd.daemon.explorer_metrics.ExplorerReport", Measuring)
-    common = {"session": "s", "status": "running", "time": 0.0}
-    measured = {"name": "a", "reload": {"pause": 0.5, "load": 0.25}}
-    for record in (measured, {"name": "b", "fault": "its engine died"}):
-        job.put(
-            job.layout.explorers / f"{record['name']}.json",
-            encode(Measuring.model_validate(common | record)),
-        )
+def test_explorers_that_measure_have_pause_and_load(job: Job, said: Measured) -> None:
+    reload = Reload(sequence=1, step=1, pause=0.5, load=0.25)
+    report(job, "a", 1, reload=reload)
+    report(job, "b", 1, fault="its engine died")
     said.meter.round_ended(0.0)
     assert said("explorer_pause_seconds", explorer="a") == 0.5
     assert said("explorer_load_seconds", explorer="a") == 0.25
