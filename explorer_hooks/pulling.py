@@ -10,7 +10,12 @@ import time
 from explorer_hooks.pipeline import Pipeline
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import JobUnavailableError, VersionGoneError, WaitTimeoutError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    JobUnavailableError,
+    VersionGoneError,
+    WaitTimeoutError,
+)
 from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
@@ -20,7 +25,8 @@ class Puller:
     """Waits as one is asked to, and lets the pipeline take what comes.
 
     A version that is retired, or not visible yet, when it is to be held is waited for anew. Where
-    the engine is broken, it is first given back what it had. All methods raise what
+    the engine is broken, it is first given back what it had; by :meth:`newest` only where nothing
+    newer is there, or that does not heal it. All methods raise what
     :meth:`~explorer_hooks.pipeline.Pipeline.take` does, and CancelledError.
 
     Args:
@@ -55,7 +61,8 @@ class Puller:
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self.lock:
-            self._begin(cancel)
+            self._cancel.check()
+            cancel.check()
             while True:
                 left = None if timeout is None else max(0.0, deadline - time.monotonic())
                 newest = self._sync.wait_for_newer(
@@ -63,12 +70,17 @@ class Puller:
                     asks=asks,
                     timeout=left,
                     cancel=cancel,
-                    look=self._pipeline.look,
+                    look=self._look,
                 )
+                was_broken = self._pipeline.is_broken
                 try:
                     return self._pipeline.take(newest, cancel)
                 except VersionGoneError as error:
                     self._look_again(error, deadline)
+                except Exception:
+                    if was_broken and not (self._cancel.is_done or cancel.is_done):
+                        self._give_back()
+                    raise
 
     def sync(self, timeout: float) -> None:
         """Wait until the trainer has something newer, which is taken, or says that it has not.
@@ -78,7 +90,7 @@ class Puller:
         """
         deadline = time.monotonic() + timeout
         with self.lock:
-            self._begin(self._cancel)
+            self._begin()
             while True:
                 floor = self._pipeline.floor
                 try:
@@ -101,7 +113,7 @@ class Puller:
         """
         deadline = time.monotonic() + timeout
         with self.lock:
-            self._begin(self._cancel)
+            self._begin()
             while True:
                 version = self._sync.set_model_state_dict_with_step_num(
                     step, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
@@ -114,10 +126,19 @@ class Puller:
                 except VersionGoneError as error:
                     self._look_again(error, deadline)
 
-    def _begin(self, cancel: Cancellation) -> None:
+    def _begin(self) -> None:
         self._cancel.check()
-        cancel.check()
         self._pipeline.restore()
+
+    def _look(self) -> None:
+        self._pipeline.restore()
+        self._pipeline.look()
+
+    def _give_back(self) -> None:
+        try:
+            self._pipeline.restore()
+        except EngineBrokenError as error:
+            log.warning("%s", error)
 
     def _look_again(self, error: Exception, deadline: float) -> None:
         if time.monotonic() >= deadline:
