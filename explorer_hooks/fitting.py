@@ -7,6 +7,7 @@ started with, a model folder, and by the manifest of the version that it took la
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -21,6 +22,8 @@ from syncd.protocol.errors import CheckpointError, InvalidSettingsError, ShardFo
 from syncd.protocol.layout import MODEL_CONFIG
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+
+log = logging.getLogger(__name__)
 
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
@@ -71,6 +74,20 @@ class Fits:
             for name, spec in tensors.items()
             if not (self._ties and is_output_embedding(name))
         }
+
+
+def fits_if_here(named: str, *, casts: bool, whose: str) -> Fits | None:
+    """By the model that a server names; None where that is no folder here, or holds no weights.
+
+    A relative path is the server's, or a name on the hub, and no folder of ours.
+    """
+    if not (Path(named).is_absolute() and Path(named).is_dir()):
+        return None
+    try:
+        return Fits(named, casts=casts, whose=whose)
+    except InvalidSettingsError as error:
+        log.warning("%s: %s", whose, error)
+        return None
 
 
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:

@@ -122,6 +122,8 @@ def command(
         staging = Staging(stage, budget, keep_last=link is not None)
     engine: Engine
     if server is not None and url is not None:
+        # Else a line for each request, of which there is one every few seconds.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
         engine = _SERVERS[server](
             url,
             mode=in_flight,

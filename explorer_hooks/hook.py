@@ -203,8 +203,8 @@ class ExplorerHook:
             VerificationError, EngineMismatchError, or what the engine raises: the version was
                 refused; the engine is as it was. The next pull waits for one above it.
             OSError: storage failed; the engine is as it was, and the next pull tries again.
-            EngineBrokenError: what the engine serves is not known; the next pull tries to give it
-                back what it had.
+            EngineBrokenError: what the engine serves is not known; the next pull gives it what is
+                newer, or else tries to give it back what it had.
             CancelledError: the hook was closed by another thread.
             NotFollowingError: what followed in the background has ended.
             InvalidSettingsError: something follows in the background.

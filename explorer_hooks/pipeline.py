@@ -84,6 +84,11 @@ class Pipeline:
         return self._broken or self._abandoned
 
     @property
+    def is_broken(self) -> bool:
+        """Whether what the engine serves is not known."""
+        return self._broken is not None
+
+    @property
     def floor(self) -> Version | None:
         """What is served, or the newer one that was refused: what comes next is above it."""
         served = self.version

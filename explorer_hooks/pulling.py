@@ -27,7 +27,8 @@ class Puller:
     """Waits as one is asked to, and lets the pipeline take what comes.
 
     A version that is retired, or not visible yet, when it is to be held is waited for anew. Where
-    the engine is broken, it is first given back what it had. All methods raise what
+    the engine is broken, it is first given back what it had; by :meth:`newest` only where nothing
+    newer is there, or that does not heal it. All methods raise what
     :meth:`~explorer_hooks.pipeline.Pipeline.take` does, and CancelledError.
 
     Args:
@@ -67,12 +68,17 @@ class Puller:
                     asks=asks,
                     timeout=left,
                     cancel=cancel,
-                    look=self._pipeline.look,
+                    look=self._look,
                 )
+                was_broken = self._pipeline.is_broken
                 try:
                     return self._pipeline.take(newest, cancel)
                 except VersionGoneError as error:
                     self._look_again(error, deadline, cancel)
+                except Exception:
+                    if was_broken and not (self._cancel.is_done or cancel.is_done):
+                        self._give_back()
+                    raise
 
     def sync(self, timeout: float) -> None:
         """Wait until the trainer has something newer, which is taken, or says that it has not.
@@ -82,6 +88,7 @@ class Puller:
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
+            self._restore()
             while True:
                 floor = self._pipeline.floor
                 try:
@@ -104,6 +111,7 @@ class Puller:
         """
         deadline = time.monotonic() + timeout
         with self._turn(deadline, self._cancel):
+            self._restore()
             while True:
                 version = self._sync.set_model_state_dict_with_step_num(
                     step, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
@@ -118,7 +126,7 @@ class Puller:
 
     @contextmanager
     def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
-        """Be the only one who pulls; the engine is not broken then, or there is something newer.
+        """Be the only one who pulls.
 
         Raises:
             WaitTimeoutError: another thread pulled all the time.
@@ -129,7 +137,6 @@ class Puller:
                 raise WaitTimeoutError(f"another thread of {self._sync.name} pulled all the time")
         try:
             self._check(cancel)
-            self._restore()
             yield
         finally:
             self.lock.release()
@@ -152,6 +159,16 @@ class Puller:
     def _check(self, cancel: Cancellation) -> None:
         self._cancel.check()
         cancel.check()
+
+    def _look(self) -> None:
+        self._pipeline.restore()
+        self._pipeline.look()
+
+    def _give_back(self) -> None:
+        try:
+            self._pipeline.restore()
+        except EngineBrokenError as error:
+            log.warning("%s", error)
 
     def _look_again(self, error: Exception, deadline: float, cancel: Cancellation) -> None:
         if time.monotonic() >= deadline:

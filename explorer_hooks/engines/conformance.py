@@ -137,6 +137,7 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
     engine, version = subject.make(), subject.version(folder, 1)
     engine.resume()
     engine.load(version)
+    engine.reset_cache()
     engine.resume()
     engine.pause()
     engine.resume()

@@ -51,6 +51,12 @@ class HttpServer:
             raise InvalidSettingsError(f"{url} is no address: {error}") from error
         if self.url.scheme not in {"http", "https"} or not self.url.host:
             raise InvalidSettingsError(f"{url} is no address: give http://HOST:PORT")
+        if self.url.userinfo or self.url.query or self.url.fragment:
+            # It is named in logs, and in reports on shared storage.
+            raise InvalidSettingsError(
+                f"the address of {self.url.host} says more than http://HOST:PORT/PATH: give a key "
+                "by SYNCD_API_KEY, or api_key"
+            )
         self._client = httpx2.Client(
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
@@ -129,7 +135,7 @@ class HttpServer:
         if response.status_code in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
-        if response.is_error:
+        if not response.is_success:  # a redirection is followed by nobody: it was not done
             raise ServerRefusedError(said, answer=_json(response))
         return _json(response)
 

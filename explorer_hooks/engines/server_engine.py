@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.fitting import Fits
+from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, ServerRefusedError
 
@@ -31,8 +31,9 @@ class ServerEngine(ABC):
     """A server that takes weights from a folder that it can read.
 
     Promised: versions that do not fit never reach it; after each load one token is generated before
-    the version counts as served; a server that does not serve, or of which nobody knows what
-    weights it has, is an error and stays paused; where a load fails it is given back what it had.
+    the version counts as served, and one that does not generate is an error; a server of which
+    nobody knows what weights it has, or which has caches of others, is an error and stays paused;
+    where a load fails it is given back what it had.
     Not promised: that it serves while the hook is away, or that nobody else changes its weights.
 
     A version's label in the server is :func:`label`: the server shows it beside what it generates.
@@ -79,7 +80,7 @@ class ServerEngine(ABC):
         self._mode = mode or self.modes[0]
         self._server = HttpServer(url, api_key=api_key, timeout=timeout, transport=transport)
         self._whose = f"the server at {self._server.url}"
-        self._fits = self._fits_of(base) if base is not None else None
+        self._fits = Fits(base, casts=True, whose=self._whose) if base is not None else None
         self._is_local = _is_here(self._server.url.host) if is_local is None else is_local
         self._lora_name = lora_name
         self._load_timeout = load_timeout
@@ -88,6 +89,8 @@ class ServerEngine(ABC):
         self._loaded: dict[str, str] = {}
         self._torn: str | None = None
         self._model_is_torn = False
+        self._uncached: str | None = None
+        self._has_adapters = False
         self._proof: Callable[[], None] | None = None
 
     # -- what an engine is -------------------------------------------------------------------------
@@ -116,7 +119,7 @@ class ServerEngine(ABC):
         self._kinds = self._find_kinds()
         named = self._named_folder()
         if self._fits is None and named is not None:
-            self._fits = self._fits_if_here(named)
+            self._fits = fits_if_here(named, casts=True, whose=self._whose)
         if self._fits is None:
             log.warning(
                 "%s names no model folder on this host: its first version is taken without being "
@@ -129,9 +132,16 @@ class ServerEngine(ABC):
             self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
             log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
             self._pause()
+            return
+        if named is not None and self._serves_what_it_names(said):
+            self._loaded = {"full": named}
+        if not self._can_label() and self._may_be_paused():
+            self._torn = "it may have been left in the middle of a load, and cannot say so"
+            self._model_is_torn = True
+            log.warning(
+                "%s: %s; it is left as it is until a version comes", self._whose, self._torn
+            )
         else:
-            if named is not None and self._serves_what_it_names(said):
-                self._loaded = {"full": named}
             self._resume()
 
     def check(self, version: LeasedVersion) -> None:
@@ -144,7 +154,7 @@ class ServerEngine(ABC):
         if self._fits is not None:
             self._fits.check(version)
 
-    def prepare(self, version: LeasedVersion) -> None:  # noqa: ARG002 # others read ahead
+    def prepare(self, version: LeasedVersion) -> None:
         """See that the server is there while nothing is paused yet; it may be another one by now.
 
         Raises:
@@ -152,6 +162,7 @@ class ServerEngine(ABC):
         """
         self._server.forget_routes()
         self._find_kinds()
+        self._has_adapters |= version.kind == "adapter" or self._serves_adapter()
 
     def pause(self) -> None:
         """Hold, finish or abort what is in flight, as was asked for.
@@ -165,26 +176,38 @@ class ServerEngine(ABC):
     def load(self, version: LeasedVersion) -> None:
         """Let the server load the version's folder; where it cannot, let it load what it had.
 
+        It counts as in the middle of a load until :meth:`reset_cache`.
+
         Raises:
             ServerRefusedError: it did not take it, and has what it had before.
             ServerUnreachableError: it does not answer: nobody knows what it has.
             EngineBrokenError: it does not do what is no matter of the version.
         """
-        if version.kind == "adapter" and self._model_is_torn:
-            raise EngineBrokenError(f"{self._whose} needs a full model, or a restart: {self._torn}")
         torn, before = self._torn, self._must(self._said_label)
+        if before is not None and not before.startswith(LOADING):
+            self._model_is_torn = False  # it was restarted since
+        if version.kind == "adapter" and self._model_is_torn:
+            raise EngineBrokenError(f"{self._whose} needs a full model, or a restart: {torn}")
         self._torn = f"it has not taken version {version.sequence}"
-        self._must(lambda: self._set_label(f"{LOADING}-{version.kind}-{label(version)}"))
+        loading = f"{LOADING}-{version.kind}"
+        self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
+        self._model_is_torn |= version.kind == "full"
+        # Its caches are still those of the weights before: it is not yet to be resumed by anybody.
+        name = f"{loading}-taken-{label(version)}" if self._can_label() else label(version)
         try:
-            self._load_folder(version.kind, str(version.folder), label(version))
+            self._load_folder(version.kind, str(version.folder), name)
             self._loaded_well(version)
         except ServerRefusedError as error:
-            name = before if before and not before.startswith(LOADING) else "given-back"
+            if self._uncached is not None:
+                name = f"{loading}-given-back"
+            else:
+                name = before if before and not before.startswith(LOADING) else "given-back"
             if self._give_back(version, name, error):
                 self._set_label(name)
                 self._torn = torn if version.kind == "adapter" else None
+                self._model_is_torn &= version.kind == "adapter"
             raise
-        self._must(lambda: self._set_label(label(version)))
+        self._uncached = label(version)
         self._torn = None
         self._model_is_torn = False
         self._proof = lambda: self._prove(version)
@@ -202,6 +225,10 @@ class ServerEngine(ABC):
             EngineBrokenError: it refuses.
         """
         self._must(self._reset_cache)
+        name = self._uncached
+        if name is not None:
+            self._must(lambda: self._set_label(name))
+            self._uncached = None
 
     def resume(self) -> None:
         """Serve again; after a load, generate a token.
@@ -213,6 +240,11 @@ class ServerEngine(ABC):
         """
         if self._torn is not None:
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
+        if self._uncached is not None:
+            raise EngineBrokenError(
+                f"{self._whose} stays paused: it has {self._uncached}, and caches of what it had "
+                "before"
+            )
         self._must(self._resume)
         if self._proof is not None:
             self._must(self._proof)
@@ -223,7 +255,7 @@ class ServerEngine(ABC):
 
         Where a server cannot say what it has, that it is there counts.
         """
-        if self._torn is not None:
+        if self._torn is not None or self._uncached is not None:
             return False
         try:
             said = self._said_label()
@@ -261,6 +293,18 @@ class ServerEngine(ABC):
     @abstractmethod
     def _set_label(self, text: str) -> None:
         """Label its weights, where it can."""
+
+    @abstractmethod
+    def _can_label(self) -> bool:
+        """Whether it says, and is told, the label of its weights, whatever kind they are."""
+
+    @abstractmethod
+    def _may_be_paused(self) -> bool:
+        """Whether requests wait, or may: asked of one that cannot be labelled."""
+
+    @abstractmethod
+    def _serves_adapter(self) -> bool:
+        """Whether there is an adapter of ours that requests may hold."""
 
     @abstractmethod
     def _pause(self) -> None: ...
@@ -324,18 +368,6 @@ class ServerEngine(ABC):
             raise EngineBrokenError(
                 f"{self._whose} does not serve as it should: {error}"
             ) from error
-
-    def _fits_of(self, folder: str | Path) -> Fits:
-        return Fits(folder, casts=True, whose=self._whose)
-
-    def _fits_if_here(self, named: str) -> Fits | None:
-        if not Path(named).is_dir():
-            return None
-        try:
-            return self._fits_of(named)
-        except InvalidSettingsError as error:
-            log.warning("%s: %s", self._whose, error)
-            return None
 
 
 def label(version: LeasedVersion) -> str:

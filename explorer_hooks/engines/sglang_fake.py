@@ -1,8 +1,9 @@
 """SGLang's documented HTTP interface, without a model: for tests of what drives a server.
 
 What it does was written down from SGLang's documentation and the fields of its requests; no such
-server was at hand. Its traps are here: a flush that is refused while something runs, and an update
-that is reported as failed though the weights have changed.
+server was at hand. Its traps are here: a flush that is refused while something runs, an update
+that is reported as failed though the weights have changed, and an unload that waits for requests
+which are held.
 """
 
 from __future__ import annotations
@@ -32,11 +33,13 @@ class FakeSGLang:
         asked: the paths of all requests, in order, but those that only look.
         model_path, weight_version: what it serves.
         adapters: name → path.
+        loaded: the folders whose weights it took, in order.
         is_paused: whether requests wait.
         running: how many requests there are to flush in the way of.
         is_up: whether it answers.
         flushes_always: whether an update flushes whatever it was asked for, as old releases do.
         faults: path → the message of an answer that says that it failed.
+        refuses: folders that it does not take.
         is_dead: whether nothing is generated any more.
     """
 
@@ -56,10 +59,12 @@ class FakeSGLang:
         }
         self._without = without
         self._started_with = model_path
+        self.loaded: list[str] = []
         self.running = 0
         self.is_up = True
         self.flushes_always = False
         self.faults: dict[str, str] = {}
+        self.refuses: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         self.restart()
 
@@ -70,6 +75,7 @@ class FakeSGLang:
         self.adapters: dict[str, str] = {}
         self.is_paused = False
         self.is_dead = False
+        self._held = 0
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
         path = request.url.path
@@ -104,19 +110,23 @@ class FakeSGLang:
         if mode not in _MODES:
             return _said(422, {"detail": f"mode {mode}"})
         self.is_paused = True
+        self._held = self.running if mode == "retract" else 0
         if mode != "in_place":
             self.running = 0
         return _said(200, {"status": "ok", "message": "Generation paused successfully."})
 
     def _continue_generation(self, _: Mapping[str, Any]) -> httpx2.Response:
         self.is_paused = False
+        self.running += self._held
+        self._held = 0
         return _said(200, {"status": "ok", "message": "Generation continued successfully."})
 
     def _update_weights_from_disk(self, told: Mapping[str, Any]) -> httpx2.Response:
         path = str(told["model_path"])
-        if not any(Path(path).glob("*.safetensors")):
+        if path in self.refuses or not any(Path(path).glob("*.safetensors")):
             return _said(400, {"success": False, "message": f"Failed to load {path}"})
         self.model_path = path
+        self.loaded.append(path)
         self.weight_version = told.get("weight_version") or self.weight_version
         flushes = told.get("flush_cache", True) or self.flushes_always
         if flushes and self.running:
@@ -139,6 +149,9 @@ class FakeSGLang:
         return _said(200, {"success": True, "loaded_adapters": self.adapters})
 
     def _unload_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
+        if self.adapters and self.is_paused and self._held:
+            # A real one waits for them, without end.
+            raise httpx2.ReadTimeout("the adapter is in use by requests that are held")
         if self.adapters.pop(str(told["lora_name"]), None) is None:
             return _said(400, {"success": False, "error_message": "it is not loaded"})
         return _said(200, {"success": True, "loaded_adapters": self.adapters})

@@ -31,7 +31,8 @@ class SGLangServer(ServerEngine):
 
     While it loads, requests wait; what was in flight is, by mode: ``retract``, put back into the
     queue, and goes on with the new weights, its prefix computed anew; ``abort``, returned as far as
-    it was. (``in_place`` would keep prefixes of the old weights, and is not offered.)
+    it was. Before and after an adapter, ``retract`` is as ``abort``. (``in_place`` would keep
+    prefixes of the old weights, and is not offered.)
     :class:`~explorer_hooks.engines.server_engine.ServerEngine` has the arguments, and what is
     promised.
 
@@ -49,7 +50,9 @@ class SGLangServer(ServerEngine):
             self._info = next(route for route in _INFO if self._server.has(route))
         except StopIteration:
             raise InvalidSettingsError(f"{self._whose} does not say what it serves") from None
-        adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
+        # An adapter is labelled by a request of its own.
+        takes = self._server.has(_LOAD_ADAPTER) and self._server.has(_LABEL)
+        adapters = {"adapter"} if takes else set()
         return frozenset({"full"} | adapters)
 
     def _named_folder(self) -> str | None:
@@ -67,8 +70,20 @@ class SGLangServer(ServerEngine):
         if self._server.has(_LABEL):
             self._server.ask(_LABEL, {"new_version": text, "abort_all_requests": False})
 
+    def _can_label(self) -> bool:
+        return self._server.has(_LABEL)
+
+    def _may_be_paused(self) -> bool:
+        return True  # it does not say
+
+    def _serves_adapter(self) -> bool:
+        return "adapter" in self._loaded
+
     def _pause(self) -> None:
-        self._server.ask(_PAUSE, {"mode": self._mode}, timeout=self._load_timeout)
+        # To unload an adapter SGLang waits, without end, for what is in flight with it: nothing may
+        # be held.
+        mode = "abort" if self._has_adapters else self._mode
+        self._server.ask(_PAUSE, {"mode": mode}, timeout=self._load_timeout)
 
     def _resume(self) -> None:
         self._server.ask(_RESUME, {})
@@ -81,7 +96,6 @@ class SGLangServer(ServerEngine):
             self._unload_adapter()
             adapter = {"lora_name": self._lora_name, "lora_path": folder}
             self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
-            self._set_label(name)
             return
         # The cache is flushed by a request of its own: one that is refused here is reported as a
         # failure, although the weights have changed; some releases end with it.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind
-from explorer_hooks.fitting import Fits
+from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import EngineBrokenError
 
@@ -49,9 +49,10 @@ class VLLMEngine(InProcessEngine):
         self.is_local = is_local
         self._llm = llm
         self._fits: Fits | None = None
-        named = base if base is not None else _model_of(llm)
-        if named is not None:
-            self._fits = Fits(named, casts=True, whose="this vLLM")
+        if base is not None:
+            self._fits = Fits(base, casts=True, whose="this vLLM")
+        elif isinstance(named := getattr(getattr(llm, "model_config", None), "model", None), str):
+            self._fits = fits_if_here(named, casts=True, whose="this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
         """Compare with the model that it was made from, or with what it took before.
@@ -90,11 +91,3 @@ class VLLMEngine(InProcessEngine):
         """
         if not self._llm.reset_prefix_cache():
             raise EngineBrokenError("vLLM keeps prefixes of the old weights: it still generates")
-
-
-def _model_of(llm: LLM) -> Path | None:
-    """The folder that it was made from, where it is on this host."""
-    named = getattr(getattr(llm, "model_config", None), "model", None)
-    if not isinstance(named, str) or not Path(named).is_dir():
-        return None
-    return Path(named)

@@ -22,6 +22,7 @@ _RPC: Final = "POST /collective_rpc"
 _RESET: Final = "POST /reset_prefix_cache"
 _LABEL: Final = "POST /update_weight_version"
 _INFO: Final = "GET /weight_info"
+_IS_PAUSED: Final = "GET /is_paused"
 _CHECKER: Final = "POST /weight_checker"
 _LOAD_ADAPTER: Final = "POST /v1/load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /v1/unload_lora_adapter"
@@ -37,7 +38,9 @@ class VLLMServer(ServerEngine):
 
     While it loads, requests wait; what was in flight is, by mode: ``keep``, held, and goes on with
     the new weights, its prefix computed anew; ``wait``, finished first, by the old ones; ``abort``,
-    returned as far as it was. Before an adapter, ``keep`` is as ``wait``. What is promised, and the
+    returned as far as it was. Before an adapter, ``keep`` is as ``wait``. Of
+    a server that was left in the middle of a load nothing is finished: what is held is kept, or
+    aborted where it may need an adapter. What is promised, and the
     other arguments, are those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
 
     Args:
@@ -58,16 +61,6 @@ class VLLMServer(ServerEngine):
         super().__init__(url, **options)
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
-        self._has_adapters = False
-
-    def prepare(self, version: LeasedVersion) -> None:
-        """See that the server is there while nothing is paused yet; it may be another one by now.
-
-        Raises:
-            ServerUnreachableError: it is not.
-        """
-        super().prepare(version)
-        self._has_adapters |= version.kind == "adapter"
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _RPC, _RESET):
@@ -89,15 +82,25 @@ class VLLMServer(ServerEngine):
         return said == _UNLABELLED  # it names what it was started with, whatever came since
 
     def _said_label(self) -> str | None:
-        if not self._server.has(_INFO):
+        if not self._can_label():
             return None
         told = self._server.ask(_INFO)
         said = told.get("weight_version") if isinstance(told, dict) else None
         return said if isinstance(said, str) else None
 
     def _set_label(self, text: str) -> None:
-        if self._server.has(_LABEL):
+        if self._can_label():
             self._server.ask(_LABEL, {"new_version": text})
+
+    def _can_label(self) -> bool:
+        return self._server.has(_INFO) and self._server.has(_LABEL)
+
+    def _may_be_paused(self) -> bool:
+        told = self._server.ask(_IS_PAUSED) if self._server.has(_IS_PAUSED) else None
+        return not (isinstance(told, dict) and told.get("is_paused") is False)
+
+    def _serves_adapter(self) -> bool:
+        return any(m.get("id") == self._lora_name and m.get("parent") for m in self._models())
 
     def _pause(self) -> None:
         # Its caches are reset after the load, and once is enough.
@@ -106,7 +109,11 @@ class VLLMServer(ServerEngine):
 
     def _mode_now(self) -> str:
         # A request that is held keeps the adapter that it began with, whose folder may go.
-        return "wait" if self._mode == "keep" and self._has_adapters else self._mode
+        mode = "wait" if self._mode == "keep" and self._has_adapters else self._mode
+        if mode == "wait" and (self._torn or self._uncached) is not None:
+            # vLLM goes on with what is held until it is finished: with weights that nobody knows.
+            return "abort" if self._has_adapters else "keep"
+        return mode
 
     def _resume(self) -> None:
         self._server.ask(_RESUME)
@@ -131,7 +138,7 @@ class VLLMServer(ServerEngine):
 
     def _unload_adapter(self) -> None:
         """One of ours, whose folder nobody holds any more."""
-        if any(m.get("id") == self._lora_name and m.get("parent") for m in self._models()):
+        if self._serves_adapter():
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 
     def _models(self) -> list[dict[str, Any]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from click.testing import CliRunner
 
@@ -16,6 +18,7 @@ from explorer_hooks import pipeline
 from explorer_hooks.engines import sglang_server
 from explorer_hooks.engines.conformance import CHECKS, Check, Subject, name_of
 from explorer_hooks.engines.fitting import TensorSpec
+from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.made_versions import make_version, random_tensors
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_fake import FakeSGLang
@@ -267,6 +270,17 @@ def test_follow_says_what_is_wrong_with_its_options(options: list[str], says: st
     assert says in ended.output + str(ended.exception)
 
 
+def test_follow_does_not_log_each_request(
+    monkeypatch: pytest.MonkeyPatch, fake: FakeSGLang, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("httpx2"), "level", logging.NOTSET)
+    caplog.set_level(logging.INFO)
+    options = ["--name", "server", "--engine", "sglang", "--url", "http://127.0.0.1:1"]
+    CliRunner().invoke(command, ["no-such-job", *options])
+    engine_of(fake).attach()
+    assert not [record for record in caplog.records if record.name == "httpx2"]
+
+
 def test_follow_and_its_engines_do_not_import_torch() -> None:
     code = "import sys, explorer_hooks.follow; sys.exit('torch' in sys.modules)"
     assert subprocess.run((sys.executable, "-c", code), check=False).returncode == 0
@@ -293,10 +307,12 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
         wait_for(lambda: hook.fault is not None)
         publish(job, 2)
         fake.restart()
+        fake.loaded.clear()
         fake.is_up = True
         assert hook.wait_until_served(LONG, newer_than=first).step == 2
         wait_for(lambda: hook.fault is None)
     assert fake.weight_version == "step-2-version-2"
+    assert len(fake.loaded) == 1  # what it had before was not served in between
 
 
 def test_the_code_of_the_page_loads_the_newest_version(
@@ -309,3 +325,97 @@ def test_the_code_of_the_page_loads_the_newest_version(
     names = {"job_dir": job.layout.root, "url": "http://127.0.0.1:30000"}
     exec(FOLLOW_SGLANG, names)  # noqa: S102 # what a user pastes
     assert fake.weight_version == "step-3-version-1"
+
+
+def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    """The hook gives back what it had, an adapter, after a full model that was not taken."""
+    adapter = version(tmp_path / "v1", 1, kind="adapter", files=ADAPTER)
+    load(engine, adapter)
+    engine.pause()
+    fake.faults["/update_weights_from_disk"] = "out of memory"
+    with pytest.raises(ServerRefusedError):
+        engine.load(version(tmp_path / "v2", 2))
+    with pytest.raises(EngineBrokenError, match="needs a full model"):
+        engine.load(adapter)
+    with pytest.raises(EngineBrokenError, match="stays paused"):
+        engine.resume()
+    assert fake.is_paused
+    fake.restart()  # it has its model again
+    load(engine, adapter)
+    assert fake.adapters == {"syncd": str(tmp_path / "v1")}
+
+
+def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hook(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    fake.faults["/flush_cache"] = "something runs"
+    with pytest.raises(EngineBrokenError, match="caches of what it had"):
+        load(engine, version(tmp_path / "v1", 1))
+    assert fake.is_paused
+    assert fake.weight_version.startswith(LOADING)
+    fake.faults.clear()
+    second = engine_of(fake)
+    second.attach()
+    assert fake.is_paused
+    load(second, version(tmp_path / "v2", 2))
+    assert not fake.is_paused
+    assert fake.weight_version == "step-2-version-2"
+
+
+def test_nothing_is_held_where_an_adapter_is_unloaded(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    for sequence, kind in ((1, "adapter"), (2, "adapter"), (3, "full")):
+        fake.running = 2
+        load(engine, version(tmp_path / f"v{sequence}", sequence, kind=kind, files=ADAPTER))
+    assert fake.adapters == {}
+
+
+def test_a_server_that_cannot_be_labelled_is_not_resumed_before_it_has_a_version(
+    base: Path, tmp_path: Path
+) -> None:
+    fake = FakeSGLang(str(base), without=frozenset({"/update_weight_version"}))
+    fake.is_paused = True  # by a hook that was killed in the middle of a load
+    engine = engine_of(fake)
+    engine.attach()
+    assert fake.is_paused
+    assert engine.kinds == {"full"}
+    load(engine, version(tmp_path / "v1", 1))
+    assert not fake.is_paused
+    assert fake.weight_version == "step-1-version-1"
+
+
+def test_an_address_with_a_secret_is_refused_and_not_shown() -> None:
+    for url in ("http://me:hidden@localhost:1", "http://localhost:1/?key=hidden"):
+        with pytest.raises(InvalidSettingsError, match="SYNCD_API_KEY") as raised:
+            SGLangServer(url)
+        assert "hidden" not in str(raised.value)
+
+
+def test_what_is_answered_by_a_redirection_was_not_done() -> None:
+    moved = httpx2.MockTransport(lambda _: httpx2.Response(307, headers={"Location": "/there"}))
+    server = HttpServer("http://localhost:1", transport=moved)
+    with pytest.raises(ServerRefusedError, match="307"):
+        server.ask("POST /pause")
+
+
+def test_a_newer_version_heals_what_cannot_be_given_back(job: Job, fake: FakeSGLang) -> None:
+    fake.model_path = "elsewhere"
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
+        hook.pull(LONG)
+        served = hook.folder
+        assert served is not None
+        publish(job, 2)
+        fake.faults["/update_weights_from_disk"] = "out of memory"
+        with pytest.raises(EngineBrokenError):
+            hook.pull(LONG)
+        with pytest.raises(EngineBrokenError):
+            hook.pull(0)
+        fake.faults.clear()
+        fake.refuses = frozenset({str(served)})
+        publish(job, 3)
+        assert hook.pull(LONG).step == 3
+        assert hook.fault is None

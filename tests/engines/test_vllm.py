@@ -266,15 +266,19 @@ from explorer_hooks.hook import ExplorerHook
 
 class Killed(VLLMServer):
     def _load_folder(self, *told):
-        if sys.argv[3] == "loaded":
+        if sys.argv[3] != "paused":
             super()._load_folder(*told)
+        if sys.argv[3] != "cached":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _reset_cache(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 ExplorerHook(sys.argv[1], "killed", Killed(sys.argv[2])).pull(60)
 """
 
 
-@pytest.mark.parametrize("moment", ["paused", "loaded"])
+@pytest.mark.parametrize("moment", ["paused", "loaded", "cached"])
 def test_a_server_that_a_killed_hook_left_paused_is_resumed_with_the_newest(
     job: Job, vllm: VLLMProcess, moment: str
 ) -> None:
