@@ -109,8 +109,12 @@ def test_a_standby_takes_a_new_configuration_over_and_works_by_it_later(
 
 
 def test_without_a_file_sighup_ends_the_daemon_as_it_ends_any_program(job: Path) -> None:
-    with Daemon(job, lease_time=LEASE_TIME) as daemon:
-        daemon.wait_for_log("in epoch")
-        os.kill(daemon.pid, signal.SIGHUP)
-        assert daemon.wait() == -signal.SIGHUP
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets a child ignore it
+    try:
+        with Daemon(job, lease_time=LEASE_TIME) as daemon:
+            daemon.wait_for_log("in epoch")
+            os.kill(daemon.pid, signal.SIGHUP)
+            assert daemon.wait() == -signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert JobLayout(job).root.exists()
