@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
-from syncd.protocol.errors import SaveFailedError
+from syncd.protocol.errors import SaveFailedError, SyncdError
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,14 @@ class SaveThread:
                 elif written is not None:
                     self._written = written + (self._written or 0)
                 self._changed.notify_all()
+
+
+def raise_first(errors: Sequence[SyncdError]) -> None:
+    """Raise the first of what has failed, if anything has, and log the others."""
+    for other in errors[1:]:
+        log.error("%s", other)
+    if errors:
+        raise errors[0]
 
 
 def _let_go(error: BaseException | None) -> None:

@@ -13,7 +13,7 @@ from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
-from trainer_hooks.background import LIMIT, SaveThread
+from trainer_hooks.background import LIMIT, SaveThread, raise_first
 from trainer_hooks.decisions import Decisions
 from trainer_hooks.hook import patience_of
 from trainer_hooks.progress import Progress
@@ -206,10 +206,7 @@ class CheckpointCoordinator:
             steps = " and ".join(map(str, left))
             error = f"step {steps} was still being written, and was given up"
             errors.append(SaveFailedError(error))
-        for other in errors[1:]:
-            log.error("%s", other)
-        if errors:
-            raise errors[0]
+        raise_first(errors)
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
+from trainer_hooks.background import raise_first
 from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
@@ -247,10 +248,7 @@ class TrainerHook:
         errors = self._end()
         if failed is not None:
             errors.insert(0, failed)
-        for other in errors[1:]:
-            log.error("%s", other)
-        if errors:
-            raise errors[0]
+        raise_first(errors)
 
     def __enter__(self) -> Self:
         return self

@@ -142,9 +142,18 @@ def receipt_name(rank: int) -> str:
     return f"rank_{rank}.json"
 
 
+#: How the names of all ranks' full receipts begin.
+_FULL_RECEIPT: Final = "full_rank_"
+
+
 def full_receipt_name(rank: int) -> str:
     """The name of a rank's receipt for its optimizer and extra state too."""
-    return f"full_rank_{rank}.json"
+    return f"{_FULL_RECEIPT}{rank}.json"
+
+
+def is_full_receipt_name(name: str) -> bool:
+    """Whether a file is some rank's receipt of a full checkpoint."""
+    return name.startswith(_FULL_RECEIPT)
 
 
 def failure_name(rank: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
@@ -26,6 +26,7 @@ from syncd.protocol.layout import (
     extra_state_name,
     failure_name,
     full_receipt_name,
+    is_full_receipt_name,
     optimizer_name,
     receipt_name,
     shard_name,
@@ -46,9 +47,6 @@ from trainer_hooks.writing.parts import (
 )
 from trainer_hooks.writing.remains import Remains
 from trainer_hooks.writing.spool import Spool
-
-#: How the names of all ranks' full receipts begin.
-_FULL_RECEIPT: Final = "full_rank_"
 
 
 class RankFiles:
@@ -98,7 +96,7 @@ class RankFiles:
         make_mark(self._storage, folder / SAVING)
         # What is about to be replaced is not whole any more: nobody may resume from it. The mark of
         # another trainer, beside no full receipts, is its own: Trinity's deletes what has none.
-        if any(name.startswith(_FULL_RECEIPT) for name in self._storage.names(notes.folder)):
+        if any(map(is_full_receipt_name, self._storage.names(notes.folder))):
             self._storage.unlink_if_there(folder / FULL)
         # Also where it was gone: whoever removed it may not have come to this.
         self._storage.sync_folder(folder)
