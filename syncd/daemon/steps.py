@@ -131,8 +131,10 @@ class Steps:
         A trainer without our hook that resumes at a lower step announces nothing: what it writes
         below the pointer, before it moves that back, is not a save that was skipped.
         """
+        if pointer.step is None:
+            return  # it is being written: where it moves from is known still
         before, self._pointed = self._pointed, pointer.step
-        if before is not None and pointer.step is not None and before < pointer.step:
+        if before is not None and before < pointer.step:
             self._passed = frozenset(steps)
         elif before != pointer.step or is_time:
             self._passed = frozenset()
