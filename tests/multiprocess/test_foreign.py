@@ -164,7 +164,6 @@ def test_saves_that_the_pointer_has_passed_are_skipped_counted_and_pruned(job: P
         assert layout.step(1).exists()
         put(job, "fsdp2", 4)
         (job / STATE_POINTER).write_text("4")
-        # What one round of looks misses is looked at again a minute later.
         wait_until(
             lambda: not any(layout.step(step).exists() for step in (1, 2, 3)), "pruned", 4 * 60
         )

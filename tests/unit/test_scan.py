@@ -184,6 +184,21 @@ def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
     assert [save.step for save in scanner.scan(NOTHING).unrecorded] == [4]
 
 
+@pytest.mark.parametrize("between", [None, b"", b"x"])
+def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes(
+    job: Job, scanner: Scanner, between: bytes | None
+) -> None:
+    for step in (1, 2, 3):
+        job.save(step, receipts=False)
+    job.point(2)
+    assert scanner.scan(NOTHING).unrecorded == ()  # a trainer that resumes may be writing there
+    if between is not None:
+        job.layout.state_pointer.write_bytes(between)
+        assert scanner.scan(NOTHING).unrecorded == ()
+    job.point(3)
+    assert {save.step for save in scanner.scan(NOTHING).unrecorded} == {1, 2}
+
+
 def test_a_step_that_was_deleted_by_hand_has_vanished(job: Job, scanner: Scanner) -> None:
     identity = job.save(4)
     known = published(3, identity)
