@@ -5,7 +5,8 @@ Repeat with ``python -m benchmarks.engines`` from the project's root (some minut
 
 Tokens: the saves of all rounds lie ready; a round moves the trainer's pointer, and asks the server
 for one token, again and again, until the token is one of the new weights. A daemon (``syncd run``)
-publishes on the way; the hook follows in a thread, with a stage in ``/dev/shm`` and without.
+publishes on the way; the hook follows in a thread, with a stage in ``/dev/shm`` and without, in
+turns of five rounds.
 The pause is the hook's own figure: from before ``/pause`` to after ``/resume`` and the token that
 proves that it serves; it has no requests in flight.
 
@@ -43,6 +44,8 @@ from tests.jobs import Job
 _TIMEOUT: Final = 300.0
 _PROMPT: Final = (1, 2, 3, 4)
 _CLIENTS: Final = 4
+#: Rounds of one way before it is the other's turn.
+_TURN: Final = 5
 
 
 class _Trainer:
@@ -103,11 +106,15 @@ def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
 
 
 def _tokens(
-    trainer: _Trainer, server: VLLMProcess, stage: Path | None, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of each round."""
-    told: dict[str, list[float]] = {"live": [], "pause": [], "load": []}
+    trainer: _Trainer,
+    server: VLLMProcess,
+    stage: Path | None,
+    rounds: int,
+    told: dict[str, list[float]],
+) -> None:
+    """Add seconds of each round."""
     trainer.prepare(rounds + 1)
+    os.sync()  # nobody's rounds are spent on what was written for them
     staging = Staging(stage) if stage is not None else None
     engine = VLLMServer(server.url)
     with ExplorerHook(trainer.job.layout.root, "bench", engine, staging=staging) as hook:
@@ -122,6 +129,20 @@ def _tokens(
             told["live"].append(live)
             told["pause"].append(hook.last.pause or 0.0)
             told["load"].append(hook.last.load or 0.0)
+
+
+def _both(
+    trainer: _Trainer, server: VLLMProcess, stage: Path, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of each round, not staged and staged; who comes first changes from turn to turn."""
+    told: dict[str, dict[str, list[float]]] = {
+        name: {"live": [], "pause": [], "load": []} for name in ("not staged", "staged")
+    }
+    turns = [("not staged", None), ("staged", stage)]
+    for begun in range(0, rounds, _TURN):
+        for name, folder in turns:
+            _tokens(trainer, server, folder, min(_TURN, rounds - begun), told[name])
+        turns.reverse()
     return told
 
 
@@ -205,10 +226,8 @@ def main() -> None:
         try:
             server.wait_until_up()
             with _daemon(trainer.job):
-                rows = [
-                    _row("not staged", _tokens(trainer, server, None, given.rounds)),
-                    _row("staged", _tokens(trainer, server, Path(stage), given.rounds)),
-                ]
+                both = _both(trainer, server, Path(stage), given.rounds)
+                rows = [_row(name, told) for name, told in both.items()]
                 told = _lost(trainer, server, given.load_rounds, given.seconds)
         finally:
             server.kill()
