@@ -131,9 +131,9 @@ def convert_step(
 ) -> Manifest | None:
     """Merge a full checkpoint into its ``huggingface/`` folder.
 
-    The weights, in files as ``build_model_folder`` makes them, are renamed into it; of several
-    files the index comes last, and ``manifest.json`` after all. Cut off anywhere, the next call
-    does it again. Nothing else in the step's folder is changed.
+    The weights, in files as ``build_model_folder`` makes them, are renamed into it, after
+    ``manifest.json``; of several files the index comes last. Cut off anywhere, there is a whole
+    model or none, and the next call does it again. Nothing else in the step's folder is changed.
 
     Not promised: that a trainer which saves this step again at that very moment is noticed. Then
     ``manifest.json`` names the save before, and the next call converts the new one.
@@ -248,31 +248,22 @@ def _is_whole_model(storage: Storage, folder: Path) -> bool:
 
 
 def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest) -> None:
-    """Rename the weights into the folder, so that nobody finds files of two merges as one model.
+    """Rename the weights into the folder: nobody finds files of two merges as one model.
 
-    The manifest of an earlier merge stays until the end: it says that this one is not done.
+    The old ones go first, and what a loader looks for first; the new ones come the other way round.
     """
-    before = _listed(storage, folder)
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
-    several = [name for name in weights if name not in {INDEX, FULL_STATE_DICT}]
-    if several:
-        for name in (FULL_STATE_DICT, INDEX):
-            storage.unlink_if_there(folder / name)
-        storage.sync_folder(folder)
-        for name in several:
-            storage.rename(room / name, folder / name)
-        storage.sync_folder(folder)
-    for name in (FULL_STATE_DICT, INDEX):
-        if name in weights:
-            storage.rename(room / name, folder / name)
-        else:
-            storage.unlink_if_there(folder / name)
+    sought = [FULL_STATE_DICT, INDEX]
+    for name in (*sought, *sorted(_listed(storage, folder).union(weights).difference(sought))):
+        storage.unlink_if_there(folder / name)
     storage.sync_folder(folder)
     storage.rename(room / MANIFEST, folder / MANIFEST)
+    for name in sorted(weights, key=sought.__contains__):
+        if name in sought:
+            storage.sync_folder(folder)
+        storage.rename(room / name, folder / name)
     storage.sync_folder(folder)
-    for name in before.difference(weights):
-        storage.unlink_if_there(folder / name)
 
 
 def _listed(storage: Storage, folder: Path) -> set[str]:

@@ -15,9 +15,11 @@ def size(count: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """A duration: ``0.12 s``, ``48 s``, ``12 min``, ``3.5 h``, ``12 d``."""
+    """A duration: ``12 ms``, ``1.3 s``, ``48 s``, ``12 min``, ``30 h``, ``12 d``."""
+    if seconds < 0.9995:
+        return f"{1e3 * seconds:.0f} ms"
     if seconds < 9.95:
-        return f"{seconds:.2f} s" if seconds < 0.995 else f"{seconds:.1f} s"
+        return f"{seconds:.1f} s"
     for limit, length, unit in ((99.5, 1, "s"), (5970, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
             return f"{seconds / length:.0f} {unit}"

@@ -134,5 +134,5 @@ def _line(storage: Storage, layout: JobLayout, result: _Result) -> str:
         told += f", {size(result.bytes)} in {span(result.seconds)}"
         folder = layout.actor(result.step) / HUGGINGFACE
         if not storage.exists(folder / MODEL_CONFIG):
-            told += f" (no {MODEL_CONFIG} is there: copy the base model's, and its tokenizer)"
+            told += f" (no {MODEL_CONFIG} there: copy the base model's)"
     return told

@@ -73,9 +73,9 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
 
 def _live(live: list[Live]) -> str:
     """The explorers, below each other."""
-    told = [f"{printable(one.explorer)} {_after(one.seconds)}" for one in live[:_EXPLORERS]]
+    told = [f"{printable(one.explorer)}{_later(one.seconds)}" for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
-        told.append(f"and {len(live) - _EXPLORERS} more {_after(live[-1].seconds)}")
+        told.append(f"and {len(live) - _EXPLORERS} more{_later(live[-1].seconds)}")
     return "\n".join(told) or "-"
 
 
@@ -88,11 +88,11 @@ def _end(version: VersionHistory) -> str:
         return "gone"
     if version.published is None:
         return moment(version.pruned)
-    return _after(max(0.0, version.pruned - version.published))
+    return f"+{span(max(0.0, version.pruned - version.published))}"
 
 
-def _after(seconds: float | None) -> str:
-    return "?" if seconds is None else f"+{span(seconds)}"
+def _later(seconds: float | None) -> str:
+    return "" if seconds is None else f" +{span(seconds)}"
 
 
 def _span(seconds: float | None) -> str:

@@ -211,7 +211,8 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
         case "quarantined":
             return f"refused step {step}: {event.get('why')}"
         case _:
-            return f"pruned {event.get('what')} {event.get('name')}: {event.get('why')}"
+            what = "a dead lease, " if event.get("what") == "lease" else ""
+            return f"pruned {what}{event.get('name')}: {event.get('why')}"
 
 
 def _by(event: dict[str, Any]) -> str:

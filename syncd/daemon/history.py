@@ -8,8 +8,8 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.journal_file import read_journal
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import JobLayout, parse_version_folder
-from syncd.protocol.records import AuditLine, JournalLine, Latest, parse
+from syncd.protocol.layout import TEMPORARY, JobLayout, parse_version_folder
+from syncd.protocol.records import AuditLine, ExplorerReport, JournalLine, Latest, parse
 from syncd.storage.append import last_lines
 from syncd.storage.fsio import Storage
 
@@ -23,12 +23,13 @@ class Live:
 
     Attributes:
         explorer: its name.
-        time: when the daemon saw it, at its next tick: seconds since the epoch.
+        time: when the daemon saw it, at its next tick: seconds since the epoch; None where it did
+            not, and only the explorer says so.
         seconds: since LATEST named the version; None where nobody knows when that was.
     """
 
     explorer: str
-    time: float
+    time: float | None
     seconds: float | None
 
 
@@ -95,6 +96,7 @@ def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHist
             found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
     newest = dict(sorted(found.items())[-limit:])
     _add_deletions(storage, layout, newest)
+    _add_unseen(storage, layout, newest)
     latest = _latest(storage, layout)
     for version in newest.values():
         version.latest = version.version == latest
@@ -135,6 +137,21 @@ def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, Version
         # What was found half deleted by a daemon that came later is on record again.
         if line.what == "version" and version is not None and version.pruned is None:
             version.pruned, version.pruned_why = line.time, line.why
+
+
+def _add_unseen(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:
+    """Explorers that say what they serve, and gave up their lease before the daemon looked."""
+    for name in storage.names(layout.explorers):
+        path = layout.explorers / name
+        if name.startswith(TEMPORARY):
+            continue
+        try:
+            report = parse(ExplorerReport, storage.read(path), path)
+        except (OSError, RecordError):
+            continue
+        version = found.get(report.sequence or 0)
+        if version is not None and all(one.explorer != report.name for one in version.live):
+            version.live.append(Live(report.name, None, None))
 
 
 def _add_manifest(storage: Storage, layout: JobLayout, version: VersionHistory) -> None:
