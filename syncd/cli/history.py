@@ -20,6 +20,8 @@ from syncd.storage.fsio import Storage
 
 #: How many explorers of a version are shown; JSON has all.
 _EXPLORERS: Final = 4
+_HEADS: Final = ("version", "step", "published", "after", "merge", "pruned")
+_GAP: Final = "  "
 
 
 @click.command("history", epilog="Example: syncd history /shared/jobs/qwen-grpo --limit 50")
@@ -48,35 +50,41 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
     if not found:
         click.echo("nothing is published yet")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for head in ("version", "step", "published", "after", "merge", "live on"):
-        table.add_column(head, no_wrap=True, overflow="ellipsis")
-    table.add_column("pruned", no_wrap=True)
-    for version in found:
-        table.add_row(*(Text(cell) for cell in _cells(version)))
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    rows = [_cells(version) for version in found]
+    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
+    room = console.width - sum(widths) - len(_GAP) * len(widths)
+    table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
+    for head in (*_HEADS[:-1], "live on", _HEADS[-1]):
+        table.add_column(head, no_wrap=True)
+    for version, row in zip(found, rows, strict=True):
+        table.add_row(*map(Text, (*row[:-1], _live(version.live, room), row[-1])))
+    console.print(table)
 
 
 def _cells(version: VersionHistory) -> tuple[str, ...]:
-    kind = "" if version.kind in {None, "full"} else f" {version.kind}"
     merge = _span(version.merge_seconds)
     return (
-        f"v{version.version}{kind}",
+        f"v{version.version}",
         "-" if version.step is None else str(version.step),
         "-" if version.published is None else moment(version.published),
         _span(version.latency_seconds),
         merge if version.of is None else f"= v{version.of}",
-        _live(version.live),
         _end(version),
     )
 
 
-def _live(live: list[Live]) -> str:
-    """The explorers, below each other."""
-    told = [f"{printable(one.explorer)}{_later(one.seconds)}" for one in live[:_EXPLORERS]]
+def _live(live: list[Live], room: int) -> str:
+    """The explorers, below each other; of a name that is too long, its end."""
+    told = [(printable(one.explorer), one.seconds) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
-        told.append(f"and {len(live) - _EXPLORERS} more{_later(live[-1].seconds)}")
-    return "\n".join(told) or "-"
+        told.append((f"and {len(live) - _EXPLORERS} more", live[-1].seconds))
+    lines = []
+    for name, seconds in told:
+        later = "" if seconds is None else f" +{span(seconds)}"
+        left = max(room - len(later), 10)
+        lines.append((name if len(name) <= left else f"…{name[1 - left :]}") + later)
+    return "\n".join(lines) or "-"
 
 
 def _end(version: VersionHistory) -> str:
@@ -89,10 +97,6 @@ def _end(version: VersionHistory) -> str:
     if version.published is None:
         return moment(version.pruned)
     return f"+{span(max(0.0, version.pruned - version.published))}"
-
-
-def _later(seconds: float | None) -> str:
-    return "" if seconds is None else f" +{span(seconds)}"
 
 
 def _span(seconds: float | None) -> str:
