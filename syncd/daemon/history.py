@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
+from syncd.daemon.job_state import check_is_job
 from syncd.daemon.journal_file import read_journal
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import TEMPORARY, JobLayout, parse_version_folder
@@ -80,13 +81,16 @@ def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHist
         limit: how many.
 
     Raises:
-        JobUnavailableError: this is no job that syncd has served.
-        OSError: storage does not answer.
+        JobUnavailableError: this is no job that syncd has served, or it cannot be looked at.
     """
-    if not storage.exists(layout.format):
-        raise JobUnavailableError(
-            f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
-        )
+    check_is_job(storage, layout)
+    try:
+        return _history(storage, layout, limit)
+    except OSError as error:
+        raise JobUnavailableError(f"{layout.root} cannot be looked at: {error}") from error
+
+
+def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
     found: dict[int, VersionHistory] = {}
     for line in read_journal(storage, layout):
         if line.version is not None:

@@ -62,11 +62,20 @@ def is_job(storage: Storage, layout: JobLayout) -> bool:
         raise JobUnavailableError(f"{layout.root} cannot be looked at: {error}") from error
 
 
-def _look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
+def check_is_job(storage: Storage, layout: JobLayout) -> None:
+    """Look that syncd has served a job in this folder.
+
+    Raises:
+        JobUnavailableError: it has not, or that cannot be seen.
+    """
     if not is_job(storage, layout):
         raise JobUnavailableError(
             f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
         )
+
+
+def _look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
+    check_is_job(storage, layout)
     daemon = _record(storage, DaemonReport, layout.daemon_report)
     latest = _record(storage, Latest, layout.latest)
     trainer = _record(storage, TrainerReport, layout.trainer_report)

@@ -366,6 +366,7 @@ class Loop:
         self._failures = 0
         now = self._clock()
         self._journal.published(manifest, seconds=now - begun, latency=now - self._whole_since)
+        self._journal.write()  # pruning, which comes next, may take long
         return ""
 
     def _merging(self, save: Save, begun: float) -> Progress:
