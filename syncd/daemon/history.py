@@ -111,6 +111,8 @@ def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHis
 
 def _add(version: VersionHistory, line: JournalLine) -> None:
     if line.event == "live":
+        if any(one.explorer == line.explorer for one in version.live):
+            return  # a daemon that came later saw it again
         seconds = line.seconds
         if seconds is None and version.published is not None:
             seconds = max(0.0, line.time - version.published)

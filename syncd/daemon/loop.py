@@ -63,6 +63,8 @@ _MOST_DOUBLINGS: Final = 16
 _ROLLBACK_ATTEMPTS: Final = 6
 #: Seconds between two looks whether the reserve is whole.
 _KEEP_ROOM_AGAIN: Final = 60.0
+#: Bytes of the journal's end in which those are who serve what is leased.
+_ENOUGH: Final = 512 * 1024
 
 
 class Loop:
@@ -317,7 +319,7 @@ class Loop:
 
     def _known_live(self) -> list[Serves]:
         """Who was seen to serve what by the daemons before this one."""
-        lines = read_journal(self._storage, self._layout)
+        lines = read_journal(self._storage, self._layout, _ENOUGH)
         return [
             (line.explorer, line.version)
             for line in lines

@@ -99,7 +99,7 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
     job = Job(tmp_path / "job", storage, hosts=hosts)
     with job.daemon(DaemonConfig(keep=9)) as loop:
         publish(job, loop, 1)
-        names = [f"node-{number}" for number in range(100)]
+        names = [f"node-{number}" for number in range(70)]
         for name in names:
             loads(job, name, 1)
             serves(job, name, None)
