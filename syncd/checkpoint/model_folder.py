@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Container, Iterable, Iterator
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Final
 
@@ -13,7 +12,7 @@ import xxhash
 
 from syncd.checkpoint.merge import Merged
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import MANIFEST, MODEL_CONFIG, TEMPORARY
+from syncd.protocol.layout import MANIFEST, MODEL_CONFIG, TEMPORARY, is_weights_name
 from syncd.protocol.records import VersionFile
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
@@ -25,8 +24,6 @@ TOTAL_LIMIT: Final = 4 * 1024**3
 #: times its size in memory, and anyone may have written it.
 _CONFIG_LIMIT: Final = 4 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
-#: Weights are the merge's to write, and temporaries are nobody's.
-_SKIPPED: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json", f"{TEMPORARY}*")
 
 
 def copy_model_files(
@@ -133,7 +130,8 @@ def _regular_files(
         return
     for name, kind in storage.kinds(root / below).items():
         path = below / name
-        if path == PurePosixPath(MANIFEST) or any(fnmatchcase(name, skip) for skip in _SKIPPED):
+        # Weights are the merge's to write, and temporaries are nobody's.
+        if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
         if kind is Kind.FOLDER and recursive:
             yield from _regular_files(storage, root, path, recursive=True)

@@ -27,11 +27,13 @@ from syncd.protocol.layout import (
     FULL_STATE_DICT,
     HUGGINGFACE,
     LORA_ADAPTER,
+    MANIFEST,
     RECEIPTS,
     TEMPORARY,
     distcp_order,
     is_dcp_file,
     is_rank_metadata,
+    is_weights_name,
     parse_part_name,
     parse_shard_name,
     receipt_name,
@@ -351,11 +353,14 @@ def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str
     """The identity of a save without receipts, through fresh opens of all its weights."""
     hasher = xxhash.xxh3_128()
     parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
+    # Merged weights in huggingface/, which 'syncd convert' may put there at any time, are made of
+    # the save, and no part of it.
     model_files = (
         f"{folder}/{name}"
         for folder in (HUGGINGFACE, LORA_ADAPTER)
         for name in storage.names(actor / folder)
         if not name.startswith(TEMPORARY)
+        and not (folder == HUGGINGFACE and (is_weights_name(name) or name == MANIFEST))
     )
     for name in dict.fromkeys((*weights, *model_files)):
         path = actor / name

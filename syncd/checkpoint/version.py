@@ -12,7 +12,7 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.merge import digest_safetensors
+from syncd.checkpoint.merge import Progress, digest_safetensors, unheard
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.checkpoint.tensor_rules import shown
@@ -46,6 +46,7 @@ def verify_version(
     *,
     threads: int = 4,
     cancel: Callable[[], None] = lambda: None,
+    progress: Progress = unheard,
 ) -> None:
     """Compare sizes, headers and, where the manifest has them, digests with the bytes on disk.
 
@@ -55,12 +56,28 @@ def verify_version(
         manifest: of the version.
         threads: how many files are read at a time, and no more than there are processors.
         cancel: called often, in this thread; it raises to stop.
+        progress: called in this thread with the bytes that are done, and those of all.
 
     Raises:
         VerificationError: a file is missing, or not what the manifest says.
         OSError: storage failed while it was read; nothing is known.
     """
-    _each_file(partial(_verify, storage, folder), folder, manifest, threads, cancel)
+    total = sum(file.size for file in manifest.files)
+    done: dict[str, int] = {}  # each file is looked at by one thread
+
+    def verify(file: VersionFile, told: Mapping[str, TensorEntry], check: Check) -> None:
+        def advanced(so_far: int, _: int) -> None:
+            done[file.name] = so_far
+
+        _verify(storage, folder, file, told, check, progress=advanced)
+        done[file.name] = file.size
+
+    def look() -> None:
+        cancel()
+        if progress is not unheard:
+            progress(sum(done.copy().values()), total)
+
+    _each_file(verify, folder, manifest, threads, look)
 
 
 def copy_version(
@@ -164,11 +181,12 @@ def _verify(
     told: Mapping[str, TensorEntry],
     cancel: Check,
     copy: _Copy | None = None,
+    progress: Progress = unheard,
 ) -> None:
     path = folder / file.name
     try:
         if file.name.endswith(WEIGHTS):
-            _verify_weights(storage, path, file, told, cancel, copy)
+            _verify_weights(storage, path, file, told, cancel, copy, progress)
         else:
             _verify_other(storage, path, file, copy)
     except (CheckpointError, SaveNotReadyError) as error:
@@ -186,6 +204,7 @@ def _verify_weights(
     told: Mapping[str, TensorEntry],
     cancel: Callable[[], None],
     copy: _Copy | None,
+    progress: Progress,
 ) -> None:
     with SafetensorsFile.open(storage, path) as opened:
         _compare(path, "its size", opened.size, file.size)
@@ -205,6 +224,7 @@ def _verify_weights(
             digests=file.digest is not None,
             cancel=cancel,
             copy_to=copy.path if copy else None,
+            progress=progress,
         )
     if file.digest is None:
         return

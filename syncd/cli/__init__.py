@@ -16,6 +16,8 @@ from syncd.protocol.errors import InvalidSettingsError, SyncdError
 _COMMANDS: Final = {
     "run": "Serve a job: merge, publish, signal, prune.",
     "status": "Show what is published, who serves what, and what is being waited for.",
+    "history": "Show what became of each version: saved, merged, live, pruned.",
+    "convert": "Merge all full checkpoints into their huggingface/ folders.",
     "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
     "verify": "Read versions again and compare them with their manifests.",
     "prune": "Delete what a daemon would delete, where none is running.",

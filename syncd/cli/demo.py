@@ -26,7 +26,7 @@ from rich.text import Text
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
-from syncd.cli.status import look
+from syncd.daemon.job_state import look
 from syncd.protocol.errors import JobUnavailableError, RecordError, VerificationError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import AuditLine, parse

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import secrets
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
+from syncd.cli.bars import bar, cleaned_up
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.layout import TEMPORARY, parse_step_folder, printable
 from syncd.storage.errnos import NOT_EMPTY
@@ -28,17 +26,14 @@ from syncd.storage.fsio import Storage
 @options.dtype
 @options.max_shard_size
 @options.copy_threads
-@click.option(
-    "--prefix",
-    default=None,
-    help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
-)
+@options.prefix
 @click.option(
     "--fsync/--no-fsync",
     default=True,
     show_default=True,
     help="Wait until the result would survive a power loss.",
 )
+@options.as_json
 def command(
     actor_dir: Path,
     out_dir: Path,
@@ -49,6 +44,7 @@ def command(
     prefix: str | None,
     *,
     fsync: bool,
+    as_json: bool,
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
@@ -66,58 +62,51 @@ def command(
         raise InvalidSettingsError(f"{out_dir} is not empty: give a new folder")
     room = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(6)}")
     storage.make_folder(room, below=Path(out.anchor))
-    try:
-        with _shown(out.name) as progress:
-            manifest = build_model_folder(
-                storage,
-                actor,
-                look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0),
-                room,
-                sequence=0,
-                digests=digest == "on",
-                max_file_size=max_shard_size,
-                threads=copy_threads,
-                cast=cast,
-                prefix=prefix,
-                cancel=lambda: None,
-                progress=progress,
-            )
+    with cleaned_up():
         try:
-            storage.rename(room, out)
-        except OSError as error:
-            if error.errno in NOT_EMPTY:
-                raise InvalidSettingsError(f"{out_dir} was filled by someone else") from error
-            raise
-        storage.sync_folder(out.parent)
-    finally:
-        storage.remove_tree(room)
+            with bar(out.name) as progress:
+                manifest = build_model_folder(
+                    storage,
+                    actor,
+                    look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0),
+                    room,
+                    sequence=0,
+                    digests=digest == "on",
+                    max_file_size=max_shard_size,
+                    threads=copy_threads,
+                    cast=cast,
+                    prefix=prefix,
+                    cancel=lambda: None,
+                    progress=progress,
+                )
+            try:
+                storage.rename(room, out)
+            except OSError as error:
+                if error.errno in NOT_EMPTY:
+                    raise InvalidSettingsError(f"{out_dir} was filled by someone else") from error
+                raise
+            storage.sync_folder(out.parent)
+        finally:
+            storage.remove_tree(room)
     merged = sum(file.size for file in manifest.files)
     base = manifest.base_model
+    if as_json:
+        told = {
+            "folder": str(out),
+            "step": manifest.step,
+            "kind": manifest.kind,
+            "base_model": None if base is None else base.name,
+            "tensors": len(manifest.tensors),
+            "files": [file.name for file in manifest.files],
+            "bytes": merged,
+            "seconds": round(manifest.timings["build"], 3),
+            "checked": manifest.checked,
+        }
+        click.echo(json.dumps(told, indent=2))
+        return
     of = "" if base is None else f" for {printable(base.name)}"
     what = "" if manifest.kind == "full" else f", a LoRA {manifest.kind}{of},"
     click.echo(
         f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
     )
-
-
-@contextmanager
-def _shown(name: str) -> Iterator[Progress]:
-    """A bar with rate and time left, where standard error is a terminal."""
-    if not sys.stderr.isatty():
-        yield unheard
-        return
-    # Imported here: it takes a tenth of a second, which a script need not wait for.
-    from rich import progress as bars  # noqa: PLC0415
-    from rich.console import Console  # noqa: PLC0415
-
-    columns = (
-        bars.TextColumn("{task.description}"),
-        bars.BarColumn(),
-        bars.DownloadColumn(),
-        bars.TransferSpeedColumn(),
-        bars.TimeRemainingColumn(),
-    )
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 from click.core import ParameterSource
@@ -21,6 +21,8 @@ from syncd.protocol.layout import (
 )
 
 _DEFAULTS = RunConfig()
+#: Where the services of this host have their configurations, one a job.
+CONFIGURATIONS: Final = Path("/etc/syncd")
 
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
@@ -148,6 +150,11 @@ def policy(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+prefix = click.option(
+    "--prefix",
+    default=None,
+    help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
+)
 config_file = click.option(
     "--config",
     metavar="FILE",

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from syncd.cli import options
+from syncd.cli.bars import at_work
 from syncd.daemon.control import Control
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
@@ -22,5 +23,6 @@ def command(job: Path, timeout: float) -> None:
     carried out. A merge that has begun is finished first: this command waits for it. Step folders
     pile up meanwhile.
     """
-    unanswered = Control(Storage(job), JobLayout(job), timeout=timeout).pause()
+    with at_work("waiting for the daemon"):
+        unanswered = Control(Storage(job), JobLayout(job), timeout=timeout).pause()
     click.echo("paused" if not unanswered else f"the pause is on record; {unanswered} keep to it")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 from syncd.cli import options
+from syncd.cli.bars import at_work
 from syncd.daemon.control import Control
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
@@ -16,15 +18,21 @@ from syncd.storage.fsio import Storage
 @options.job
 @options.version
 @options.timeout
-def command(job: Path, version: options.Target, timeout: float) -> None:
+@options.as_json
+def command(job: Path, version: options.Target, timeout: float, *, as_json: bool) -> None:
     """Publish an old version of JOB again, under a new sequence, which explorers move on to.
 
     The next save of the trainer is published as ever, and replaces it: 'syncd pause' first, where
     the old weights are to stay. Without a daemon the request waits for the next one.
     """
     control = Control(Storage(job), JobLayout(job), timeout=timeout)
-    made = control.roll_back(version.sequence or 0)
-    if isinstance(made, int):
+    with at_work("waiting for the daemon"):
+        made = control.roll_back(version.sequence or 0)
+    if as_json:
+        done = isinstance(made, int)
+        told = {"of": version.sequence, "version": made if done else None}
+        click.echo(json.dumps({**told, "waits_for": None if done else made}, indent=2))
+    elif isinstance(made, int):
         click.echo(f"{version} is served again, as {options.Target(sequence=made)}")
     else:
         click.echo(f"{version} is asked for; {made}")

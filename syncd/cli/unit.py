@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import click
 
+from syncd.cli import options
 from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
@@ -16,7 +17,6 @@ from syncd.storage.fsio import Storage
 from syncd.units.files import FOLLOWER, Instance, is_untouched, owner_of, unit_files
 
 _SYSTEMD: Final = Path("/etc/systemd/system")
-_CONFIGS: Final = Path("/etc/syncd")
 
 
 @click.group("unit", epilog="Example: syncd unit install qwen-grpo")
@@ -215,4 +215,4 @@ def _owner(job: Path, user: str | None, group: str | None) -> tuple[str, str]:
 
 
 def _config_of(name: str, given: Path | None) -> Path:
-    return _CONFIGS / f"{name}.toml" if given is None else given.absolute()
+    return options.CONFIGURATIONS / f"{name}.toml" if given is None else given.absolute()

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
 
 from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.cli import options
+from syncd.cli.bars import bar
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
 from syncd.protocol.layout import MANIFEST, JobLayout, parse_version_folder, printable
 from syncd.storage.fsio import Storage
 
 
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """What one folder is: ``whole``, ``damaged``, ``remote``, or ``pruned`` meanwhile."""
+
+    folder: str
+    outcome: str
+    said: str
+    step: int | None = None
+    kind: str | None = None
+
+
 @click.command("verify", epilog="Example: syncd verify /shared/jobs/qwen-grpo")
 @click.argument("path", type=click.Path(path_type=Path, file_okay=False, exists=True))
-def command(path: Path) -> None:
+@options.as_json
+def command(path: Path, *, as_json: bool) -> None:
     """Compare all versions of the job PATH, or the one folder PATH, with their manifests.
 
-    Reads every byte. Exits with 7 where something is not what its manifest says.
+    Reads every byte. Exits with 7 where something is not what its manifest says. A folder that
+    'syncd merge' made, or a huggingface/ that 'syncd convert' filled, has a manifest too.
     """
     storage = Storage(path)
     if storage.exists(path / MANIFEST):
@@ -31,25 +48,31 @@ def command(path: Path) -> None:
         ]
     if not folders:
         raise InvalidSettingsError(f"{path} is no version, and no job with published versions")
-    wrong = [folder.name for folder in folders if not _verified(storage, folder)]
+    results = []
+    for folder in folders:
+        results.append(_verified(storage, folder))
+        if not as_json:
+            click.echo(f"{folder.name}: {results[-1].said}")
+    if as_json:
+        click.echo(json.dumps({"folders": [asdict(result) for result in results]}, indent=2))
+    wrong = [result.folder for result in results if result.outcome == "damaged"]
     if wrong:
         raise VerificationError(f"not what their manifests say: {', '.join(wrong)}")
 
 
-def _verified(storage: Storage, folder: Path) -> bool:
+def _verified(storage: Storage, folder: Path) -> _Result:
     try:
         manifest = read_manifest(storage, folder)
-        verify_version(storage, folder, manifest)
+        with bar(folder.name) as progress:
+            verify_version(storage, folder, manifest, progress=progress)
     except (VerificationError, RecordError, OSError) as error:
         if not storage.exists(folder):
-            click.echo(f"{folder.name}: pruned meanwhile")
-            return True
-        click.echo(f"{folder.name}: {error}")
-        return False
+            return _Result(folder.name, "pruned", "pruned meanwhile")
+        return _Result(folder.name, "damaged", str(error))
     if manifest.remote is not None:
-        click.echo(f"{folder.name}: step {manifest.step}, remote: {printable(manifest.remote)}")
-        return True
+        said = f"step {manifest.step}, remote: {printable(manifest.remote)}"
+        return _Result(folder.name, "remote", said, manifest.step, manifest.kind)
     how = "sizes, headers, digests" if manifest.digests != "off" else "sizes and headers alone"
     what = "" if manifest.kind == "full" else f" {manifest.kind}"
-    click.echo(f"{folder.name}: step {manifest.step}, whole{what} ({how})")
-    return True
+    said = f"step {manifest.step}, whole{what} ({how})"
+    return _Result(folder.name, "whole", said, manifest.step, manifest.kind)

@@ -195,10 +195,14 @@ class Collector:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
     def _draft(self, path: Path) -> Iterator[Path]:
-        """What is in a folder that a trainer was about to rename; an empty one goes at once."""
+        """What is in a folder that someone was about to rename; an empty one goes at once."""
         try:
-            inside = self._storage.names(path)
-            yield from (path / name for name in inside)
+            inside = self._storage.kinds(path)
+            for name, kind in inside.items():
+                if kind is Kind.FOLDER:
+                    yield from self._draft(path / name)
+                else:
+                    yield path / name
             if not inside:
                 self._storage.rmdir(path)
         except OSError as error:

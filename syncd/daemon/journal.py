@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.save import Save
+from syncd.daemon.journal_file import JournalFile
 from syncd.daemon.meter import Meter
 from syncd.protocol.events import Event
 from syncd.protocol.layout import printable
 from syncd.protocol.records import DaemonCounters, Manifest
 from syncd.protocol.requests import RollbackRequest
+from syncd.storage.leases import Clock
 
 log = logging.getLogger(__name__)
 
 #: What keeps a temporary name apart from all others: a new one at each attempt.
 _RANDOM: Final = re.compile(r"-[0-9a-f]{12}(?![0-9a-f])")
+
+#: Of how many versions it is known when LATEST began to name them: explorers may be late.
+_REMEMBERED: Final = 16
 
 
 def lasting(why: str) -> str:
@@ -28,16 +34,23 @@ def lasting(why: str) -> str:
 class Journal:
     """One line, one count and one metric for each thing that happens in a job.
 
+    And a line of the journal's file, for what ``syncd status`` and ``syncd history`` show.
+
     Args:
         meter: hears of all of it.
+        file: the journal's file.
+        clock: seconds, monotonic.
 
     Attributes:
         counters: what was done since the take-over.
         waiting_for: what was said last of what keeps the daemon from going on; empty for nothing.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
         self.meter = meter
+        self._file = file
+        self._clock = clock
+        self._named_at: dict[int, float] = {}
         self.counters = DaemonCounters()
         self.waiting_for = ""
 
@@ -45,6 +58,24 @@ class Journal:
         """This daemon has taken over."""
         extra = Event.DAEMON_ACTIVE(job=root, epoch=epoch)
         log.info("working on %s in epoch %d", root, epoch, extra=extra)
+        self._file.note("active")
+
+    def adopted(self, manifest: Manifest) -> None:
+        """A version that a daemon before this one had finished is LATEST, and logged already."""
+        self._named(manifest)
+        self._file.note(
+            "adopted", version=manifest.sequence, step=manifest.step, kind=manifest.kind
+        )
+
+    def live(self, explorer: str, version: int) -> None:
+        """An explorer was seen to serve a version for the first time."""
+        named_at = self._named_at.get(version)
+        seconds = None if named_at is None else round(self._clock() - named_at, 3)
+        self._file.note("live", version=version, explorer=explorer, seconds=seconds)
+
+    def write(self) -> None:
+        """Let the file have what happened since the last time."""
+        self._file.write()
 
     def waiting(self, why: str) -> None:
         """Something keeps the daemon from going on, or nothing does; said when it changes."""
@@ -58,6 +89,16 @@ class Journal:
         merged = sum(file.size for file in manifest.files)
         self._count(published=1, merged_bytes=merged)
         self.meter.published(manifest, seconds=seconds, latency=latency)
+        self._named(manifest)
+        self._file.note(
+            "published",
+            version=manifest.sequence,
+            step=manifest.step,
+            kind=manifest.kind,
+            bytes=merged,
+            seconds=round(seconds, 3),
+            latency=round(latency, 3),
+        )
         log.info(
             "published step %d as version %d: %.1f MB in %.2f s",
             manifest.step,
@@ -77,6 +118,7 @@ class Journal:
     def skipped(self, step: int) -> None:
         """A save will never be published: a newer one was."""
         self._count(skipped=1)
+        self._file.note("skipped", step=step)
         extra = Event.SAVE_SKIPPED(step=step)
         log.info("step %d is skipped: a newer one is out", step, extra=extra)
 
@@ -84,6 +126,7 @@ class Journal:
         """A save cannot be published, for the reason in the record at ``path``."""
         self._count(quarantined=1)
         self.meter.failed(error)
+        self._file.note("quarantined", step=save.step, why=str(error))
         log.error(
             "step %d cannot be published: %s (kept in %s)",
             save.step,
@@ -96,6 +139,8 @@ class Journal:
         """A save was quarantined by a fault of ours; called where the error is handled."""
         self._count(quarantined=1)
         self.meter.failed(error)
+        why = f"a fault of syncd: {type(error).__name__}: {error}"
+        self._file.note("quarantined", step=save.step, why=why)
         log.exception(
             "step %d cannot be published: a fault of syncd (%s)",
             save.step,
@@ -106,6 +151,15 @@ class Journal:
     def rolled_back(self, request: RollbackRequest, manifest: Manifest) -> None:
         """An old version is LATEST again."""
         self._count(rolled_back=1)
+        self._named(manifest)
+        self._file.note(
+            "rolled_back",
+            version=manifest.sequence,
+            step=manifest.step,
+            kind=manifest.kind,
+            of=request.sequence,
+            by=printable(request.by),
+        )
         log.info(
             "version %d is served again, as version %d, asked for by %s",
             request.sequence,
@@ -122,6 +176,7 @@ class Journal:
     def rollback_refused(self, request: RollbackRequest, error: Exception) -> None:
         """An old version cannot be LATEST again."""
         self.meter.failed(error)
+        self._file.note("refused", of=request.sequence, by=printable(request.by), why=str(error))
         log.error(
             "version %d cannot be served again: %s",
             request.sequence,
@@ -154,6 +209,12 @@ class Journal:
             error,
             extra=Event.RESERVE_SHORT(reason=error),
         )
+
+    def _named(self, manifest: Manifest) -> None:
+        """LATEST names a version from now on."""
+        self._named_at[manifest.sequence] = self._clock()
+        if len(self._named_at) > _REMEMBERED:
+            del self._named_at[min(self._named_at)]
 
     def _count(self, **more: int) -> None:
         self.meter.counted(**more)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from syncd.checkpoint.merge import Progress
 from syncd.checkpoint.save import Save
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
@@ -27,7 +28,9 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
+from syncd.daemon.going_live import GoingLive, Serves
 from syncd.daemon.journal import Journal, lasting
+from syncd.daemon.journal_file import JournalFile, read_journal
 from syncd.daemon.meter import Meter
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
@@ -47,6 +50,7 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.layout import JobLayout, parse_lease_marker
+from syncd.protocol.records import MergeProgress
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Clock, DaemonLock, Judge, Session
@@ -59,6 +63,8 @@ _MOST_DOUBLINGS: Final = 16
 _ROLLBACK_ATTEMPTS: Final = 6
 #: Seconds between two looks whether the reserve is whole.
 _KEEP_ROOM_AGAIN: Final = 60.0
+#: Bytes of the journal's end in which those are who serve what is leased.
+_ENOUGH: Final = 512 * 1024
 
 
 class Loop:
@@ -119,7 +125,8 @@ class Loop:
             storage, layout, config, epoch, session.id, cancel=cancel, wall=wall, clock=clock
         )
         self._meter = meter or Meter()
-        self._journal = Journal(self._meter)
+        self._journal = Journal(self._meter, JournalFile(storage, layout, wall=wall), clock=clock)
+        self._going_live = GoingLive(storage, layout, self._known_live)
         self._whole_since = clock()
         self._cancel = cancel
         self._collector = Collector(storage, layout, self._leftover_grace, clock=clock)
@@ -139,7 +146,7 @@ class Loop:
 
     def begin(self) -> None:
         """After the take-over: recover what the daemon before us left."""
-        self._publisher.recover()
+        adopted = self._publisher.recover()
         try:
             self._pruner.sweep()
         except OSError as error:  # what cannot be deleted now keeps nobody from new weights
@@ -149,6 +156,8 @@ class Loop:
         self._keep_room()
         self._report("watching")
         self._journal.began(self._layout.root, self._epoch.number)
+        if adopted is not None:
+            self._journal.adopted(adopted)
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Work by another configuration from the next round on.
@@ -195,6 +204,8 @@ class Loop:
                 self._note(refused, action, error)
         if self._left_over:
             self._scanner.look_again()
+        self._look_who_is_live(seen)
+        self._journal.write()
         self._tidy(refused, seen)
         waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))
         self._journal.waiting(waiting_for)
@@ -214,6 +225,7 @@ class Loop:
             self._pruner.sweep()
         except OSError as error:
             self._journal.cleanup_delayed(error)
+        self._journal.write()
         self._report("stopped")
 
     def _act(self, action: Action) -> str:
@@ -297,6 +309,23 @@ class Loop:
         except OSError as error:
             self._journal.reserve_short(error)
 
+    def _look_who_is_live(self, seen: Observation) -> None:
+        try:
+            for explorer, version in self._going_live.look(seen.leases):
+                self._journal.live(explorer, version)
+        except OSError as error:
+            self._raise_if_away(error)
+            self._meter.failed(error)  # the next round looks again
+
+    def _known_live(self) -> list[Serves]:
+        """Who was seen to serve what by the daemons before this one."""
+        lines = read_journal(self._storage, self._layout, _ENOUGH)
+        return [
+            (line.explorer, line.version)
+            for line in lines
+            if line.event == "live" and line.explorer is not None and line.version is not None
+        ]
+
     def _known(self) -> Known:
         latest = self._publisher.latest
         return Known(
@@ -319,7 +348,7 @@ class Loop:
         try:
             self._publisher.check_room(save)
             self._report("merging", f"step {save.step}")
-            manifest = self._publisher.publish(save)
+            manifest = self._publisher.publish(save, progress=self._merging(save, begun))
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(str(error), error)
         except CheckpointError as error:
@@ -339,7 +368,19 @@ class Loop:
         self._failures = 0
         now = self._clock()
         self._journal.published(manifest, seconds=now - begun, latency=now - self._whole_since)
+        self._journal.write()  # pruning, which comes next, may take long
         return ""
+
+    def _merging(self, save: Save, begun: float) -> Progress:
+        """What says how far a merge is, now and then."""
+
+        def tell(done: int, total: int) -> None:
+            if self._reporter.may_say_more():
+                seconds = self._clock() - begun
+                merge = MergeProgress(step=save.step, done=done, total=total, seconds=seconds)
+                self._report("merging", f"step {save.step}", merge)
+
+        return tell
 
     def _republish(self, action: Republish) -> None:
         """Roll back, and answer; what storage refuses is tried again, but not for ever.
@@ -380,7 +421,7 @@ class Loop:
     def _leftover_grace(self) -> float:
         return max(self._config.leftover_grace, 2 * self._session.lease_time)
 
-    def _report(self, state: str, detail: str = "") -> None:
+    def _report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
         latest = self._publisher.latest
         served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
         self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
@@ -390,6 +431,7 @@ class Loop:
             latest=latest,
             paused=self._pause,
             counters=self._journal.counters,
+            merge=merge,
         )
 
 

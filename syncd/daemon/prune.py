@@ -23,9 +23,10 @@ from syncd.protocol.layout import (
     version_folder,
 )
 from syncd.protocol.records import AuditLine, SaveOutcome, encode
+from syncd.storage.append import append
 from syncd.storage.calls import Kind
-from syncd.storage.epoch import Epoch, move_away
-from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone, is_no_record
+from syncd.storage.epoch import Epoch
+from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -235,15 +236,6 @@ class Pruner:
                     pass  # the newer one stays
         self._storage.sync_folder(folder)  # before the other names are deleted
 
-    def _audit(self) -> int:
-        try:
-            return self._storage.open_append(self._layout.audit)
-        except OSError as error:
-            if not is_no_record(error):
-                raise
-        move_away(self._storage, self._layout.audit)
-        return self._storage.open_append(self._layout.audit)
-
     def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
         log.info(
             "pruned %s %s: %s",
@@ -254,11 +246,8 @@ class Pruner:
         )
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
-            fd = self._audit()
-            with self._storage.closing(fd):
-                self._storage.write_all(fd, encode(line))
-                self._storage.fsync(fd)  # before what it tells of is deleted
-            self._storage.sync_folder(self._layout.state)  # the file may be new
+            # Before what it tells of is deleted.
+            append(self._storage, self._layout.audit, encode(line), durable=True)
         except OSError as error:
             if error.errno not in NO_ROOM:
                 raise

@@ -8,19 +8,19 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
-from syncd.checkpoint.build import build_model_folder, weights_size
+from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.chunked_save import holds_model_only
+from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.remote import look_at_weights, write_remote
 from syncd.checkpoint.republish import republish
+from syncd.checkpoint.room import Room
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.recover import look_back
 from syncd.protocol.errors import (
     JobUnavailableError,
-    NoRoomError,
     SaveNotReadyError,
     VersionGoneError,
 )
@@ -46,10 +46,6 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
-
-#: Bytes for config, tokenizer and manifest; and how many files a version may well have.
-_SMALL_FILES: Final = 1024 * 1024
-_FEW_INODES: Final = 32
 
 
 class Publisher:
@@ -94,16 +90,18 @@ class Publisher:
         self._clock = clock
         self._floor = 0
         self._unwritten = False
-        # What a save that does not fit would take: all of it is parsed for that, and it is asked
-        # for again and again while the disk is full.
-        self._sized: tuple[str | None, int] | None = None
+        advice = "make room there, or lower --keep"
+        self._room = Room(storage, layout.epochs, layout.root, advice=advice)
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
         self.outcomes: dict[int, SaveOutcome] = {}
 
-    def recover(self) -> None:
+    def recover(self) -> Manifest | None:
         """After a take-over: read the records, and adopt a finished version or discard it.
+
+        Returns:
+            The version that was adopted.
 
         Raises:
             ProtocolMismatchError: LATEST is of a newer protocol.
@@ -133,10 +131,11 @@ class Publisher:
         ):
             self._epoch.open_leasing(self.latest.sequence)
         if served is None:
-            return
+            return None
         self._serve(served)
         if served.rolled_back is not None:
-            return  # the save in that step's folder, if there is one, may be another by now
+            # The save in that step's folder, if there is one, may be another by now.
+            return found.adopted
         recorded = self.outcomes.get(served.step)
         # A later save of that step may have been quarantined: it is not tried again.
         if recorded is None or recorded.outcome != "quarantined":
@@ -148,14 +147,18 @@ class Publisher:
             if recorded is not None and recorded.identity == served.save_id:
                 outcome = outcome.model_copy(update={"model_only": recorded.model_only})
             self._put_on_record(served.step, outcome)
+        return found.adopted
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Make the next version by another configuration."""
         self._config = config
-        self._sized = None  # another dtype is of another size
 
-    def publish(self, save: Save) -> Manifest:
+    def publish(self, save: Save, *, progress: Progress = unheard) -> Manifest:
         """Merge a whole save and make it LATEST.
+
+        Args:
+            save: as it was looked at last.
+            progress: called with the bytes of tensors that are done, and those of all.
 
         Raises:
             SaveNotReadyError: the save changed meanwhile; nothing was published.
@@ -181,6 +184,7 @@ class Publisher:
                 cast=self._config.cast,
                 prefix=self._config.dcp_prefix,
                 cancel=self._cancel,
+                progress=progress,
                 clock=self._clock,
             )
 
@@ -389,40 +393,16 @@ class Publisher:
             self._unwritten = False
 
     def check_room(self, save: Save) -> None:
-        """Not to begin what cannot end. A quota that the filesystem hides is met on the way.
+        """Not to begin what cannot end.
 
         Raises:
             NoRoomError: the disk has no room for this version.
             SaveNotReadyError, CheckpointError: as :meth:`publish`.
         """
-        needed = 0
-        actor = self._layout.actor(save.step)
-        for name in save.weights:
-            status = self._storage.status(actor / name)
-            needed += status.st_size if status else 0
-        cast = self._config.cast
-        needed = _SMALL_FILES + (2 if cast == "fp32" else 1) * needed
-        free = self._storage.free(self._layout.epochs)
-        if free.bytes is not None and free.bytes < needed and save.remote is None:
-            # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
-            if self._sized is None or self._sized[0] != save.identity:
-                size = weights_size(
-                    self._storage,
-                    actor,
-                    save,
-                    cast=cast,
-                    prefix=self._config.dcp_prefix,
-                    cancel=self._cancel,
-                )
-                self._sized = save.identity, size
-            needed = _SMALL_FILES + self._sized[1]
-        if free.bytes is not None and free.bytes < needed:
-            raise NoRoomError(
-                f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "
-                f"free in {self._layout.root}: make room there, or lower --keep"
-            )
-        if free.inodes is not None and free.inodes < _FEW_INODES:
-            raise NoRoomError(
-                f"only {free.inodes} more files can be made in {self._layout.root} (its filesystem "
-                "is out of inodes): remove some"
-            )
+        self._room.check(
+            self._layout.actor(save.step),
+            save,
+            cast=self._config.cast,
+            prefix=self._config.dcp_prefix,
+            cancel=self._cancel,
+        )

@@ -6,16 +6,26 @@ import logging
 import os
 import socket
 from pathlib import Path
+from typing import Final
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import DaemonCounters, DaemonReport, Latest, encode
+from syncd.protocol.records import (
+    DaemonCounters,
+    DaemonReport,
+    Latest,
+    MergeProgress,
+    encode,
+)
 from syncd.storage.epoch import Epoch
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Session
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
 
 log = logging.getLogger(__name__)
+
+#: Seconds between two reports of how far something is, at least.
+_OFTEN: Final = 2.0
 
 
 class Reporter:
@@ -51,6 +61,7 @@ class Reporter:
         self._wall = wall
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
+        self._took = 0.0
         self._repeats = Repeats(clock=clock)
 
     def report(
@@ -61,6 +72,7 @@ class Reporter:
         latest: Latest | None,
         paused: str | None,
         counters: DaemonCounters,
+        merge: MergeProgress | None = None,
     ) -> None:
         """Say what the daemon does; where that cannot be written, what can be done goes on."""
         report = DaemonReport.model_validate(
@@ -76,6 +88,7 @@ class Reporter:
                 "paused": paused,
                 "memory_dir": str(self._memory_dir) if self._memory_dir else None,
                 "counters": counters,
+                "merge": merge,
                 "time": 0.0,
             }
         )
@@ -98,3 +111,9 @@ class Reporter:
             self._reserve.relieve(error)
         else:
             self._repeats.forget("report")
+        finally:
+            self._took = self._clock() - now
+
+    def may_say_more(self) -> bool:
+        """Whether how far something is may be said again: a twentieth of its time at most."""
+        return self._clock() - self._reported_at >= max(_OFTEN, 20 * self._took)

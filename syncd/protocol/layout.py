@@ -60,6 +60,15 @@ _RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)
 _PART = re.compile(
     r"(?:shard-([0-9]{5,9})-)?model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII
 )
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)", re.ASCII | re.DOTALL)
+
+
+def is_weights_name(name: str) -> bool:
+    """Whether a file of ``huggingface/`` holds weights, or is their index.
+
+    Those are what a merge writes, and never what it reads.
+    """
+    return _WEIGHTS.fullmatch(name) is not None
 
 
 def step_folder(step: int) -> str:
@@ -289,6 +298,16 @@ class JobLayout:
     def audit(self) -> Path:
         """One line for every deletion."""
         return self.state / "audit.jsonl"
+
+    @property
+    def journal(self) -> Path:
+        """What became of saves and versions, a line for each; the older lines are beside it."""
+        return self.state / "journal.jsonl"
+
+    @property
+    def older_journal(self) -> Path:
+        """The lines before those of :attr:`journal`; replaced when that is long enough."""
+        return self.state / "journal.older.jsonl"
 
     @property
     def leases(self) -> Path:

@@ -427,12 +427,31 @@ class DaemonCounters(BaseModel):
     merged_bytes: int = 0
 
 
+class MergeProgress(BaseModel):
+    """How far the merge is that the daemon is at.
+
+    Attributes:
+        step: whose save.
+        done, total: bytes of tensors.
+        seconds: since it began, by the daemon's clock.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    step: Step
+    done: Size
+    total: Size
+    seconds: Seconds
+
+
 class DaemonReport(Record):
     """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
 
     Attributes:
         paused: the id of the pause that this daemon keeps to; None where it publishes.
         memory_dir: the second job that the same process serves, on its own host.
+        merge: how far it is, while the state is ``merging`` and some of it is done. It may be some
+            seconds old.
     """
 
     session: str
@@ -446,6 +465,7 @@ class DaemonReport(Record):
     paused: str | None = None
     memory_dir: Text | None = None
     counters: DaemonCounters = DaemonCounters()
+    merge: MergeProgress | None = None
     time: float
 
 
@@ -465,3 +485,40 @@ class AuditLine(Record):
     name: Text
     why: Text
     session: str
+
+
+class JournalLine(Record):
+    """One line of ``.syncd/journal.jsonl``: what the active daemon did, or saw explorers do.
+
+    Times are by that daemon's clock. What does not belong to an event is None.
+
+    Attributes:
+        event: ``active`` (a daemon took over), ``published``, ``adopted`` (a version that a daemon
+            before this one had finished is LATEST), ``rolled_back``, ``live`` (an explorer serves
+            it), ``skipped``, ``quarantined``, ``refused`` (a rollback).
+        version: the version that it is about.
+        step: its step, or that of the save.
+        kind, bytes: of the version that was published.
+        seconds: of ``published`` the merge, to LATEST; of ``live`` since LATEST named the version,
+            None where a daemon before this one published it.
+        latency: seconds from the first look that found the save whole to LATEST.
+        of: the version that is served again.
+        by: who asked for a rollback.
+        explorer: who serves it.
+        why: why it was quarantined or refused.
+    """
+
+    time: float
+    event: Literal[
+        "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined", "refused"
+    ]
+    version: Sequence | None = None
+    step: Step | None = None
+    kind: Kind | None = None
+    bytes: Size | None = None
+    seconds: Seconds | None = None
+    latency: Seconds | None = None
+    of: Sequence | None = None
+    by: Text | None = None
+    explorer: Text | None = None
+    why: Text | None = None

@@ -66,7 +66,7 @@ def is_committed(path: str) -> bool:
     name = path.rpartition("/")[2]
     return not (
         name.startswith(TEMPORARY)
-        or name == "audit.jsonl"
+        or name in {"audit.jsonl", "journal.jsonl"}
         or is_heartbeat(Path(path))
         or re.match(rf"{_ROOM}/|\.syncd/reserve/", path)
     )

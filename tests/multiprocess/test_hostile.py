@@ -51,20 +51,21 @@ def links(job: JobLayout, outside: Path) -> None:
     ):  # fmt: skip
         path.symlink_to(outside / "folder")
     os.link(outside / "file", job.audit)
+    os.link(outside / "file", job.journal)
 
 
 def pipes(job: JobLayout, outside: Path) -> None:  # noqa: ARG001 # as the others are called
     for path in (
         job.checkpoint_pointer, job.latest, job.saves, job.daemon_report, job.publish_lock,
-        job.explorer("x"), job.audit, job.daemon_lock, job.version(9), job.lease_folder(9),
-        job.epochs / "7-00000000", job.step(1),
+        job.explorer("x"), job.audit, job.journal, job.daemon_lock, job.version(9),
+        job.lease_folder(9), job.epochs / "7-00000000", job.step(1),
     ):  # fmt: skip
         os.mkfifo(path)
 
 
 def folders(job: JobLayout, outside: Path) -> None:
     for path in (
-        job.latest, job.saves, job.daemon_report, job.publish_lock, job.audit,
+        job.latest, job.saves, job.daemon_report, job.publish_lock, job.audit, job.journal,
         job.checkpoint_pointer, job.explorer("x"), job.state / "x.broken-y",
         job.sessions / "x.broken-y", job.epochs / "999-00000000" / "trash" / "..-x" / "planted",
     ):  # fmt: skip

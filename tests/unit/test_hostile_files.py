@@ -247,6 +247,7 @@ class Shared:
         for arguments in (
             ["status", str(self.root)],
             ["status", str(self.root), "--json"],
+            ["history", str(self.root), "--json"],
             ["prune", str(self.root), "--dry-run"],
         ):
             result = CliRunner().invoke(cli, arguments)
@@ -309,6 +310,8 @@ PLACES = {
         ".syncd/explorers/e.json",
         ".syncd/explorers/other.json",
         ".syncd/audit.jsonl",
+        ".syncd/journal.jsonl",
+        ".syncd/journal.older.jsonl",
         ".syncd/quarantine/step_1-abc.json",
         "published/v000003/manifest.json",
         "published/v000009/manifest.json",

@@ -1,0 +1,181 @@
+"""What became of each version: saved, merged, published, live on explorers, pruned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from syncd.checkpoint.version import read_manifest
+from syncd.daemon.job_state import check_is_job
+from syncd.daemon.journal_file import read_journal
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import TEMPORARY, JobLayout, parse_version_folder
+from syncd.protocol.records import AuditLine, ExplorerReport, JournalLine, Latest, parse
+from syncd.storage.append import last_lines
+from syncd.storage.fsio import Storage
+
+#: The most bytes of the audit log that are read, from its end.
+_AUDIT: Final = 16 * 1024 * 1024
+
+
+@dataclass(slots=True)
+class Live:
+    """That an explorer serves a version.
+
+    Attributes:
+        explorer: its name.
+        time: when the daemon saw it, at its next tick: seconds since the epoch; None where it did
+            not, and only the explorer says so.
+        seconds: since LATEST named the version; None where nobody knows when that was.
+    """
+
+    explorer: str
+    time: float | None
+    seconds: float | None
+
+
+@dataclass(slots=True)
+class VersionHistory:
+    """One version. Times are seconds since the epoch by the daemon's clock; None: not known.
+
+    Attributes:
+        version, step: which.
+        kind, bytes: what it is.
+        saved: when the daemon first saw the whole save.
+        merge_seconds: how long it was merged, to LATEST.
+        published: when LATEST began to name it.
+        latency_seconds: from ``saved`` to ``published``.
+        of, by: of which version it is the republication, and who asked for it.
+        live: the explorers that serve it, or did, in this order.
+        pruned, pruned_why: when it was deleted, and why.
+        on_disk: whether it is there.
+        latest: whether LATEST names it.
+    """
+
+    version: int
+    step: int | None = None
+    kind: str | None = None
+    bytes: int | None = None
+    saved: float | None = None
+    merge_seconds: float | None = None
+    published: float | None = None
+    latency_seconds: float | None = None
+    of: int | None = None
+    by: str | None = None
+    live: list[Live] = field(default_factory=list)
+    pruned: float | None = None
+    pruned_why: str | None = None
+    on_disk: bool = False
+    latest: bool = False
+
+
+def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
+    """The newest versions, oldest first; those that were pruned too.
+
+    The daemon keeps a bounded journal (:mod:`.journal_file`): what is older is only there for as
+    long as the version is on disk, and without times.
+
+    Args:
+        storage: the shared storage; only read.
+        layout: the job.
+        limit: how many.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served, or it cannot be looked at.
+    """
+    check_is_job(storage, layout)
+    try:
+        return _history(storage, layout, limit)
+    except OSError as error:
+        raise JobUnavailableError(f"{layout.root} cannot be looked at: {error}") from error
+
+
+def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
+    found: dict[int, VersionHistory] = {}
+    for line in read_journal(storage, layout):
+        if line.version is not None:
+            _add(found.setdefault(line.version, VersionHistory(line.version)), line)
+    for name in storage.names(layout.published):
+        if (sequence := parse_version_folder(name)) is not None:
+            found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
+    newest = dict(sorted(found.items())[-limit:])
+    _add_deletions(storage, layout, newest)
+    _add_unseen(storage, layout, newest)
+    latest = _latest(storage, layout)
+    for version in newest.values():
+        version.latest = version.version == latest
+        if version.on_disk and version.bytes is None:
+            _add_manifest(storage, layout, version)
+    return list(newest.values())
+
+
+def _add(version: VersionHistory, line: JournalLine) -> None:
+    if line.event == "live":
+        if any(one.explorer == line.explorer for one in version.live):
+            return  # a daemon that came later saw it again
+        seconds = line.seconds
+        if seconds is None and version.published is not None:
+            seconds = max(0.0, line.time - version.published)
+        version.live.append(Live(line.explorer or "?", line.time, seconds))
+        return
+    if version.published is None:  # else this one tells of the same, by a daemon that came later
+        version.published = line.time
+    version.step = line.step if version.step is None else version.step
+    version.kind = version.kind or line.kind
+    if line.event == "published":
+        version.bytes = line.bytes
+        version.merge_seconds = line.seconds
+        version.latency_seconds = line.latency
+        version.saved = None if line.latency is None else line.time - line.latency
+    elif line.event == "rolled_back":
+        version.of, version.by = line.of, line.by
+
+
+def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:
+    for content in last_lines(storage, layout.audit, _AUDIT):
+        if b'"version"' not in content:
+            continue  # the deletions of steps and leases are many
+        try:
+            line = parse(AuditLine, content, layout.audit)
+        except RecordError:
+            continue
+        version = found.get(parse_version_folder(line.name) or 0)
+        # What was found half deleted by a daemon that came later is on record again.
+        if line.what == "version" and version is not None and version.pruned is None:
+            version.pruned, version.pruned_why = line.time, line.why
+
+
+def _add_unseen(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:
+    """Explorers that say what they serve, and gave up their lease before the daemon looked."""
+    for name in storage.names(layout.explorers):
+        path = layout.explorers / name
+        if name.startswith(TEMPORARY):
+            continue
+        try:
+            report = parse(ExplorerReport, storage.read(path), path)
+        except (OSError, RecordError):
+            continue
+        version = found.get(report.sequence or 0)
+        if version is not None and all(one.explorer != report.name for one in version.live):
+            version.live.append(Live(report.name, None, None))
+
+
+def _add_manifest(storage: Storage, layout: JobLayout, version: VersionHistory) -> None:
+    """What a version on disk says of itself, where the journal does not."""
+    try:
+        manifest = read_manifest(storage, layout.version(version.version))
+    except (OSError, RecordError):
+        return  # pruned meanwhile, or damaged: 'syncd verify' says that
+    version.step, version.kind = manifest.step, manifest.kind
+    version.bytes = sum(file.size for file in manifest.files)
+    if version.merge_seconds is None:
+        version.merge_seconds = manifest.timings.get("build")
+    if manifest.rolled_back is not None:
+        version.of = manifest.rolled_back.sequence
+
+
+def _latest(storage: Storage, layout: JobLayout) -> int | None:
+    try:
+        return parse(Latest, storage.read(layout.latest), layout.latest).sequence
+    except (OSError, RecordError):
+        return None

@@ -1,0 +1,121 @@
+"""Every command there is, those of other packages too: help, example, documentation, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from syncd.cli import cli
+from syncd.protocol import errors
+from tests.doc_blocks import blocks
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+SECTIONS = dict(re.findall(r"^## (syncd .*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE))
+
+
+def commands(group: click.Group, name: str) -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(group)
+    for child in group.list_commands(context):
+        found = group.get_command(context, child)
+        assert found is not None
+        assert found.name == child
+        yield f"{name} {child}", found
+        if isinstance(found, click.Group):
+            yield from commands(found, f"{name} {child}")
+
+
+COMMANDS = dict(commands(cli, "syncd"))
+
+
+def options(command: click.Command) -> dict[str, click.Option]:
+    found = [p for p in command.params if isinstance(p, click.Option)]
+    return {word: option for option in found for word in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_an_example_that_it_takes_and_a_section_of_the_page(
+    name: str,
+) -> None:
+    command = COMMANDS[name]
+    assert command.help
+    assert all(option.help for option in options(command).values())
+
+    assert command.epilog
+    assert command.epilog.startswith("Example: syncd ")
+    example = shlex.split(command.epilog.removeprefix("Example: "))
+    words = name.split()
+    assert example[: len(words)] == words
+    known = options(command)
+    inner = COMMANDS.get(" ".join(example[: len(words) + 1]))
+    if isinstance(command, click.Group):
+        assert inner is not None, "an example of a group is one of its commands"
+        known = options(inner)
+    else:
+        needed = [p for p in command.params if isinstance(p, click.Argument) and p.required]
+        assert len([word for word in example[len(words) :] if word[0] != "-"]) >= len(needed)
+        required = [p for p in command.params if isinstance(p, click.Option) and p.required]
+        assert all(set(option.opts) & set(example) for option in required)
+    assert {word for word in example if word.startswith("-")} <= set(known)
+
+    shown = CliRunner().invoke(cli, [*words[1:], "--help"])
+    assert shown.exit_code == 0
+    assert "Example:" in shown.output
+    assert all(len(line) <= 80 for line in shown.output.splitlines())
+
+    section = SECTIONS.get(name)
+    assert section is not None, f"docs/cli.md has no section '## {name}'"
+    assert f"`{name}" in section
+    # In code, and not as the beginning of another one's name.
+    missing = [o for o in options(command) if not re.search(rf"`{re.escape(o)}(?![\w-])", section)]
+    assert not missing, f"'## {name}' of docs/cli.md says nothing of {', '.join(missing)}"
+
+
+def test_what_a_script_would_ask_for_is_to_be_had_as_json() -> None:
+    told = {"status", "history", "convert", "merge", "verify", "prune", "rollback", "config show"}
+    assert {name for name in told if "--json" not in options(COMMANDS[f"syncd {name}"])} == set()
+
+
+def test_every_exit_code_is_documented_with_its_classes() -> None:
+    documented = {
+        name: int(code)
+        for code, names in re.findall(r"^\| (\d+) \| ([^|]*) \|", PAGE, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    codes = {kind.__name__: kind.exit_code for kind in kinds if issubclass(kind, errors.SyncdError)}
+    assert {name: documented.get(name) for name in codes} == codes
+    assert documented["OSError"] == 1
+
+
+@pytest.mark.parametrize("language", ["bash", "zsh", "fish"])
+def test_completion_is_to_be_had_as_the_page_says(tmp_path: Path, language: str) -> None:
+    (line,) = blocks("cli.md", language)
+    command = tmp_path / "syncd"
+    command.write_text(f"#!{sys.executable}\nfrom syncd.cli import main\nmain()\n")
+    command.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+
+    def run(*argv: str, **more: str) -> str:
+        done = subprocess.run(
+            argv, env={**env, **more}, capture_output=True, text=True, check=True, timeout=120
+        )
+        return done.stdout
+
+    if language == "bash":
+        run("bash", "-ec", f"{line}\ncomplete -p syncd")
+        words = {"COMP_WORDS": "syncd stat", "COMP_CWORD": "1"}
+        assert run("syncd", _SYNCD_COMPLETE="bash_complete", **words) == "plain,status\n"
+    else:
+        variable = f"_SYNCD_COMPLETE={language}_source"
+        assert f"{variable} syncd" in line
+        assert "syncd" in run("syncd", _SYNCD_COMPLETE=f"{language}_source")

@@ -1,0 +1,192 @@
+"""``syncd status``: several jobs, and one that is watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from syncd.cli import cli, options
+from syncd.cli.amounts import size, span
+from syncd.cli.status_page import page
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.job_state import look
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.records import (
+    DaemonReport,
+    ExplorerReport,
+    MergeProgress,
+    TrainerReport,
+    encode,
+)
+from tests.jobs import Job
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
+from tests.storages import FastStorage
+
+
+@pytest.fixture
+def served(job: Job) -> Job:
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        job.save(1)
+        loop.run_once()
+    return job
+
+
+def status(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["status", *map(str, arguments)])
+
+
+def shown(job: Job, width: int = 80) -> str:
+    console = Console(width=width, no_color=True, highlight=False, record=True, file=None)
+    with console.capture() as captured:
+        seen = look(FastStorage(), job.layout)
+        console.print(page(seen, 1000.0, width), soft_wrap=True)
+    return captured.get()
+
+
+def reports(job: Job, explorers: int, **more: Any) -> None:
+    daemon = {
+        "session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "merging",
+        "detail": "step 12", "sequence": 1, "step": 1, "time": 999.0,
+        "merge": MergeProgress(step=12, done=1_500_000_000, total=6_000_000_000, seconds=1.25),
+        **more,
+    }  # fmt: skip
+    job.put(job.layout.daemon_report, encode(DaemonReport.model_validate(daemon)))
+    trainer = TrainerReport(run_id="r", world_size=4, status="running", step=13, time=990.0)
+    job.put(job.layout.trainer_report, encode(trainer))
+    for number in range(explorers):
+        name = f"node-{number:03d}"
+        report = ExplorerReport(
+            name=name, session="s", status="running", sequence=None if number == 7 else 1,
+            step=1, time=400.0, refused=None if number else "version 1: " + "no such tensor " * 20,
+        )  # fmt: skip
+        job.put(job.layout.explorer(name), encode(report))
+
+
+def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: Job) -> None:
+    reports(served, 30)
+    lines = shown(served).splitlines()
+    told = {line.split()[0]: line for line in lines if line[:1].strip()}
+    assert told["merge"] == "merge    1.5 GB of 6.0 GB (25%) in 1.2 s, 3.8 s left"
+    assert told["trainer"] == "trainer  running, announced step 13 (4 ranks, heard 10 s ago)"
+    assert told["daemon"].startswith("daemon   merging: step 12 (trainer-7 pid 4242, epoch 3")
+    assert told["free"].endswith("on the job's filesystem")
+    assert all(len(line) <= 80 for line in lines if str(served.layout.root) not in line)
+    # Of many explorers those that are behind are shown.
+    assert told["node-007"].split()[1:5] == ["running", "-", "1", "1"]
+    assert "and 10 more, at most 0 behind (--json)" in lines
+    (at,) = (i for i, line in enumerate(lines) if "node-000: version 1: no such" in line)
+    assert lines[at + 1].startswith(" " * 9 + "tensor") or lines[at + 1].startswith(" " * 9)
+
+
+def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: Job) -> None:
+    reports(served, 2)
+    seen = json.loads(status(served.layout.root, "--json").output)
+    assert seen["daemon"]["merge"] == {
+        "step": 12, "done": 1_500_000_000, "total": 6_000_000_000, "seconds": 1.25,
+    }  # fmt: skip
+    assert [(one["behind"], one["behind_steps"]) for one in seen["explorers"]] == [(0, 0)] * 2
+    assert seen["events"][-1]["event"] == "published"
+    assert seen["memory"] is None
+
+
+def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(
+    served: Job, tmp_path: Path
+) -> None:
+    other = Job(tmp_path / "other")
+    (tmp_path / "empty").mkdir()
+    for given in ([tmp_path], [served.layout.root, other.layout.root]):
+        result = status(*given, "--json")
+        told = json.loads(result.output)["jobs"]
+        assert [Path(job["job"]).name for job in told] == ["job", "other"]
+    lines = status(tmp_path).output.splitlines()
+    assert sum(" v1 " in line for line in lines) == 1
+    assert sum("none yet" in line for line in lines) == 1
+    result = status(served.layout.root, tmp_path / "empty")
+    assert result.exit_code == 0
+    assert "is not a job that syncd has served" in result.output.replace("\n", " ")
+    assert isinstance(status(tmp_path / "empty").exception, JobUnavailableError)
+
+
+def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
+    served: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "etc"
+    folder.mkdir()
+    monkeypatch.setattr(options, "CONFIGURATIONS", folder)
+    assert isinstance(status().exception, InvalidSettingsError)
+    (folder / "a.toml").write_text(f'job = "{served.layout.root}"\n')
+    (told,) = json.loads(status("--json").output)["jobs"]
+    assert told["latest"]["sequence"] == 1
+
+
+@contextmanager
+def watching(job: Job, *more: str, out: int) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-m", "syncd", "status", str(job.layout.root), "--watch", *more]
+    env = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
+    with subprocess.Popen([*argv, "--interval", "0.1"], stdout=out, env=env) as process:
+        os.close(out)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("where", ["terminal", "pipe", "json"])
+def test_it_is_shown_again_until_ctrl_c(served: Job, where: str) -> None:
+    ours, theirs = pty.openpty() if where == "terminal" else os.pipe()
+    os.set_blocking(ours, False)
+    more = ["--json"] if where == "json" else []
+    told = b""
+
+    def seen(what: bytes) -> bool:
+        nonlocal told
+        try:
+            told += os.read(ours, 65536)
+        except BlockingIOError:
+            pass
+        return what in told
+
+    with watching(served, *more, out=theirs) as process:
+        wait_until(lambda: seen(b'"sequence": 1' if more else b"version 1, step 1"), "the first")
+        with served.daemon(DaemonConfig(keep=9)) as loop:
+            served.save(2)
+            loop.run_once()
+        wait_until(lambda: seen(b'"sequence": 2' if more else b"version 2, step 2"), "the second")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(DEADLINE) == 0
+    os.close(ours)
+    in_place = b"\x1b[1A" in told or b"\x1b[2K" in told
+    assert in_place == (where == "terminal")
+    if more:
+        lines = told.decode().splitlines()[:-1]
+        assert json.loads(lines[0])["latest"]["sequence"] == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 ms"), (0.0123, "12 ms"), (0.9996, "1.0 s"), (9.96, "10 s"), (99.6, "2 min"),
+     (3599, "60 min"), (7200, "2 h"), (200_000, "2 d"), (1e300, "99999 d")],
+)  # fmt: skip
+def test_durations_are_short(seconds: float, text: str) -> None:
+    assert span(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_960, "100 kB"), (999_600, "1.0 MB"),
+     (3.4e9, "3.4 GB"), (5e15, "5000 TB")],
+)  # fmt: skip
+def test_sizes_are_short(count: float, text: str) -> None:
+    assert size(count) == text

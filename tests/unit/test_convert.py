@@ -1,0 +1,337 @@
+"""``syncd convert``: what it makes of full checkpoints, wherever it is cut off."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from syncd.checkpoint.convert import convert_step, full_steps, look_at_step
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.version import read_manifest, verify_version
+from syncd.cli import cli
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import JobUnavailableError, NoRoomError, SaveNotReadyError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.records import SaveId
+from syncd.storage.calls import Free
+from syncd.storage.fsio import Storage
+from tests.jobs import Job
+from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
+from trainer_hooks.writing.writer import Contents, RankWriter
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+#: One tensor a file.
+FILES = ["--max-shard-size", "100"]
+
+
+def full(job: Job, step: int, value: float, run: str = "run") -> None:
+    """A full checkpoint of one rank of our hook, of three tensors."""
+    model = {name: torch.full((16,), value) for name in ("a", "b", "c")}
+    writer = RankWriter(FastStorage(), job.layout, 0, 1, save_timeout=60.0)
+    contents = Contents(
+        model=model,
+        optimizer={"state": torch.zeros(2)},
+        extra={"rng": torch.zeros(2)},
+        model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
+        fsdp_version=2,
+        is_full=True,
+    )
+    writer.save(SaveId(run, step, 0), contents)
+
+
+def foreign(job: Job, step: int) -> Path:
+    """A full checkpoint of a trainer without our hook."""
+    actor = job.layout.actor(step)
+    (actor / "huggingface").mkdir(parents=True)
+    (actor / "huggingface" / "config.json").write_text("{}")
+    for shard in (FIXTURES / "torch-2.15.0" / "fsdp2").glob("model_*.pt"):
+        shutil.copy(shard, actor)
+    (actor / "optim_world_size_4_rank_0.pt").write_bytes(b"an optimizer")
+    return actor
+
+
+def convert(job: Job, *arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["convert", str(job.layout.root), *arguments])
+
+
+def told(result: Result) -> dict[int, str]:
+    return {step["step"]: step["outcome"] for step in json.loads(result.stdout)["steps"]}
+
+
+def weights(job: Job, step: int) -> dict[str, Any]:
+    folder = job.layout.actor(step) / "huggingface"
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
+
+
+def everything(job: Job) -> dict[str, bytes]:
+    root = job.layout.root
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+def test_full_checkpoints_alone_become_models_once_and_the_daemon_sees_nothing_new(
+    job: Job,
+) -> None:
+    job.save(1)
+    full(job, 2, 2.0)
+    actor = foreign(job, 3)
+    identity = look_at_save(FastStorage(), actor, 3).identity
+    job.point(3)
+    config = DaemonConfig(tick=0.001, keep=9)
+    clock = Clock()
+    with job.daemon(config, clock=clock) as loop:
+        for _ in range(2):
+            loop.run_once()
+            clock.advance(1.0)
+        assert job.latest.step == 3
+        before = everything(job)
+        assert told(convert(job, "--dry-run", "--json")) == {2: "to do", 3: "to do"}
+        assert everything(job) == before
+
+        result = convert(job)
+        assert result.exit_code == 0, result.output
+        assert [line.partition(",")[0] for line in result.stdout.splitlines()] == [
+            "step 2: converted", "step 3: converted",
+        ]  # fmt: skip
+        assert {name: float(tensor[0]) for name, tensor in weights(job, 2).items()} == {
+            "a": 2.0, "b": 2.0, "c": 2.0,
+        }  # fmt: skip
+        version = read_manifest(FastStorage(), job.layout.version(1))
+        assert weights(job, 3).keys() == {tensor.name for tensor in version.tensors}
+        for step in (2, 3):
+            folder = job.layout.actor(step) / "huggingface"
+            verify_version(FastStorage(), folder, read_manifest(FastStorage(), folder))
+
+        after = everything(job)
+        assert {name: after[name] for name in before} == before
+        assert not job.leftovers()
+        assert told(convert(job, "--json")) == {2: "done before", 3: "done before"}
+        assert everything(job) == after
+
+        # It is the same save as before, for the daemon and for a merge.
+        assert look_at_save(FastStorage(), actor, 3).identity == identity
+        for _ in range(3):
+            clock.advance(100.0)
+            loop.run_once()
+        assert job.versions == ["v000001"]
+        job.point(2)
+        loop.run_once()
+        assert "model.safetensors" in {p.name for p in job.layout.version(2).iterdir()}
+        assert read_manifest(FastStorage(), job.layout.version(2)).step == 2
+
+
+def test_a_step_that_is_saved_again_is_converted_again(job: Job) -> None:
+    full(job, 2, 2.0)
+    assert convert(job, *FILES).exit_code == 0
+    assert len(list((job.layout.actor(2) / "huggingface").glob("*.safetensors"))) == 3
+    full(job, 2, 5.0, run="again")
+    assert told(convert(job, "--json")) == {2: "converted"}
+    assert float(weights(job, 2)["a"][0]) == 5.0
+    names = sorted(p.name for p in (job.layout.actor(2) / "huggingface").iterdir())
+    assert names == ["config.json", "manifest.json", "model.safetensors"]
+
+
+def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) -> None:
+    full(job, 2, 2.0)
+    folder = job.layout.actor(2) / "huggingface"
+    (folder / "model.safetensors").write_bytes(b"the trainer's")
+    assert told(convert(job, "--json")) == {2: "done before"}
+    assert (folder / "model.safetensors").read_bytes() == b"the trainer's"
+    assert told(convert(job, "--again", "--json")) == {2: "converted"}
+    assert weights(job, 2)
+    # Of several files one is missing: cut off by whoever wrote them.
+    for path in (folder / "manifest.json", folder / "model.safetensors"):
+        path.unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert told(convert(job, "--json")) == {2: "converted"}
+    assert not (folder / "model.safetensors.index.json").exists()
+
+
+def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: Job) -> None:
+    for step in (2, 3, 4, 5, 6):
+        full(job, step, float(step))
+    (job.layout.step(3) / ".saving").touch()
+    (job.layout.actor(4) / ".receipts" / "rank_0.json").unlink()
+    (job.layout.step(5) / ".full_checkpoint").rename(job.layout.step(5) / ".retired")
+    result = convert(job, "--json")
+    assert told(result) == {2: "converted", 3: "left out", 4: "failed", 6: "converted"}
+    assert result.exit_code == SaveNotReadyError.exit_code
+    assert convert(job, "--step", "6").stdout == "step 6: done before\n"
+    for step, code in (("3", 5), ("4", 5), ("5", 2), ("7", 2)):
+        result = convert(job, "--step", step)
+        assert (result.exit_code, result.stdout) == (code, "")
+        assert result.stderr.startswith(f"step {step}: failed: ")
+
+
+def test_an_adapter_is_left_out(job: Job) -> None:
+    full(job, 2, 2.0)
+    adapter = job.layout.actor(2) / "lora_adapter"
+    adapter.mkdir()
+    shutil.rmtree(job.layout.actor(2) / ".receipts")
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    assert told(convert(job, "--json")) == {2: "left out"}
+
+
+def test_a_job_that_is_not_there_or_holds_none_is_said(job: Job, tmp_path: Path) -> None:
+    assert "holds no full checkpoint" in convert(job).stdout
+    missing = CliRunner().invoke(cli, ["convert", str(tmp_path / "missing")])
+    assert isinstance(missing.exception, JobUnavailableError)
+
+
+def test_without_room_nothing_is_begun(job: Job) -> None:
+    class Full(FastStorage):
+        def free(self, path: Path) -> Free:  # noqa: ARG002 # the seam's
+            return Free(1000, 1000)
+
+    full(job, 2, 2.0)
+    before = everything(job)
+    storage = Full()
+    with pytest.raises(NoRoomError, match="make room there"):
+        run(storage, job.layout, 2)
+    assert everything(job) == before
+
+
+def run(storage: Storage, layout: JobLayout, step: int, **more: Any) -> None:
+    found = look_at_step(storage, layout, step)
+    if not found.has_weights:
+        convert_step(storage, layout, found, **{"max_file_size": 100, **more})
+
+
+class Killed(BaseException):
+    """Nothing is done after it, as after a kill."""
+
+
+def kill_at(number: int) -> RuledStorage:
+    left = [number]
+
+    def rule(called: str, _: tuple[Any, ...]) -> None:
+        if called in CHANGES:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+
+    return RuledStorage(rule)
+
+
+@pytest.mark.parametrize("before", ["nothing", "one file", "several files"])
+@pytest.mark.parametrize("size", [100, 10_000], ids=["to several", "to one"])
+def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_ends_it(
+    tmp_path: Path, before: str, size: int
+) -> None:
+    template = Job(tmp_path / "template")
+    full(template, 2, 2.0)
+    if before != "nothing":
+        old = 100 if before == "several files" else 10_000
+        run(FastStorage(), template.layout, 2, max_file_size=old)
+        full(template, 2, 5.0, run="again")
+    value = 2.0 if before == "nothing" else 5.0
+    for number in range(200):
+        job = Job(tmp_path / str(number))
+        shutil.copytree(template.layout.root, job.layout.root, dirs_exist_ok=True)
+        kept = everything(job)
+        try:
+            run(kill_at(number), job.layout, 2, max_file_size=size)
+        except Killed:
+            pass
+        else:
+            break
+        folder = job.layout.actor(2) / "huggingface"
+        names = {path.name for path in folder.iterdir()}
+        if names & {"model.safetensors", "model.safetensors.index.json"}:
+            found = {float(tensor[0]) for tensor in weights(job, 2).values()}
+            assert found in ({2.0}, {value})
+        done = look_at_step(FastStorage(), job.layout, 2).has_weights
+        run(FastStorage(), job.layout, 2, max_file_size=size, sleep=lambda _: None)
+        assert {float(tensor[0]) for tensor in weights(job, 2).values()} == {value}
+        manifest = read_manifest(FastStorage(), folder)
+        verify_version(FastStorage(), folder, manifest)
+        assert {path.name for path in folder.iterdir()} == {
+            *(file.name for file in manifest.files), "manifest.json",
+        }  # fmt: skip
+        # What is left where all was done is small, and the daemon's to collect.
+        assert not [p for room in job.leftovers() for p in room.glob("*.safetensors")]
+        assert done or not job.leftovers()
+        now = everything(job)
+        assert all(now[name] == kept[name] for name in kept if "huggingface" not in name)
+        shutil.rmtree(job.layout.root)
+    else:
+        raise AssertionError("it never came to its end")
+    assert number > 20
+
+
+def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(job: Job, clock: Clock) -> None:
+    full(job, 2, 2.0)
+    room = job.layout.actor(2) / ".tmp-huggingface-0123"
+    (room / "templates").mkdir(parents=True)
+    (room / "model.safetensors").write_bytes(b"half")
+
+    def goes_on(_: float) -> None:
+        (room / "model.safetensors").write_bytes(b"more of it")
+
+    with pytest.raises(JobUnavailableError, match="another process"):
+        run(FastStorage(), job.layout, 2, sleep=goes_on)
+    run(FastStorage(), job.layout, 2, sleep=lambda _: None)
+    assert not job.leftovers()
+    # A daemon removes it too.
+    (room / "templates").mkdir(parents=True)
+    (room / "templates" / "tool.jinja").write_bytes(b"half")
+    with job.daemon(DaemonConfig(leftover_grace=60.0), clock=clock) as loop:
+        for _ in range(40):
+            clock.advance(8.0)
+            loop.run_once()
+    assert not job.leftovers()
+
+
+def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: Job) -> None:
+    full(job, 2, 2.0)
+    clock = Clock()
+    calls: list[str] = []
+
+    def rule(called: str, given: tuple[Any, ...]) -> None:
+        clock.advance(4.0)
+        if called == "utime":
+            calls.append(Path(given[0]).name)
+
+    run(RuledStorage(rule), job.layout, 2, clock=clock)
+    assert any(name.startswith(".tmp-huggingface-") for name in calls)
+    assert "model-00001-of-00003.safetensors" in calls
+
+
+def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: Job) -> None:
+    full(job, 2, 2.0)
+
+    def rule(called: str, given: tuple[Any, ...]) -> None:
+        if called == "create" and "manifest" in str(given[0]):
+            shutil.rmtree(job.layout.step(2))
+
+    with pytest.raises(SaveNotReadyError, match="went while"):
+        run(RuledStorage(rule), job.layout, 2)
+    assert full_steps(FastStorage(), job.layout) == []
+
+
+def test_what_storage_refuses_leaves_nothing_half_made(job: Job) -> None:
+    full(job, 2, 2.0)
+    before = everything(job)
+    refuses: Callable[[str, tuple[Any, ...]], None]
+
+    def refuses(called: str, given: tuple[Any, ...]) -> None:
+        if called == "fsync" and job.layout.actor(2).exists():
+            raise OSError(errno.EIO, "an error", str(given[0]))
+
+    with pytest.raises(OSError, match="an error"):
+        run(RuledStorage(refuses), job.layout, 2)
+    assert everything(job) == before
+    assert not job.leftovers()
