@@ -111,7 +111,9 @@ class _Shown(Watching):
     def __init__(self, *, quiet: bool) -> None:
         self._out = Console()
         self._quiet = quiet
-        self._status = Status("", console=Console(stderr=True))
+        # One console where both go to one terminal, or each would write over the other.
+        shares = self._out.is_terminal and not quiet
+        self._status = Status("", console=self._out if shares else Console(stderr=True))
 
     def begins(self, what: str) -> None:
         self._status.update(f"looking at {what}")

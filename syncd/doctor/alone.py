@@ -27,14 +27,14 @@ _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 def rename(here: Here) -> Finding:
     """A rename replaces a file, and never a folder that holds something."""
-    here.attempt("write", "old", text="old")
-    here.attempt("write", "new", text="new")
+    here.must("write", "old", text="old")
+    here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)
     wrong += verdicts.expected("the file that a rename replaced", here.see("open", "old"), "new")
     wrong += verdicts.expected("the name that a rename left", here.see("exists", "new"), "False")
     for folder in ("version", "full"):
-        here.attempt("mkdir", folder)
-        here.attempt("write", f"{folder}/file", text=folder)
+        here.must("mkdir", folder)
+        here.must("write", f"{folder}/file", text=folder)
     said = here.attempt("rename", "version", "full")
     wrong += verdicts.full("a rename onto a folder that holds something", said)
     said = here.attempt("rename", "version", "published")
@@ -47,12 +47,12 @@ def rename(here: Here) -> Finding:
 
 def rmdir(here: Here) -> Finding:
     """A folder that holds something stays; one that was removed takes nothing in."""
-    here.attempt("mkdir", "leases")
-    here.attempt("create", "leases/one")
+    here.must("mkdir", "leases")
+    here.must("create", "leases/one")
     wrong = verdicts.full("rmdir of a folder that holds something", here.attempt("rmdir", "leases"))
     said = here.see("exists", "leases/one")
     wrong += verdicts.expected("a file in a folder that rmdir had to leave", said, "True")
-    here.attempt("unlink", "leases/one")
+    here.must("unlink", "leases/one")
     said = here.attempt("rmdir", "leases")
     wrong += verdicts.expected("rmdir of an empty folder", said, DONE)
     said = here.attempt("create", "leases/two")
@@ -63,9 +63,9 @@ def rmdir(here: Here) -> Finding:
 
 def links(here: Here) -> Finding:
     """A file can have two names."""
-    here.attempt("write", "file", text="file")
+    here.must("write", "file", text="file")
     said = here.attempt("link", "file", "second")
-    here.attempt("unlink", "file")
+    here.must("unlink", "file")
     return verdicts.links(said, are_same=here.see("open", "second") == "file")
 
 

@@ -80,7 +80,7 @@ class Facts(Record):
     umask: str
     syncd: str
     python: str
-    torch: str | None
+    torch: str | None = None
     kernel: str
     filesystem: str
     source: str

@@ -10,7 +10,7 @@ from typing import Final
 from syncd.doctor.calls import Answer, Call, End, Request
 from syncd.doctor.finding import Finding
 from syncd.doctor.party import Here, Party, error_name, put
-from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import TEMPORARY
 from syncd.protocol.records import R, encode, parse
 from syncd.storage.errnos import is_gone
@@ -58,7 +58,11 @@ class Channel:
             try:
                 # This client may remember that nothing was said.
                 self._storage.refresh(self._talk)
-                said = self._storage.read(path, LONG_RECORD_LIMIT)
+                said = parse(model, self._storage.read(path, LONG_RECORD_LIMIT), path)
+            except RecordError:
+                # Where a rename is none, it may be there in part.
+                if time.monotonic() > deadline:
+                    raise
             except OSError as error:
                 if not is_gone(error):
                     raise
@@ -67,7 +71,7 @@ class Channel:
                     raise JobUnavailableError(_silent(path, limit, ended=ended)) from None
             else:
                 self._heard += 1
-                return parse(model, said, path)
+                return said
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
 

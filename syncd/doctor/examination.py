@@ -90,7 +90,7 @@ class Examination:
         Raises:
             JobUnavailableError: the job directory is not there.
         """
-        return self._run(
+        return self.run(
             lambda room: helpers(self._storage, room, self._limits.answer), two_hosts=False
         )
 
@@ -100,7 +100,7 @@ class Examination:
         Raises:
             JobUnavailableError: the job directory is not there, or nobody came.
         """
-        return self._run(self._received, two_hosts=True)
+        return self.run(self._received, two_hosts=True)
 
     @contextmanager
     def _received(self, room: ProbeRoom) -> Iterator[list[There]]:
@@ -109,7 +109,16 @@ class Examination:
         yield [peer]
         peer.dismiss(tuple(self._findings))
 
-    def _run(self, company: Company, *, two_hosts: bool) -> list[Finding]:
+    def run(self, company: Company, *, two_hosts: bool) -> list[Finding]:
+        """Measure with others.
+
+        Args:
+            company: who makes them, and ends them.
+            two_hosts: whether they were asked to be on another host.
+
+        Raises:
+            JobUnavailableError: the job directory is not there, or those others are gone.
+        """
         storage, layout = self._storage, self._layout
         if storage.status(layout.root) is None:
             raise JobUnavailableError(
@@ -207,7 +216,9 @@ class Examination:
     def _prepared(self, room: ProbeRoom, name: str, probe: Callable[[], Found]) -> Found:
         room.beat()
         self._storage.mkdir(room.path / name)
-        return probe()
+        found = probe()
+        room.beat()  # a room that was removed meanwhile says nothing about storage
+        return found
 
     def _leave(self, room: ProbeRoom) -> None:
         """Remove the room, and say so where that cannot be done."""

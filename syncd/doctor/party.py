@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -50,6 +51,17 @@ class Party(ABC):
         """Change something; returns ``done``, or the name of the error: ``EEXIST``."""
         call = Call(do="attempt", change=change, name=name, other=other, text=text)
         return self._do(call).text
+
+    def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
+        """Change something that a probe begins with.
+
+        Raises:
+            OSError: it was refused.
+        """
+        said = self.attempt(change, name, other, text)
+        if said != DONE:
+            code = getattr(errno, said, errno.EIO)
+            raise OSError(code, f"{change} was refused: {os.strerror(code)}", name)
 
     def see(self, how: How, name: str) -> str:
         """Look once; returns what is seen, or the name of an error after a ``!``."""

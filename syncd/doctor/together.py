@@ -49,7 +49,7 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
     won: dict[str, list[tuple[int, ...]]] = {}
     errors: dict[str, int] = {}
     for number in range(len(parties)):
-        parties[0].attempt("create", f"{room}/source-{number}")
+        parties[0].must("create", f"{room}/source-{number}")
     for way in _WAYS:
         # This process last: it does its part only when it is asked for its answer, and first.
         for number, party in reversed(list(enumerate(parties))):
@@ -84,15 +84,15 @@ def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) 
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         replaced_file, heartbeat = f"{room}/latest-{number}", f"{room}/heartbeat-{number}"
         for name in (replaced_file, heartbeat):
-            actor.attempt("write", name, text="old")
-        onlooker.attempt("touch", room)
+            actor.must("write", name, text="old")
+        onlooker.must("touch", room)
         looks = [
             Look(how="open", name=replaced_file, before="old"),
             Look(how="mark", name=heartbeat, before=onlooker.see("mark", heartbeat)),
         ]
         onlooker.see("open", replaced_file)
-        actor.attempt("replace", replaced_file, text="new")
-        actor.attempt("touch", heartbeat)
+        actor.must("replace", replaced_file, text="new")
+        actor.must("touch", heartbeat)
         late.append(onlooker.until_changed(looks, limit))
     changed, touched = zip(*late, strict=True)
     return verdicts.seen(changed, touched, limit, lease_time)
@@ -105,9 +105,9 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
         for folder in (here, f"{here}/status", f"{here}/listing", f"{here}/missing"):
-            actor.attempt("mkdir", folder)
-        actor.attempt("write", f"{here}/status/file", text="old")
-        onlooker.attempt("touch", room)
+            actor.must("mkdir", folder)
+        actor.must("write", f"{here}/status/file", text="old")
+        onlooker.must("touch", room)
         looks = [
             Look(how="status", name=f"{here}/status/file"),
             Look(how="listing", name=f"{here}/listing"),
@@ -116,9 +116,9 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
         looks = [
             look.model_copy(update={"before": onlooker.see(look.how, look.name)}) for look in looks
         ]
-        actor.attempt("replace", f"{here}/status/file", text="newer")
-        actor.attempt("mkdir", f"{here}/listing/name")
-        actor.attempt("mkdir", f"{here}/missing/name")
+        actor.must("replace", f"{here}/status/file", text="newer")
+        actor.must("mkdir", f"{here}/listing/name")
+        actor.must("mkdir", f"{here}/missing/name")
         for what, after in zip(late, onlooker.until_changed(looks, limit), strict=True):
             late[what].append(after)
     return verdicts.remembered(late, limit)
@@ -129,23 +129,24 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
-        actor.attempt("mkdir", here)
-        actor.attempt("write", f"{here}/file", text="old")
-        onlooker.attempt("touch", room)
+        actor.must("mkdir", here)
+        actor.must("write", f"{here}/file", text="old")
+        onlooker.must("touch", room)
         for _ in range(2):
             onlooker.see("open", f"{here}/file")
             onlooker.see("exists", f"{here}/name")
             onlooker.see("exists", f"{here}/full")
         onlooker.see("listing", here)
-        actor.attempt("replace", f"{here}/file", text="new")
-        actor.attempt("mkdir", f"{here}/name")
-        actor.attempt("mkdir", f"{here}/full")
-        actor.attempt("create", f"{here}/full/lease")
-        onlooker.attempt("touch", here)
+        actor.must("replace", f"{here}/file", text="new")
+        actor.must("mkdir", f"{here}/name")
+        actor.must("mkdir", f"{here}/full")
+        actor.must("create", f"{here}/full/lease")
+        onlooker.must("touch", here)
         said = onlooker.attempt("rmdir", f"{here}/full")
         wrong += verdicts.full("rmdir of a full folder that was not there before", said)
         said = onlooker.see("exists", f"{here}/name")
         wrong += verdicts.expected("a new name", said, "True")
+        onlooker.see("open", f"{here}/file")  # late by one look, it does no harm
         said = onlooker.see("open", f"{here}/file")
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
@@ -160,15 +161,15 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
         for folder in (here, f"{here}/room", f"{here}/room/version", f"{here}/leases"):
-            actor.attempt("mkdir", folder)
-        actor.attempt("create", f"{here}/room/version/file")
-        onlooker.attempt("touch", room)
+            actor.must("mkdir", folder)
+        actor.must("create", f"{here}/room/version/file")
+        onlooker.must("touch", room)
         # It comes to know all of these, and keeps what its client remembers of them.
         onlooker.see("listing", f"{here}/room")
         onlooker.see("listing", f"{here}/room/version")
         onlooker.see("exists", f"{here}/room/version/file")
-        onlooker.attempt("create", f"{here}/leases/mine")
-        onlooker.attempt("unlink", f"{here}/leases/mine")
+        onlooker.must("create", f"{here}/leases/mine")
+        onlooker.must("unlink", f"{here}/leases/mine")
         said = actor.attempt("rename", f"{here}/room/version", f"{here}/doomed")
         wrong += verdicts.expected("a rename out of a folder", said, DONE)
         for folder in ("room", "leases"):
@@ -187,10 +188,10 @@ def leases(pair: tuple[Party, Party], room: str) -> Finding:
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
-        onlooker.attempt("mkdir", here)
+        onlooker.must("mkdir", here)
         onlooker.see("listing", here)
-        actor.attempt("touch", room)
-        actor.attempt("create", f"{here}/lease")
+        actor.must("touch", room)
+        actor.must("create", f"{here}/lease")
         said = onlooker.attempt("rmdir", here)
         wrong += verdicts.full("rmdir of a folder in which another process made a file", said)
     promise = "rmdir never takes a folder in which another process has made a file"
@@ -202,8 +203,8 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
-        actor.attempt("mkdir", here)
-        actor.attempt("create", f"{here}/file")
+        actor.must("mkdir", here)
+        actor.must("create", f"{here}/file")
         onlooker.attempt("touch", room)
         for what, said in (
             ("making a file in", onlooker.attempt("create", f"{here}/other")),
@@ -225,10 +226,10 @@ def events(pair: tuple[Party, Party], room: str) -> Finding:
     heard = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
-        actor.attempt("mkdir", here)
-        onlooker.attempt("touch", room)
+        actor.must("mkdir", here)
+        onlooker.must("touch", room)
         onlooker.listen(here, "name")
-        actor.attempt("create", f"{here}/name")
+        actor.must("create", f"{here}/name")
         heard.append(onlooker.heard(_EVENT))
     ours, theirs = (party.tell() for party in pair)
     return verdicts.events(heard, two_hosts=ours.boot != theirs.boot)

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
 from syncd.storage.fsio import Storage
@@ -73,8 +74,20 @@ class ProbeRoom:
         self._storage.mkdir(self.path)
 
     def beat(self) -> None:
-        """Say that this run goes on: what lies still for long is taken for left behind."""
-        self._storage.utime(self._mark)
+        """Say that this run goes on: what lies still for long is taken for left behind.
+
+        Raises:
+            JobUnavailableError: it was taken for that, and what is measured now means nothing.
+        """
+        try:
+            self._storage.utime(self._mark)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            raise JobUnavailableError(
+                f"{self._mark} was removed while this run measured: by a daemon whose "
+                "--leftover-grace is shorter than a probe, or by hand; or the job was unmounted"
+            ) from error
 
     def remove(self) -> None:
         """Remove all of it. Safe to call twice."""
