@@ -52,7 +52,7 @@ def rmdir(here: Here) -> Finding:
     wrong = verdicts.full("rmdir of a folder that holds something", here.attempt("rmdir", "leases"))
     said = here.see("exists", "leases/one")
     wrong += verdicts.expected("a file in a folder that rmdir had to leave", said, "True")
-    here.must("unlink", "leases/one")
+    here.attempt("unlink", "leases/one")
     said = here.attempt("rmdir", "leases")
     wrong += verdicts.expected("rmdir of an empty folder", said, DONE)
     said = here.attempt("create", "leases/two")

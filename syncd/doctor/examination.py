@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 from syncd.doctor import alone, job, job_verdicts, together
 from syncd.doctor.calls import Facts
@@ -53,6 +54,9 @@ class Watching:
     def found(self, finding: Finding) -> None:
         """Something was found."""
 
+
+#: What storage says where this user may make nothing.
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 #: Makes those with whom this process measures, in a room that is theirs.
 Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
@@ -156,13 +160,18 @@ class Examination:
             sweep_rooms(storage, layout)
             return ProbeRoom.make(storage, layout, name)
 
-        room, refused = None, None
+        room = None
         try:
             room = self._bounded(make)
         except OSError as error:
-            refused = str(error)
+            why = str(error)
+            if error.errno in _REFUSED:
+                self._probe("rights", lambda: job.rights(storage, layout, facts, why))
+            else:
+                self._note(job_verdicts.broken("rights", why))
         try:
-            self._probe("rights", lambda: job.rights(storage, layout, facts, refused))
+            if room is not None:
+                self._probe("rights", lambda: job.rights(storage, layout, facts, None))
             yield room
         finally:
             if room is not None:

@@ -17,7 +17,8 @@ from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
 from syncd.storage.fsio import Storage
 
 _ALIVE: Final = ".alive"
-#: How often the folder of all rooms is made anew: whoever leaves last removes it.
+#: How often the folder of all rooms is made anew, since whoever leaves last removes it; and how
+#: often what was a room is emptied.
 _ATTEMPTS: Final = 5
 
 
@@ -64,14 +65,20 @@ class ProbeRoom:
         return room
 
     def _make(self) -> None:
-        try:
-            self._storage.mkdir(self._layout.state)
-            self._made_state = True
-        except FileExistsError:
-            pass
-        self._storage.make_folder(self._layout.doctor, below=self._layout.root)
-        self._storage.write_new(self._mark, f"{_this_process()}\n".encode())
+        self._made_state |= self._make_folder(self._layout.state)
+        self._make_folder(self._layout.doctor)
+        fd = self._storage.create(self._mark)
+        with self._storage.closing(fd):
+            self._storage.write_all(fd, f"{_this_process()}\n".encode())
         self._storage.mkdir(self.path)
+
+    def _make_folder(self, path: Path) -> bool:
+        """Make a folder that need not survive anything; False where it is there."""
+        try:
+            self._storage.mkdir(path)
+        except FileExistsError:
+            return False
+        return True
 
     def beat(self) -> None:
         """Say that this run goes on: what lies still for long is taken for left behind.
@@ -91,7 +98,17 @@ class ProbeRoom:
 
     def remove(self) -> None:
         """Remove all of it. Safe to call twice."""
-        self._storage.remove_tree(self.path)
+        # Whoever is in the middle of a probe finds nothing here from now on, and adds nothing.
+        aside = self.path.with_name(f"{self.path.name}.removed")
+        try:
+            self._storage.rename(self.path, aside)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+        for _ in range(_ATTEMPTS):  # but what he had begun already
+            self._storage.remove_tree(aside)
+            if not self._storage.exists(aside):
+                break
         self._storage.unlink_if_there(self._mark)
         _remove_if_empty(self._storage, self._layout.doctor)
         if self._made_state:
