@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from syncd.protocol.layout import TEMPORARY
 from syncd.protocol.records import R, encode, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+
+log = logging.getLogger(__name__)
 
 #: The folder of what is said, in the room.
 TALK: Final = "talk"
@@ -115,8 +118,12 @@ class There(Party):
         return answer
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Tell it what was found, and that it is over."""
+        """Tell it what was found, and that it is over; waits until it has heard that."""
         self._channel.say(Request(end=End(findings=findings)))
+        try:
+            self._channel.hear(Answer, self._patience, self._has_ended)
+        except JobUnavailableError as error:
+            log.debug("%s", error)  # nothing more is wanted of it
 
 
 def serve(
@@ -144,6 +151,7 @@ def serve(
         while True:
             request = channel.hear(Request, idle, given_up)
             if request.call is None:
+                channel.say(Answer())
                 return request.end.findings if request.end else ()
             try:
                 answer = here.perform(request.call)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,11 +20,13 @@ from typing import Any
 
 import pytest
 
+from syncd.cli.doctor import command
 from syncd.doctor.examination import Examination, Limits, Watching, join
 from syncd.doctor.facts import facts_of
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
+from tests.doc_blocks import blocks
 from tests.jobs import Job
 from tests.multiprocess.mounts import read_only
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_until
@@ -109,6 +113,16 @@ def test_two_that_are_run_at_the_same_time_measure_between_them(tmp_path: Path) 
     assert {one["name"] for one in there["findings"]} == set(findings)
     assert there["verdict"] == "warn"
     assert {path.name for path in stale.parent.iterdir()} == {stale.name, f"{stale.name}.alive"}
+
+
+def test_the_page_has_every_finding_and_commands_that_it_would_take() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
+    rows = {name for line in page.splitlines() for name in re.findall(r"`([a-z_]+)`", line[:30])}
+    assert ALONE | {"hosts", "peer_mount", "cleanup"} <= rows
+    for line in "".join(blocks("doctor.md", "sh")).splitlines():
+        _, name, *arguments = shlex.split(line, comments=True)
+        assert name == "doctor"
+        command.make_context(name, arguments)
 
 
 def test_a_peer_that_nobody_answers_says_what_to_run(tmp_path: Path) -> None:
