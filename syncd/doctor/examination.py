@@ -63,7 +63,15 @@ Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
 
 
 class _HungError(Exception):
-    """Storage does not answer: nothing else can be asked of it."""
+    """Storage does not answer: nothing else can be asked of it.
+
+    Attributes:
+        probe: which was being done.
+    """
+
+    def __init__(self, probe: str) -> None:
+        super().__init__(f"storage does not answer: {probe}")
+        self.probe = probe
 
 
 class Examination:
@@ -124,17 +132,17 @@ class Examination:
             JobUnavailableError: the job directory is not there, or those others are gone.
         """
         storage, layout = self._storage, self._layout
-        if storage.status(layout.root) is None:
-            raise JobUnavailableError(
-                f"the job directory {layout.root} is not there: create it, or mount its storage"
-            )
         try:
-            facts = self._bounded(lambda: facts_of(layout.root))
-            daemon = self._bounded(lambda: job.DaemonProbe(storage, layout))
+            if self._bounded("the job's folder", lambda: storage.status(layout.root)) is None:
+                raise JobUnavailableError(
+                    f"the job directory {layout.root} is not there: create it, or mount its storage"
+                )
+            facts = self._bounded("mount", lambda: facts_of(layout.root))
+            daemon = self._bounded("daemon", lambda: job.DaemonProbe(storage, layout))
             clock = job.ClockProbe()
             self._probe("mount", lambda: job_verdicts.mount(facts))
             self._probe("software", lambda: job_verdicts.software(facts))
-            finding, lease_time = self._bounded(lambda: job.format_of(storage, layout))
+            finding, lease_time = self._bounded("format", lambda: job.format_of(storage, layout))
             self._note(finding)
             self._probe("room", lambda: job.room(storage, layout))
             self._probe("others", lambda: job.others(storage, layout))
@@ -143,12 +151,11 @@ class Examination:
                 if room is None:
                     self._probe("daemon", watch)
                 else:
-                    storage.mkdir(room.path / TALK)
                     with company(room) as others:
                         self._in_it(room, facts, clock, lease_time, others, two_hosts=two_hosts)
                         self._probe("daemon", watch)
-        except _HungError:
-            pass  # that is a finding already
+        except _HungError as error:
+            self._note(job_verdicts.hung(error.probe, self._limits.probe))
         return self._findings
 
     @contextmanager
@@ -158,24 +165,33 @@ class Examination:
 
         def make() -> ProbeRoom:
             sweep_rooms(storage, layout)
-            return ProbeRoom.make(storage, layout, name)
+            made = ProbeRoom.make(storage, layout, name)
+            storage.mkdir(made.path / TALK)
+            return made
 
         room = None
         try:
-            room = self._bounded(make)
+            room = self._bounded("rights", make)
         except OSError as error:
             why = str(error)
             if error.errno in _REFUSED:
                 self._probe("rights", lambda: job.rights(storage, layout, facts, why))
             else:
                 self._note(job_verdicts.broken("rights", why))
+        if room is None:
+            yield None
+            return
         try:
-            if room is not None:
-                self._probe("rights", lambda: job.rights(storage, layout, facts, None))
+            self._probe("rights", lambda: job.rights(storage, layout, facts, None))
             yield room
-        finally:
-            if room is not None:
-                self._leave(room)
+        except _HungError as error:
+            self._note(job_verdicts.left_behind(str(room.path), str(error)))
+            raise
+        except BaseException:
+            self._leave(room)
+            raise
+        else:
+            self._leave(room)
 
     def _in_it(
         self,
@@ -232,20 +248,17 @@ class Examination:
     def _leave(self, room: ProbeRoom) -> None:
         """Remove the room, and say so where that cannot be done."""
         try:
-            self._bounded(room.remove)
-        except (OSError, _HungError) as error:
+            self._bounded("cleanup", room.remove)
+        except OSError as error:
             self._note(job_verdicts.left_behind(str(room.path), str(error)))
 
     def _probe(self, name: str, probe: Callable[[], Found]) -> None:
         """Do one probe, and let an error of storage be what was found."""
         self._watching.begins(name)
         try:
-            found = self._bounded(probe)
+            found = self._bounded(name, probe)
         except OSError as error:
             found = job_verdicts.broken(name, str(error))
-        except _HungError:
-            self._note(job_verdicts.hung(name, self._limits.probe))
-            raise
         for finding in found if isinstance(found, list) else [found]:
             self._note(finding)
 
@@ -253,7 +266,7 @@ class Examination:
         self._findings.append(finding)
         self._watching.found(finding)
 
-    def _bounded(self, work: Callable[[], T]) -> T:
+    def _bounded(self, name: str, work: Callable[[], T]) -> T:
         """Do something in a thread: a call of storage that hangs cannot be ended, but left.
 
         Raises:
@@ -271,7 +284,7 @@ class Examination:
         try:
             result, error = done.get(timeout=self._limits.probe)
         except queue.Empty:
-            raise _HungError("storage does not answer") from None
+            raise _HungError(name) from None
         if error is not None:
             raise error
         return cast("T", result)

@@ -51,15 +51,25 @@ class DaemonProbe:
         self._storage = storage
         self._layout = layout
         self._begun = time.monotonic()
-        self._first = self._look()
+        self._first: object = None
+        self._failed: OSError | None = None
+        try:
+            self._first = self._look()
+        except OSError as error:  # a finding, when it is asked for
+            self._failed = error
 
     def find(self, lease_time: float, longest: float) -> Finding:
         """Whether it moves: waits for that, at most until a lease time has passed.
 
         Args:
             lease_time: of the job.
-            longest: seconds since the beginning that it is watched in no case.
+            longest: seconds since the beginning after which it is not watched any more.
+
+        Raises:
+            OSError: it cannot be looked at, now or when this began.
         """
+        if self._failed is not None:
+            raise self._failed
         beats = None
         if self._first is not None:
             deadline = self._begun + min(lease_time, longest)

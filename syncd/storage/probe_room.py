@@ -6,6 +6,7 @@ folder without it was left behind, and may be removed by anybody.
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
 from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
 
 _ALIVE: Final = ".alive"
 #: How often the folder of all rooms is made anew, since whoever leaves last removes it; and how
@@ -130,8 +133,9 @@ def sweep_rooms(storage: Storage, layout: JobLayout) -> None:
     names = storage.names(layout.doctor)
     for name in names:
         if name.endswith(_ALIVE) and _has_ended(storage, layout.doctor / name):
-            storage.remove_tree(layout.doctor / name.removesuffix(_ALIVE))
-            storage.unlink_if_there(layout.doctor / name)
+            room = layout.doctor / name.removesuffix(_ALIVE)
+            if _try_to_remove(storage, room):
+                storage.unlink_if_there(layout.doctor / name)
     _remove_unmarked(storage, layout, names)
 
 
@@ -150,7 +154,17 @@ def left_rooms(storage: Storage, layout: JobLayout) -> list[Path]:
 def _remove_unmarked(storage: Storage, layout: JobLayout, names: list[str]) -> None:
     for name in names:
         if not name.endswith(_ALIVE) and not storage.exists(layout.doctor / f"{name}{_ALIVE}"):
-            storage.remove_tree(layout.doctor / name)
+            _try_to_remove(storage, layout.doctor / name)
+
+
+def _try_to_remove(storage: Storage, room: Path) -> bool:
+    """Remove what was left behind; False where it is another user's."""
+    try:
+        storage.remove_tree(room)
+    except PermissionError as error:
+        log.debug("%s is left alone: %s", room, error)
+        return False
+    return True
 
 
 def _remove_if_empty(storage: Storage, folder: Path) -> None:
