@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import time
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Final
 
 from syncd.doctor.calls import Answer, Call, End, Request
 from syncd.doctor.finding import Finding
-from syncd.doctor.party import Here, Party, error_name, put
+from syncd.doctor.party import Here, Party, put
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.layout import TEMPORARY
 from syncd.protocol.records import R, encode, parse
@@ -104,23 +105,37 @@ class There(Party):
         self._has_ended = has_ended
         self._patience = patience
         self._limit = 0.0
+        self._owes = False
 
     def begin(self, call: Call) -> None:
         """Ask it."""
+        self._settle()
         self._limit = call.seconds + self._patience
         self._channel.say(Request(call=call))
+        self._owes = True
 
     def end(self) -> Answer:
         """Wait for its answer."""
-        answer = self._channel.hear(Answer, self._limit, self._has_ended)
+        answer = self._hear()
         if answer.failed is not None:
-            raise JobUnavailableError(f"the other process: {answer.failed}")
+            raise OSError(errno.EIO, f"the other process says {answer.failed}")
         return answer
+
+    def _hear(self) -> Answer:
+        answer = self._channel.hear(Answer, self._limit, self._has_ended)
+        self._owes = False
+        return answer
+
+    def _settle(self) -> None:
+        """Hear the answer that a probe which failed has not waited for."""
+        if self._owes:
+            self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
         """Tell it what was found, and that it is over; waits until it has heard that."""
-        self._channel.say(Request(end=End(findings=findings)))
         try:
+            self._settle()
+            self._channel.say(Request(end=End(findings=findings)))
             self._channel.hear(Answer, self._patience, self._has_ended)
         except JobUnavailableError as error:
             log.debug("%s", error)  # nothing more is wanted of it
@@ -156,7 +171,7 @@ def serve(
             try:
                 answer = here.perform(request.call)
             except OSError as error:
-                answer = Answer(failed=f"{error_name(error)}: {error}")
+                answer = Answer(failed=str(error))
             channel.say(answer)
     finally:
         here.close()

@@ -13,6 +13,7 @@ from typing import Final
 from syncd.doctor.calls import DONE, Answer, Call, Change, Facts, How, Look
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import TEMPORARY
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.watch import Watcher
 
@@ -230,14 +231,17 @@ class Here(Party):
         return Answer(counts={"written": written})
 
     def _reread(self, path: Path, seconds: float) -> Answer:
-        counts = {"read": 0, "torn": 0, "missing": 0, "different": 0}
+        counts = {"read": 0, "torn": 0, "missing": 0, "stale": 0, "different": 0}
         end, last = time.monotonic() + seconds, b""
         while time.monotonic() < end:
             counts["read"] += 1
             try:
                 found = self._storage.read(path)
-            except FileNotFoundError:
-                counts["missing"] += 1
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+                # Replaced again at each of several opens: whoever reads looks again.
+                counts["stale" if error.errno == errno.ESTALE else "missing"] += 1
                 continue
             if len(found) != _BLOCK * _BLOCKS or found != found[:_BLOCK] * _BLOCKS:
                 counts["torn"] += 1

@@ -189,12 +189,12 @@ def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
     """Whether who reads a file that is being replaced finds it whole.
 
     Args:
-        counts: of each who read: ``read``, and of these ``missing`` and ``torn``; ``different``.
+        counts: of each who read: ``read``, and of these ``missing`` (the name was not there),
+            ``torn``, ``stale`` (to be opened anew, which does no harm), and ``different`` from the
+            one before.
     """
-    total = {
-        key: sum(one.get(key, 0) for one in counts)
-        for key in ("read", "missing", "torn", "different")
-    }
+    kinds = ("read", "missing", "torn", "stale", "different")
+    total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}
     if total["missing"] or total["torn"]:
         return fail(
             "replace",

@@ -569,6 +569,22 @@ def test_who_measures_with_another_that_is_gone_says_so(tmp_path: Path) -> None:
         there.end()
 
 
+def test_a_call_that_fails_elsewhere_leaves_the_next_one_its_own_answer(tmp_path: Path) -> None:
+    class Failing(FastStorage):
+        def open_read(self, path: Path) -> int:
+            if path.name == "file":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            return super().open_read(path)
+
+    with company(FastStorage(), Failing(), tmp_path) as (here, there):
+        there.begin(Call(do="reread", name="file", seconds=0.1))
+        with pytest.raises(OSError, match="the other process says"):
+            there.end()
+        there.begin(Call(do="reread", name="file", seconds=0.1))  # its answer is not waited for
+        assert there.attempt("mkdir", "folder") == "done"
+        assert here.see("listing", "folder") == ""
+
+
 def test_nothing_outside_the_room_can_be_asked_for() -> None:
     for name in ("../outside", "/outside", "a/../../outside"):
         with pytest.raises(ValueError, match="not a plain path"):
