@@ -51,7 +51,7 @@ def doctor(job: Path, *options: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, "COLUMNS": "80"},
         process_group=0,
     )
 
@@ -80,7 +80,9 @@ def everything(job: Path) -> dict[str, tuple[int, int]]:
 
 
 def wrong(findings: dict[str, Any]) -> set[str]:
-    return {name for name, one in findings.items() if one["verdict"] != "ok"}
+    """What is not in order; but a machine with much else to do may well be slow."""
+    slow = {name for name in ("sync", "events", "open") if findings[name]["verdict"] == "warn"}
+    return {name for name, one in findings.items() if one["verdict"] != "ok"} - slow
 
 
 def test_a_local_disk_is_fit_and_nothing_of_the_job_is_touched(tmp_path: Path) -> None:
@@ -135,11 +137,15 @@ def test_a_peer_that_nobody_answers_says_what_to_run(tmp_path: Path) -> None:
 
 
 def group_has_ended(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return True
-    return False
+    """Whether no process of a group runs; those that nobody waits for do not."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # it has ended just now
+        if int(its_group) == group and state not in {"Z", "X"}:
+            return False
+    return True
 
 
 @contextmanager
@@ -157,8 +163,13 @@ def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
     with in_the_middle(tmp_path) as process:
         process.kill()
     assert list((tmp_path / ".syncd" / "doctor").iterdir())
-    assert found(tmp_path)[0] == 0
+    status, out, err = ended(doctor(tmp_path))
+    assert (status, err) == (0, "")
     assert [path.name for path in tmp_path.rglob("*")] == [".syncd"]
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("ok    fence        a folder that") for line in lines)
+    assert lines[-1].endswith(" 0 fail")
 
 
 def test_a_run_that_is_asked_to_stop_leaves_nothing(tmp_path: Path) -> None:
@@ -173,8 +184,8 @@ def test_a_daemon_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
     with Daemon(job.layout.root, lease_time=30) as daemon:
         daemon.wait_for_log("epoch 1")
         status, findings, _ = found(job.layout.root)
-        daemon.terminate()
-        assert not any("WARNING" in line or "ERROR" in line for line in daemon.log), daemon.log
+        assert daemon.terminate() == 0
+        assert not any("doctor" in line for line in daemon.log), daemon.log
     assert status == 0
     assert findings["daemon"]["verdict"] == "ok"
     assert f"pid {daemon.pid}" in findings["daemon"]["words"]
@@ -240,11 +251,10 @@ def test_two_users_who_share_a_group_measure_together(others_job: Path) -> None:
         user = User(52001 + number, (GROUP,), 0o002)
         said[number] = user.does(told(others_job, number))
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONGEST)
+    second = threading.Thread(target=run, args=(1,))
+    second.start()
+    run(0)
+    second.join(LONGEST)
     assert "shared ok" in said[0]
     assert "fence ok" in said[0]
     assert not [line for line in said[0] if line.endswith("fail")]
