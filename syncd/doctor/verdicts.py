@@ -5,6 +5,7 @@ What each probe does, and which promise hangs on it, is in ``docs/doctor.md``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -252,7 +253,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
             "lease_time",
             f"a heartbeat is seen {shown} late, and the lease time is {lease_time:g} s: living "
             "processes would count as dead",
-            f"{_MOUNT}; or give a new job --lease-time {max(lease_time, longer):.0f}",
+            f"{_MOUNT}; or give a new job --lease-time {math.ceil(max(lease_time, longer))}",
             seconds=late,
             lease_time=lease_time,
         )
@@ -261,7 +262,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
         return warn(
             "lease_time",
             f"{words}: there is little to spare",
-            f"{_MOUNT}; or give a new job --lease-time {_WELL_ABOVE * late:.0f}",
+            f"{_MOUNT}; or give a new job --lease-time {math.ceil(_WELL_ABOVE * late)}",
             seconds=late,
             lease_time=lease_time,
         )
