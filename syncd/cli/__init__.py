@@ -26,6 +26,7 @@ _COMMANDS: Final = {
     "rollback": "Let an old version be served again, under a new sequence.",
     "pause": "Stop publishing and pruning, until resume.",
     "resume": "Go on with publishing and pruning.",
+    "doctor": "Measure what a job's storage really does, and say what is wrong with it.",
     "unit": "Services of systemd: print or install the units for a job.",
     "config": "Check a configuration file, or show what a daemon would be told by it.",
     "demo": "Train, merge, publish, reload and prune on this machine, to see it work.",

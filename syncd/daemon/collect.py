@@ -24,6 +24,7 @@ from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.probe_room import left_rooms
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +151,7 @@ class Collector:
             yield from self._temporaries(folder)
         yield from self._temporaries(layout.state)
         yield from self._steering.answered()
+        yield from self._rooms()
         if not self._steps:
             names = (parse_step_folder(name) for name in self._storage.names(layout.root))
             self._steps.extend(sorted((s for s in names if s is not None), reverse=True))
@@ -178,6 +180,13 @@ class Collector:
             for path in (folder / name for name in names):
                 if self._is_participants(path):
                     yield path if self._is_orphan(path) else None
+
+    def _rooms(self) -> Iterator[Path]:
+        """What says that ``syncd doctor`` measures; what it left goes when that has gone."""
+        try:
+            yield from left_rooms(self._storage, self._layout)
+        except OSError as error:
+            log.debug("%s is left alone: %s", self._layout.doctor, error)
 
     def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:

@@ -25,6 +25,7 @@
     ├── EngineBrokenError        15   an engine of which nobody knows what weights it has
     ├── NotFollowingError        16   a background watcher that has ended by itself
     ├── CommandFailedError       17   a command of the user's that did not take a version
+    ├── UnfitStorageError        19   storage on which a promise of syncd's cannot hold
     └── ServerError              18   an inference server that was asked for something
         ├── ServerRefusedError   18   … and says that it did not do it
         └── ServerUnreachableError 18 … and does not answer (an OSError too)
@@ -180,6 +181,12 @@ class CommandFailedError(SyncdError):
     """Raised when the user's command, which was given a version, failed or took too long."""
 
     exit_code = 17
+
+
+class UnfitStorageError(SyncdError):
+    """Raised when storage was measured, and a promise of syncd's cannot hold on it."""
+
+    exit_code = 19
 
 
 class ServerError(SyncdError):

@@ -393,6 +393,11 @@ class JobLayout:
         return self.requests / f"{request}.json"
 
     @property
+    def doctor(self) -> Path:
+        """Where ``syncd doctor`` measures, while it does."""
+        return self.state / "doctor"
+
+    @property
     def quarantine(self) -> Path:
         """Why a save could not be published, one file a save."""
         return self.state / "quarantine"

@@ -45,6 +45,17 @@ def tmpfs(path: Path, *, megabytes: int, inodes: int = 0) -> Iterator[Path]:
         unmount(path)
 
 
+@contextmanager
+def read_only(path: Path) -> Iterator[None]:
+    """A folder that nobody may change, root neither."""
+    _mount("--bind", path, path)
+    try:
+        _mount("-o", "remount,ro,bind", path)
+        yield
+    finally:
+        unmount(path)
+
+
 class Detachable:
     """A job folder that goes away, in the way that is named, and comes back.
 

@@ -16,6 +16,7 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.participants import Claim
 from syncd.protocol.records import ExplorerReport, encode, parse
 from syncd.storage.epoch import Epoch
+from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve
 from tests.jobs import Job
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
@@ -71,6 +72,23 @@ def test_what_changes_and_what_has_a_committed_name_stays(job: Job, clock: Clock
         rounds(found, clock, 1)
     growing.unlink()
     assert sorted(job.layout.root.rglob("*")) == before
+
+
+def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: Job, clock: Clock) -> None:
+    found = collector(job, clock)
+    room, left = (ProbeRoom.make(FastStorage(), job.layout, name) for name in ("room", "left"))
+    for one in (room, left):
+        (one.path / "exclusive" / "mkdir-1").mkdir(parents=True)
+        (one.path / "exclusive" / "file").touch()
+    for _ in range(8):
+        room.beat()
+        rounds(found, clock, 1)
+    assert sorted(path.name for path in job.layout.doctor.iterdir()) == ["room", "room.alive"]
+    assert (room.path / "exclusive" / "mkdir-1").exists()
+    rounds(found, clock)
+    assert not job.layout.doctor.exists()
+    with pytest.raises(JobUnavailableError, match=r"room\.alive was removed"):
+        room.beat()
 
 
 def report(job: Job, name: str, session: str) -> Path:

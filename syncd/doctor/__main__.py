@@ -1,0 +1,40 @@
+"""A helper of ``syncd doctor`` on the same host: ``python -m syncd.doctor JOB ROOM NUMBER``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from syncd.doctor.channel import Channel, serve
+from syncd.doctor.facts import facts_of
+from syncd.doctor.party import Here
+from syncd.protocol.errors import SyncdError
+from syncd.storage.fsio import Storage
+
+#: Seconds without a call after which whoever started this counts as gone.
+_IDLE = 600.0
+
+
+def main() -> None:
+    """Serve one run of doctor, until it ends."""
+    job, room, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    parent = os.getppid()
+    # Ctrl-C is for the process that was started by hand: it ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    storage = Storage(job)
+    try:
+        serve(
+            Channel(storage, room, number, 0),
+            Here(storage, room, lambda: facts_of(job)),
+            idle=_IDLE,
+            given_up=lambda: os.getppid() != parent,
+        )
+    except (SyncdError, OSError) as error:
+        print(f"syncd: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""How processes that measure together talk: by files in their room, each written once."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.doctor.calls import Answer, Call, End, Request
+from syncd.doctor.finding import Finding
+from syncd.doctor.party import Here, Party, put
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import TEMPORARY
+from syncd.protocol.records import R, encode, parse
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+
+log = logging.getLogger(__name__)
+
+#: The folder of what is said, in the room.
+TALK: Final = "talk"
+#: Seconds between two looks for what the other says: from the first to the longest.
+_SHORTEST: Final = 0.002
+_LONGEST: Final = 0.05
+
+
+class Channel:
+    """What one process says to another, and hears from it.
+
+    Args:
+        storage: the shared storage.
+        room: the folder that both have in common; ``talk/`` is there.
+        me, other: the numbers of the two.
+    """
+
+    def __init__(self, storage: Storage, room: Path, me: int, other: int) -> None:
+        self._storage = storage
+        self._talk = room / TALK
+        self._mine, self._others = f"{me}-{other}", f"{other}-{me}"
+        self._said = self._heard = 0
+
+    def say(self, record: Answer | Request) -> None:
+        """Say something, whole at once."""
+        self._said += 1
+        name = f"{self._mine}-{self._said}"
+        draft = self._talk / f"{TEMPORARY}{name}"
+        put(self._storage, draft, encode(record))
+        self._storage.rename(draft, self._talk / name)
+
+    def hear(self, model: type[R], limit: float, given_up: Callable[[], bool] = lambda: False) -> R:
+        """Wait for what the other says next.
+
+        Raises:
+            JobUnavailableError: it said nothing within ``limit`` seconds, or we are to give up.
+        """
+        path = self._talk / f"{self._others}-{self._heard + 1}"
+        deadline, pause = time.monotonic() + limit, _SHORTEST
+        while True:
+            try:
+                # This client may remember that nothing was said.
+                self._storage.refresh(self._talk)
+                said = parse(model, self._storage.read(path, LONG_RECORD_LIMIT), path)
+            except RecordError:
+                # Where a rename is none, it may be there in part.
+                if time.monotonic() > deadline:
+                    raise
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+                ended = given_up() or not self._storage.exists(self._talk)
+                if ended or time.monotonic() > deadline:
+                    raise JobUnavailableError(_silent(path, limit, ended=ended)) from None
+            else:
+                self._heard += 1
+                return said
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+
+
+def _silent(path: Path, limit: float, *, ended: bool) -> str:
+    if ended:
+        return "the process that measures together with this one has ended: run both again"
+    return (
+        f"{path} was not written within {limit:.0f} s: the process that measures together with "
+        "this one has ended, or storage lags by more than that; run both again"
+    )
+
+
+class There(Party):
+    """Another process, which :func:`serve` is running in.
+
+    Args:
+        channel: to it.
+        patience: seconds beyond what a call may take, until its answer is there.
+        has_ended: whether it is known to be gone.
+    """
+
+    def __init__(
+        self, channel: Channel, patience: float, has_ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._channel = channel
+        self._has_ended = has_ended
+        self._patience = patience
+        self._limit = 0.0
+        self._owes = False
+
+    def begin(self, call: Call) -> None:
+        """Ask it."""
+        self._settle()
+        self._limit = call.seconds + self._patience
+        self._channel.say(Request(call=call))
+        self._owes = True
+
+    def end(self) -> Answer:
+        """Wait for its answer."""
+        answer = self._hear()
+        if answer.failed is not None:
+            raise OSError(errno.EIO, f"the other process says {answer.failed}")
+        return answer
+
+    def _hear(self) -> Answer:
+        answer = self._channel.hear(Answer, self._limit, self._has_ended)
+        self._owes = False
+        return answer
+
+    def _settle(self) -> None:
+        """Hear the answer that a probe which failed has not waited for."""
+        if self._owes:
+            self._hear()
+
+    def dismiss(self, findings: tuple[Finding, ...]) -> None:
+        """Tell it what was found, and that it is over; waits until it has heard that."""
+        try:
+            self._settle()
+            self._channel.say(Request(end=End(findings=findings)))
+            self._channel.hear(Answer, self._patience, self._has_ended)
+        except JobUnavailableError as error:
+            log.debug("%s", error)  # nothing more is wanted of it
+
+
+def serve(
+    channel: Channel,
+    here: Here,
+    *,
+    idle: float,
+    given_up: Callable[[], bool] = lambda: False,
+) -> tuple[Finding, ...]:
+    """Do what the other process asks for, until it says that it is over.
+
+    Args:
+        channel: to the other.
+        here: what does it.
+        idle: seconds without a call after which the other counts as gone.
+        given_up: whether to end at once.
+
+    Returns:
+        What was found.
+
+    Raises:
+        JobUnavailableError: the other is gone, or we are to give up.
+    """
+    try:
+        while True:
+            request = channel.hear(Request, idle, given_up)
+            if request.call is None:
+                channel.say(Answer())
+                return request.end.findings if request.end else ()
+            try:
+                answer = here.perform(request.call)
+            except OSError as error:
+                answer = Answer(failed=str(error))
+            channel.say(answer)
+    finally:
+        here.close()

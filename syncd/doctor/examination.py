@@ -1,0 +1,306 @@
+"""All probes, one after the other, each within its time."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Final, NamedTuple, TypeVar, cast
+
+from syncd.doctor import alone, job, job_verdicts, together
+from syncd.doctor.calls import Facts
+from syncd.doctor.channel import TALK, There, serve
+from syncd.doctor.facts import facts_of
+from syncd.doctor.finding import Finding
+from syncd.doctor.meeting import helpers, new_name, receive, visit
+from syncd.doctor.party import Here, Party
+from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+from syncd.storage.probe_room import ProbeRoom, sweep_rooms
+
+T = TypeVar("T")
+Found = Finding | list[Finding]
+
+
+class Limits(NamedTuple):
+    """How long what is waited for, in seconds.
+
+    Attributes:
+        look: for what another process has changed to be seen.
+        answer: for another process to answer, beyond what it was asked to wait for.
+        meeting: for the other host.
+    """
+
+    look: float = 30.0
+    answer: float = 60.0
+    meeting: float = 120.0
+
+    @property
+    def probe(self) -> float:
+        """For one probe, in both directions."""
+        return 2 * (self.look + self.answer)
+
+
+class Watching:
+    """Hears of each probe when it begins, and of each finding when it is there."""
+
+    def begins(self, what: str) -> None:
+        """A probe begins."""
+
+    def found(self, finding: Finding) -> None:
+        """Something was found."""
+
+
+#: What storage says where this user may make nothing.
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+#: Makes those with whom this process measures, in a room that is theirs.
+Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
+
+
+class _HungError(Exception):
+    """Storage does not answer: nothing else can be asked of it.
+
+    Attributes:
+        probe: which was being done.
+    """
+
+    def __init__(self, probe: str) -> None:
+        super().__init__(f"storage does not answer: {probe}")
+        self.probe = probe
+
+
+class Examination:
+    """One run of all probes.
+
+    Promised: nothing of the job's own is changed, and nothing is left of this run, unless storage
+    refuses it, or the process is killed. Each probe ends within ``limits.probe``.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        watching: hears of the progress.
+        limits: how long what is waited for.
+    """
+
+    def __init__(
+        self, storage: Storage, layout: JobLayout, watching: Watching, limits: Limits
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._watching = watching
+        self._limits = limits
+        self._findings: list[Finding] = []
+
+    def alone(self) -> list[Finding]:
+        """Measure with other processes of this host.
+
+        Raises:
+            JobUnavailableError: the job directory is not there.
+        """
+        return self.run(
+            lambda room: helpers(self._storage, room, self._limits.answer), two_hosts=False
+        )
+
+    def with_peer(self) -> list[Finding]:
+        """Measure with the other host, which comes by :func:`join`.
+
+        Raises:
+            JobUnavailableError: the job directory is not there, or nobody came.
+        """
+        return self.run(self._received, two_hosts=True)
+
+    @contextmanager
+    def _received(self, room: ProbeRoom) -> Iterator[list[There]]:
+        self._watching.begins("the other host, which is waited for")
+        peer = receive(self._storage, room, self._limits.meeting, self._limits.answer)
+        yield [peer]
+        peer.dismiss(tuple(self._findings))
+
+    def run(self, company: Company, *, two_hosts: bool) -> list[Finding]:
+        """Measure with others.
+
+        Args:
+            company: who makes them, and ends them.
+            two_hosts: whether they were asked to be on another host.
+
+        Raises:
+            JobUnavailableError: the job directory is not there, or those others are gone.
+        """
+        storage, layout = self._storage, self._layout
+        try:
+            if self._bounded("the job's folder", lambda: storage.status(layout.root)) is None:
+                raise JobUnavailableError(
+                    f"the job directory {layout.root} is not there: create it, or mount its storage"
+                )
+            facts = self._bounded("mount", lambda: facts_of(layout.root))
+            daemon = self._bounded("daemon", lambda: job.DaemonProbe(storage, layout))
+            clock = job.ClockProbe()
+            self._probe("mount", lambda: job_verdicts.mount(facts))
+            self._probe("software", lambda: job_verdicts.software(facts))
+            finding, lease_time = self._bounded("format", lambda: job.format_of(storage, layout))
+            self._note(finding)
+            self._probe("room", lambda: job.room(storage, layout))
+            self._probe("others", lambda: job.others(storage, layout))
+            watch = partial(daemon.find, lease_time, self._limits.look)
+            with self._in_room(new_name(for_peer=two_hosts), facts) as room:
+                if room is None:
+                    self._probe("daemon", watch)
+                else:
+                    with company(room) as others:
+                        self._in_it(room, facts, clock, lease_time, others, two_hosts=two_hosts)
+                        self._probe("daemon", watch)
+        except _HungError as error:
+            self._note(job_verdicts.hung(error.probe, self._limits.probe))
+        return self._findings
+
+    @contextmanager
+    def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
+        """A room while it is open; None where this user may make none, which is a finding."""
+        storage, layout = self._storage, self._layout
+
+        def make() -> ProbeRoom:
+            sweep_rooms(storage, layout)
+            made = ProbeRoom.make(storage, layout, name)
+            storage.mkdir(made.path / TALK)
+            return made
+
+        room = None
+        try:
+            room = self._bounded("rights", make)
+        except OSError as error:
+            why = str(error)
+            if error.errno in _REFUSED:
+                self._probe("rights", lambda: job.rights(storage, layout, facts, why))
+            else:
+                self._note(job_verdicts.broken("rights", why))
+        if room is None:
+            yield None
+            return
+        try:
+            self._probe("rights", lambda: job.rights(storage, layout, facts, None))
+            yield room
+        except _HungError as error:
+            self._note(job_verdicts.left_behind(str(room.path), str(error)))
+            raise
+        except BaseException:
+            self._leave(room)
+            raise
+        else:
+            self._leave(room)
+
+    def _in_it(
+        self,
+        room: ProbeRoom,
+        facts: Facts,
+        clock: job.ClockProbe,
+        lease_time: float,
+        others: Sequence[Party],
+        *,
+        two_hosts: bool,
+    ) -> None:
+        """All probes that write."""
+        storage, limit, path = self._storage, self._limits.look, room.path
+
+        def here(name: str) -> Here:
+            return Here(storage, path / name, lambda: facts)
+
+        me = Here(storage, path, lambda: facts)
+        pair = (me, others[0])
+        probes: dict[str, Callable[[], Found]] = {
+            "owner": lambda: alone.owner(storage, path / "owner"),
+            "rename": lambda: alone.rename(here("rename")),
+            "rmdir": lambda: alone.rmdir(here("rmdir")),
+            "links": lambda: alone.links(here("links")),
+            "sync": lambda: alone.sync(storage, path / "sync"),
+            "copying": lambda: alone.copying(storage, path / "copying"),
+            "heartbeats": lambda: alone.heartbeats(storage, path / "heartbeats", lease_time),
+            "shared": lambda: together.shared(pair, "shared"),
+            "exclusive": lambda: together.exclusive((me, *others), "exclusive"),
+            "replace": lambda: together.replaced(pair, "replace"),
+            "fence": lambda: together.fence(pair, "fence"),
+            "leases": lambda: together.leases(pair, "leases"),
+            "refresh": lambda: together.asked(pair, "refresh"),
+            "seen": lambda: together.seen(pair, "seen", limit, lease_time),
+            "memory": lambda: together.remembered(pair, "memory", limit),
+            "events": lambda: together.events(pair, "events"),
+            "clock": lambda: clock.find(storage, path / "clock"),
+        }
+        if two_hosts:
+            probes = {"hosts": lambda: together.hosts(pair), **probes}
+        try:
+            for name, probe in probes.items():
+                self._probe(name, partial(self._prepared, room, name, probe))
+        finally:
+            me.close()
+
+    def _prepared(self, room: ProbeRoom, name: str, probe: Callable[[], Found]) -> Found:
+        room.beat()
+        self._storage.mkdir(room.path / name)
+        found = probe()
+        room.beat()  # a room that was removed meanwhile says nothing about storage
+        return found
+
+    def _leave(self, room: ProbeRoom) -> None:
+        """Remove the room, and say so where that cannot be done."""
+        try:
+            self._bounded("cleanup", room.remove)
+        except OSError as error:
+            self._note(job_verdicts.left_behind(str(room.path), str(error)))
+
+    def _probe(self, name: str, probe: Callable[[], Found]) -> None:
+        """Do one probe, and let an error of storage be what was found."""
+        self._watching.begins(name)
+        try:
+            found = self._bounded(name, probe)
+        except OSError as error:
+            found = job_verdicts.broken(name, str(error))
+        for finding in found if isinstance(found, list) else [found]:
+            self._note(finding)
+
+    def _note(self, finding: Finding) -> None:
+        self._findings.append(finding)
+        self._watching.found(finding)
+
+    def _bounded(self, name: str, work: Callable[[], T]) -> T:
+        """Do something in a thread: a call of storage that hangs cannot be ended, but left.
+
+        Raises:
+            _HungError: it took longer than any probe may.
+        """
+        done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+        def do() -> None:
+            try:
+                done.put((work(), None))
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                done.put((None, error))
+
+        threading.Thread(target=do, name="syncd-doctor", daemon=True).start()
+        try:
+            result, error = done.get(timeout=self._limits.probe)
+        except queue.Empty:
+            raise _HungError(name) from None
+        if error is not None:
+            raise error
+        return cast("T", result)
+
+
+def join(storage: Storage, layout: JobLayout, watching: Watching, limits: Limits) -> list[Finding]:
+    """Be the other host: do what the one that examines asks for; returns what it has found.
+
+    Raises:
+        JobUnavailableError: nobody examines this job, or ended in the middle.
+    """
+    watching.begins("the other host, which is waited for")
+    room, channel = visit(storage, layout, limits.meeting)
+    watching.begins("what the other host asks for")
+    here = Here(storage, room, lambda: facts_of(layout.root))
+    findings = list(serve(channel, here, idle=limits.probe))
+    for finding in findings:
+        watching.found(finding)
+    return findings

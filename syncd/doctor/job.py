@@ -1,0 +1,182 @@
+"""Probes of the job itself: its format, daemon, room, rights. They only look."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.checkpoint.version import read_manifest
+from syncd.doctor import job_verdicts
+from syncd.doctor.calls import Facts
+from syncd.doctor.finding import Finding
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.layout import JobLayout, parse_step_folder, parse_version_folder, printable
+from syncd.protocol.records import DaemonReport, Format
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage, signature
+from syncd.storage.job import lease_time_of
+from syncd.storage.reading import read_if_there
+from syncd.storage.rights import check_rights, unprunable
+
+#: Seconds between two looks at the daemon's heartbeat.
+_PAUSE: Final = 0.2
+#: How many step folders are looked at: one trainer's are alike.
+_FEW: Final = 4
+
+
+def format_of(storage: Storage, layout: JobLayout) -> tuple[Finding, float]:
+    """The format, and the lease time: the one that a new job would have where there is none."""
+    default = Format().lease_time
+    try:
+        if not storage.exists(layout.format):
+            return job_verdicts.format_of(None, None), default
+        lease_time = lease_time_of(storage, layout)
+    except (JobUnavailableError, RecordError, OSError) as error:
+        return job_verdicts.format_of(None, str(error)), default
+    return job_verdicts.format_of(lease_time, None), lease_time
+
+
+class DaemonProbe:
+    """Watches the daemon's heartbeat, from the beginning to the end of all the other probes.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+    """
+
+    def __init__(self, storage: Storage, layout: JobLayout) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._begun = time.monotonic()
+        self._first: object = None
+        self._failed: OSError | None = None
+        try:
+            self._first = self._look()
+        except OSError as error:  # a finding, when it is asked for
+            self._failed = error
+
+    def find(self, lease_time: float, longest: float) -> Finding:
+        """Whether it moves: waits for that, at most until a lease time has passed.
+
+        Args:
+            lease_time: of the job.
+            longest: seconds since the beginning after which it is not watched any more.
+
+        Raises:
+            OSError: it cannot be looked at, now or when this began.
+        """
+        if self._failed is not None:
+            raise self._failed
+        beats = None
+        if self._first is not None:
+            deadline = self._begun + min(lease_time, longest)
+            while not (beats := self._moved()) and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
+        report = read_if_there(self._storage, DaemonReport, self._layout.daemon_report)
+        said = ""
+        if report is not None:
+            detail = f": {report.detail}" if report.detail else ""
+            said = f"{report.state}{detail} (pid {report.pid} on {report.host})"
+        watched = time.monotonic() - self._begun
+        return job_verdicts.daemon(beats, said, watched, lease_time, printable(self._layout.root))
+
+    def _moved(self) -> bool:
+        found = self._look()
+        # Gone for a moment while it is renewed, or for good: then there is none to be seen.
+        return found is not None and found != self._first
+
+    def _look(self) -> object:
+        def look(fd: int) -> object:
+            return signature(self._storage.fstat(fd))
+
+        try:
+            return self._storage.look_into(self._layout.daemon_lock, look)
+        except OSError as error:
+            if is_gone(error):
+                return None
+            raise
+
+
+def room(storage: Storage, layout: JobLayout) -> Finding:
+    """Free space and inodes."""
+    free = storage.free(layout.root)
+    return job_verdicts.room(free.bytes, free.inodes, _newest(storage, layout))
+
+
+def _newest(storage: Storage, layout: JobLayout) -> int | None:
+    """Bytes of the newest version that can be read."""
+    found = [parse_version_folder(name) for name in storage.names(layout.published)]
+    for sequence in sorted((one for one in found if one is not None), reverse=True):
+        try:
+            manifest = read_manifest(storage, layout.version(sequence))
+        except (OSError, RecordError):
+            continue  # pruned meanwhile, or one that explorers refuse
+        return sum(file.size for file in manifest.files)
+    return None
+
+
+def rights(storage: Storage, layout: JobLayout, facts: Facts, refused: str | None) -> Finding:
+    """Whether this user may write to the job, and delete what trainers made.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        facts: of this process.
+        refused: what storage said to the first folder that was to be made; None where it was made.
+    """
+    if refused is None:
+        try:
+            check_rights(storage, layout)
+        except JobUnavailableError as error:
+            refused = str(error).partition(": run as")[0]
+    prunable = unprunable(storage, layout) if refused is None else None
+    return job_verdicts.rights(refused, prunable, facts)
+
+
+def others(storage: Storage, layout: JobLayout) -> Finding:
+    """Whether anybody else may write to the job."""
+    found = [parse_step_folder(name) for name in storage.names(layout.root)]
+    steps = sorted((step for step in found if step is not None), reverse=True)[:_FEW]
+    folders = [layout.root, layout.published, layout.state, layout.sessions, layout.leases]
+    folders += [folder for step in steps for folder in (layout.step(step), layout.actor(step))]
+    writers = []
+    for folder in folders:
+        status = storage.status(folder)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            mode = stat.S_IMODE(status.st_mode)
+            writers.append((str(folder), mode, status.st_uid, status.st_gid))
+    return job_verdicts.others(writers)
+
+
+class ClockProbe:
+    """Watches whether the wall clock goes as the monotonic one does.
+
+    Args:
+        wall, monotonic: seconds.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._first = wall(), monotonic()
+
+    def find(self, storage: Storage, room: Path) -> Finding:
+        """What it did since; and how far storage's clock is from it, by the time of a new folder.
+
+        Args:
+            storage: the shared storage.
+            room: a folder to make it in.
+        """
+        before = self._wall()
+        storage.mkdir(room / "now")
+        status = storage.status(room / "now")
+        ahead = None if status is None else status.st_mtime - before
+        watched = self._monotonic() - self._first[1]
+        jumped = self._wall() - self._first[0] - watched
+        return job_verdicts.clock(jumped, watched, ahead)

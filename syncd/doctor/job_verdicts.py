@@ -1,0 +1,281 @@
+"""What is known of a job, its mount, its users and its hosts, and what that means. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from syncd.doctor.calls import Facts
+from syncd.doctor.finding import Finding, Measured, fail, ok, warn
+from syncd.protocol.layout import printable
+
+#: Less than this, and no daemon can take over: bytes and inodes of its reserve.
+_LEAST: Final = (1024 * 1024, 16)
+#: So many versions like the newest one should fit.
+_VERSIONS: Final = 2
+_FEW_INODES: Final = 1000
+#: How far a clock may jump, or two clocks be apart, before a reader of logs would be misled.
+_JUMP: Final = 0.5
+_APART: Final = 60.0
+_OTHERS_WRITE: Final = 0o002
+_STICKY: Final = 0o1000
+_GROUP_WRITES: Final = 0o020
+#: What the hooks and the daemon's child that casts need of torch.
+_TORCH: Final = (2, 6)
+
+
+def mount(facts: Facts, name: str = "mount") -> Finding:
+    """How the job is mounted on a host; the finding has a name of its own for the other one's."""
+    words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
+    options = set(facts.options.split(","))
+    told: dict[str, Measured] = {"filesystem": facts.filesystem, "options": facts.options}
+    if "ro" in options:
+        return fail(name, f"mounted read-only: {words}", "mount it rw", **told)
+    if facts.filesystem.startswith("nfs") and "soft" in options:
+        return warn(
+            name,
+            f"mounted soft: {words}; a server that is slow for a while fails reads and writes",
+            "mount it hard: syncd waits for storage, and says that it does",
+            **told,
+        )
+    if "nocto" in options:
+        return warn(
+            name,
+            f"mounted nocto: {words}; a replaced file is found only when the cache ends",
+            "mount it without nocto",
+            **told,
+        )
+    return ok(name, words, **told)
+
+
+def format_of(lease_time: float | None, wrong: str | None) -> Finding:
+    """Whether the job's format can be read.
+
+    Args:
+        lease_time: None where the job was never served.
+        wrong: why it cannot be read.
+    """
+    if wrong is not None:
+        return fail(
+            "format",
+            wrong,
+            "install the same syncd everywhere; format.json is written once, and never by hand",
+        )
+    if lease_time is None:
+        return ok("format", "no daemon has served this job yet")
+    return ok("format", f"protocol 1, lease time {lease_time:g} s", lease_time=lease_time)
+
+
+def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job: str) -> Finding:
+    """Whether a daemon serves the job.
+
+    Args:
+        beats: whether its heartbeat moved; None where there is no ``daemon.lock``.
+        said: what ``daemon.json`` says, for people; empty where there is none.
+        watched: seconds for which the heartbeat was watched.
+        lease_time: within which it should have moved.
+        job: the job directory.
+    """
+    if beats:
+        return ok("daemon", f"a daemon serves this job: {said or 'it has not said anything yet'}")
+    last = f"; the last one was {said}" if said else ""
+    start = f"start one: syncd run {job}"
+    if beats is None:
+        return warn("daemon", f"no daemon serves this job{last}", start)
+    if watched < lease_time:
+        return ok("daemon", f"a daemon has this job, and was not watched for a whole lease{last}")
+    return warn(
+        "daemon",
+        f"the daemon's heartbeat has not moved for {watched:.0f} s{last}",
+        f"look at its host and its log; where it is gone, {start}",
+        watched=watched,
+    )
+
+
+def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
+    """Whether there is room.
+
+    Args:
+        free: bytes that are left to this user; None where the filesystem does not say.
+        inodes: likewise.
+        version: bytes of the newest version; None where there is none.
+    """
+    words = ", ".join(
+        said
+        for said in (
+            "free space unknown" if free is None else f"{free / 1e9:.1f} GB free",
+            "" if inodes is None else f"{inodes} inodes free",
+            "" if version is None else f"the newest version has {version / 1e9:.2f} GB",
+        )
+        if said
+    )
+    measured: dict[str, Measured] = {"bytes": free, "inodes": inodes, "version": version}
+    advice = "make room, or lower --keep; 'syncd prune JOB --dry-run' says what could go"
+    if (free is not None and free < _LEAST[0]) or (inodes is not None and inodes < _LEAST[1]):
+        return fail("room", f"the disk is full: {words}", advice, **measured)
+    few = inodes is not None and inodes < _FEW_INODES
+    if few or (free is not None and version is not None and free < _VERSIONS * version):
+        return warn("room", f"there is little room: {words}", advice, **measured)
+    return ok("room", words, **measured)
+
+
+def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
+    """Whether the wall clock runs evenly, and as that of storage does.
+
+    Nothing is decided by either; people read them.
+
+    Args:
+        jumped: seconds by which the wall clock went another way than the monotonic one.
+        watched: for how many seconds.
+        ahead: seconds by which storage's clock is ahead of this host's; None where unknown.
+    """
+    measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
+    advice = "let NTP or chrony keep the clocks of all hosts; syncd itself compares none"
+    if abs(jumped) > _JUMP:
+        return warn(
+            "clock",
+            f"the clock of this host was set by {jumped:+.1f} s within {watched:.0f} s",
+            advice,
+            **measured,
+        )
+    if ahead is not None and abs(ahead) > _APART:
+        return warn(
+            "clock",
+            f"the clock of storage is {ahead:+.0f} s from this host's: ages in 'syncd status' are "
+            "off",
+            advice,
+            **measured,
+        )
+    return ok("clock", "the clock runs evenly, and near that of storage", **measured)
+
+
+def software(facts: Facts) -> Finding:
+    """What is installed here."""
+    words = f"syncd {facts.syncd}, Python {facts.python}, Linux {facts.kernel}"
+    if facts.torch is None:
+        return ok("software", f"{words}; no torch: for a daemon that casts nothing, none is needed")
+    numbers = tuple(int(part) for part in facts.torch.split(".")[:2] if part.isdecimal())
+    if numbers < _TORCH:
+        return warn(
+            "software",
+            f"{words}, torch {facts.torch}",
+            "install torch 2.6 or newer: trainer_hooks and --dtype need it",
+        )
+    return ok("software", f"{words}, torch {facts.torch}")
+
+
+def rights(refused: str | None, unprunable: str | None, facts: Facts) -> Finding:
+    """Whether this user may do what a daemon does.
+
+    Args:
+        refused: why it may not write; None where it may.
+        unprunable: why it could not delete steps; None where there are none, empty where it could.
+        facts: of this process.
+    """
+    us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
+    if refused is not None:
+        return fail(
+            "rights",
+            f"{refused} ({us})",
+            "run it as the trainers' user, or share the job with a group that both are in "
+            "(--shared-group)",
+        )
+    if unprunable:
+        words, _, advice = unprunable.partition(": run as")
+        return warn("rights", words, f"run as{advice}" if advice else "")
+    return ok("rights", f"{us}: may write, and delete what trainers made")
+
+
+def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
+    """Who else may write to the job.
+
+    Args:
+        writers: of each folder that was looked at: its path, mode, user and group.
+    """
+    if not writers:
+        return warn("others", "no folder of the job could be looked at", "look at its rights")
+    for path, mode, _, _ in writers:
+        if mode & _OTHERS_WRITE:
+            sticky = ", but not delete what is not his" if mode & _STICKY else ""
+            return warn(
+                "others",
+                f"every user may write to {printable(path)}{sticky} (mode {mode:04o}): whoever "
+                "writes there can have weights published, and use up the daemon's memory",
+                f"chmod o-w {printable(path)}, and let trainers, daemon and explorers share a "
+                "group",
+            )
+    groups = sorted({group for _, mode, _, group in writers if mode & _GROUP_WRITES})
+    users = sorted({user for _, _, user, _ in writers})
+    words = f"the job is of user {_listed(users)}"
+    if groups:
+        return ok("others", f"{words}; group {_listed(groups)} may write to it too")
+    return ok("others", f"{words}, and nobody else but root may write to it")
+
+
+def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
+    """Whether two hosts fit together.
+
+    Args:
+        ours: what this process says of itself.
+        theirs: what the other one says.
+        answer: seconds until the other answered, the median.
+    """
+    words = f"{ours.host} and {theirs.host}; an answer takes {1000 * answer:.0f} ms"
+    if ours.boot == theirs.boot:
+        return warn(
+            "hosts",
+            f"both ran on one host, {ours.host}: what two hosts see was not measured",
+            "run --peer 0 and --peer 1 on two hosts that share the job",
+        )
+    if ours.host == theirs.host:
+        return warn(
+            "hosts",
+            f"two hosts are both called {ours.host}: each would take a daemon of the other for a "
+            "process of its own that is gone",
+            "give each host, or container, a name of its own",
+        )
+    if ours.syncd != theirs.syncd:
+        return warn(
+            "hosts",
+            f"{words}; syncd {ours.syncd} here, {theirs.syncd} there",
+            "install the same syncd on both",
+        )
+    if ours.filesystem != theirs.filesystem:
+        return warn(
+            "hosts",
+            f"{words}; {ours.filesystem} here, {theirs.filesystem} there",
+            "mount it the same way on both, unless one of them is the server",
+        )
+    return ok("hosts", words, answer=answer)
+
+
+def left_behind(room: str, why: str) -> Finding:
+    """That doctor's own room is still there."""
+    return warn(
+        "cleanup",
+        f"{printable(room)} could not be removed: {printable(why)}",
+        "the next run on this host removes it, or a daemon after --leftover-grace",
+    )
+
+
+def broken(name: str, why: str) -> Finding:
+    """That storage failed where it should not."""
+    return fail(
+        name,
+        f"it could not be measured: {printable(why)}",
+        "look at the log of this host's kernel, and at the server",
+    )
+
+
+def hung(name: str, seconds: float) -> Finding:
+    """That storage did not answer at all."""
+    return fail(
+        name,
+        f"storage did not answer within {seconds:.0f} s; nothing else was measured",
+        "look whether the server can be reached; a hard mount waits for it without end",
+        seconds=seconds,
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,280 @@
+"""What one of the processes that measure together can do in their room, and see of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.doctor.calls import DONE, Answer, Call, Change, Facts, How, Look
+from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.layout import TEMPORARY
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage, signature
+from syncd.storage.watch import Watcher
+
+#: Seconds between two looks for something that another process has changed.
+_PAUSE: Final = 0.005
+#: A file that is replaced while it is read is so many bytes long, and says one number all along.
+_BLOCK: Final = 8
+_BLOCKS: Final = 1024
+
+
+class Party(ABC):
+    """One of the processes.
+
+    Each method is done before it returns. :meth:`begin` and :meth:`end` are its two halves, for
+    what several processes do at the same time.
+    """
+
+    @abstractmethod
+    def begin(self, call: Call) -> None:
+        """Ask for something."""
+
+    @abstractmethod
+    def end(self) -> Answer:
+        """Wait until what was asked for is done.
+
+        Raises:
+            OSError: storage failed.
+            JobUnavailableError: it does not answer.
+        """
+
+    def _do(self, call: Call) -> Answer:
+        self.begin(call)
+        return self.end()
+
+    def attempt(self, change: Change, name: str, other: str | None = None, text: str = "") -> str:
+        """Change something; returns ``done``, or the name of the error: ``EEXIST``."""
+        call = Call(do="attempt", change=change, name=name, other=other, text=text)
+        return self._do(call).text
+
+    def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
+        """Change something that a probe begins with.
+
+        Raises:
+            OSError: it was refused.
+        """
+        said = self.attempt(change, name, other, text)
+        if said != DONE:
+            code = getattr(errno, said, errno.EIO)
+            raise OSError(code, f"{change} was refused: {os.strerror(code)}", name)
+
+    def see(self, how: How, name: str) -> str:
+        """Look once; returns what is seen, or the name of an error after a ``!``."""
+        return self._do(Call(do="see", how=how, name=name)).text
+
+    def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
+        """Look until each shows something else; seconds for each, None where it is not within."""
+        return self._do(Call(do="until", looks=tuple(looks), seconds=limit)).after
+
+    def listen(self, folder: str, name: str) -> None:
+        """Begin to wait for an event of a name in a folder."""
+        self._do(Call(do="listen", name=folder, text=name))
+
+    def heard(self, limit: float) -> float | None:
+        """Wait for it; the seconds that it took from now on, None where none came."""
+        return self._do(Call(do="heard", seconds=limit)).after[0]
+
+    def tell(self) -> Facts:
+        """What it says of itself."""
+        found = self._do(Call(do="tell")).facts
+        if found is None:
+            raise JobUnavailableError("the other process does not say what it is")
+        return found
+
+
+class Here(Party):
+    """This process.
+
+    Args:
+        storage: its storage.
+        room: the folder that all have in common.
+        tell: what it says of itself.
+    """
+
+    def __init__(self, storage: Storage, room: Path, tell: Callable[[], Facts]) -> None:
+        self._storage = storage
+        self._room = room
+        self._tell = tell
+        self._call: Call | None = None
+        self._watcher: Watcher | None = None
+
+    def begin(self, call: Call) -> None:
+        """Keep in mind what is to be done."""
+        self._call = call
+
+    def end(self) -> Answer:
+        """Do it."""
+        assert self._call is not None  # noqa: S101 # a slip of ours, not of the user's
+        call, self._call = self._call, None
+        return self.perform(call)
+
+    def close(self) -> None:
+        """Wait for no event any more."""
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def perform(self, call: Call) -> Answer:
+        """Do what is asked for."""
+        path, answer = self._path(call.name), Answer()
+        match call.do:
+            case "attempt" if call.change is not None:
+                answer = Answer(text=self._attempt(call.change, call))
+            case "see" if call.how is not None:
+                answer = Answer(text=self._see(call.how, path))
+            case "until":
+                answer = Answer(after=self._until(call.looks, call.seconds))
+            case "race" if call.change is not None:
+                answer = self._race(call.change, call)
+            case "rewrite":
+                answer = self._rewrite(path, call.seconds)
+            case "reread":
+                answer = self._reread(path, call.seconds)
+            case "listen":
+                self.close()
+                self._watcher = Watcher({path: frozenset({call.text})})
+            case "heard":
+                answer = Answer(after=(self._hear(call.seconds),))
+            case "tell":
+                answer = Answer(facts=self._tell())
+            case _:
+                answer = Answer(failed=f"{call.do} of nothing")
+        return answer
+
+    def _path(self, name: str | None) -> Path:
+        return self._room / name if name else self._room
+
+    def _attempt(self, change: Change, call: Call) -> str:
+        path, other = self._path(call.name), self._path(call.other)
+        storage = self._storage
+        try:
+            match change:
+                case "mkdir":
+                    storage.mkdir(path)
+                case "rmdir":
+                    storage.rmdir(path)
+                case "create":
+                    storage.close(storage.create(path))
+                case "link":
+                    storage.link(path, other)
+                case "rename":
+                    storage.rename(path, other)
+                case "unlink":
+                    storage.unlink(path)
+                case "touch":  # of a folder it is what lets this client ask the server anew
+                    storage.refresh(path)
+                case "write":
+                    put(storage, path, call.text.encode())
+                case "replace":
+                    replace(storage, path, call.text.encode())
+        except OSError as error:
+            return error_name(error)
+        return DONE
+
+    def _see(self, how: How, path: Path) -> str:
+        storage = self._storage
+        try:
+            match how:
+                case "open":
+                    return storage.read(path).decode(errors="replace")
+                case "mark":
+                    return str(storage.look_into(path, lambda fd: signature(storage.fstat(fd))))
+                case "status":
+                    status = storage.status(path)
+                    return "" if status is None else str(signature(status))
+                case "listing":
+                    return "/".join(storage.names(path))
+                case "exists":
+                    return str(storage.exists(path))
+        except OSError as error:
+            return f"!{error_name(error)}"
+
+    def _until(self, looks: tuple[Look, ...], limit: float) -> tuple[float | None, ...]:
+        after: list[float | None] = [None] * len(looks)
+        begun = time.monotonic()
+        while True:
+            for number, look in enumerate(looks):
+                if after[number] is None:
+                    seen = self._see(look.how, self._path(look.name))
+                    if seen != look.before and not seen.startswith("!"):
+                        after[number] = time.monotonic() - begun
+            if None not in after or time.monotonic() - begun >= limit:
+                return tuple(after)
+            time.sleep(_PAUSE)
+
+    def _race(self, change: Change, call: Call) -> Answer:
+        """Try to be the one who makes each of many names."""
+        won: list[int] = []
+        counts: dict[str, int] = {}
+        for number in range(call.count):
+            # What is linked is each one's own file, and the new name what they race for.
+            is_link = change == "link"
+            target = f"{call.other}-{number}"
+            name, other = (call.name, target) if is_link else (target, None)
+            said = self._attempt(change, call.model_copy(update={"name": name, "other": other}))
+            if said == DONE:
+                won.append(number)
+            elif said != errno.errorcode[errno.EEXIST]:
+                counts[said] = counts.get(said, 0) + 1
+        return Answer(won=tuple(won), counts=counts)
+
+    def _rewrite(self, path: Path, seconds: float) -> Answer:
+        end, written = time.monotonic() + seconds, 0
+        while time.monotonic() < end:
+            written += 1
+            replace(self._storage, path, block(written))
+        return Answer(counts={"written": written})
+
+    def _reread(self, path: Path, seconds: float) -> Answer:
+        counts = {"read": 0, "torn": 0, "missing": 0, "stale": 0, "different": 0}
+        end, last = time.monotonic() + seconds, b""
+        while time.monotonic() < end:
+            counts["read"] += 1
+            try:
+                found = self._storage.read(path)
+            except OSError as error:
+                if not is_gone(error):
+                    raise
+                # Replaced again at each of several opens: whoever reads looks again.
+                counts["stale" if error.errno == errno.ESTALE else "missing"] += 1
+                continue
+            if len(found) != _BLOCK * _BLOCKS or found != found[:_BLOCK] * _BLOCKS:
+                counts["torn"] += 1
+            counts["different"] += found[:_BLOCK] != last
+            last = found[:_BLOCK]
+        return Answer(counts=counts)
+
+    def _hear(self, limit: float) -> float | None:
+        if self._watcher is None:
+            return None
+        begun = time.monotonic()
+        return time.monotonic() - begun if self._watcher.wait(limit) else None
+
+
+def block(number: int) -> bytes:
+    """What a file that is replaced holds: the same number all along."""
+    return number.to_bytes(_BLOCK, "little") * _BLOCKS
+
+
+def put(storage: Storage, path: Path, data: bytes) -> None:
+    """Write a new file that needs to survive nothing."""
+    fd = storage.create(path)
+    with storage.closing(fd):
+        storage.write_all(fd, data)
+
+
+def replace(storage: Storage, path: Path, data: bytes) -> None:
+    """Replace a file by a rename, that needs to survive nothing either."""
+    draft = path.with_name(f"{TEMPORARY}{path.name}-{time.monotonic_ns()}")
+    put(storage, draft, data)
+    storage.rename(draft, path)
+
+
+def error_name(error: OSError) -> str:
+    """``EEXIST`` for number 17."""
+    return errno.errorcode.get(error.errno or 0, str(error))

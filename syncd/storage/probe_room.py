@@ -1,0 +1,210 @@
+"""The room in which ``syncd doctor`` measures: nothing outside it is changed, and it goes.
+
+``.syncd/doctor/NAME.alive`` is there before the folder ``NAME`` is, and until after it is gone: a
+folder without it was left behind, and may be removed by anybody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.layout import JobLayout
+from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
+from syncd.storage.fsio import Storage
+
+log = logging.getLogger(__name__)
+
+_ALIVE: Final = ".alive"
+#: How often the folder of all rooms is made anew, since whoever leaves last removes it; and how
+#: often what was a room is emptied.
+_ATTEMPTS: Final = 5
+
+
+class ProbeRoom:
+    """A folder of one run, to do in as one likes.
+
+    Promised: nothing of the job's own is touched; :meth:`remove` leaves nothing. Of a run that was
+    killed, what is left goes with the next run on the same host (:func:`sweep_rooms`), or with a
+    daemon's :func:`left_rooms`.
+
+    Attributes:
+        path: the folder.
+        job: the job directory.
+    """
+
+    def __init__(self, storage: Storage, layout: JobLayout, name: str) -> None:
+        self._storage = storage
+        self._layout = layout
+        self.job = layout.root
+        self.path = layout.doctor / name
+        self._mark = layout.doctor / f"{name}{_ALIVE}"
+        self._made_state = False
+
+    @classmethod
+    def make(cls, storage: Storage, layout: JobLayout, name: str) -> ProbeRoom:
+        """Make an empty room.
+
+        Raises:
+            OSError: the job is not there, or may not be written.
+        """
+        room = cls(storage, layout, name)
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                room._make()
+            except FileNotFoundError:
+                if not left or not storage.exists(layout.root):
+                    raise
+            except BaseException:
+                with suppress(OSError):  # the error that is on its way says more
+                    room.remove()
+                raise
+            else:
+                break
+        return room
+
+    def _make(self) -> None:
+        self._made_state |= self._make_folder(self._layout.state)
+        self._make_folder(self._layout.doctor)
+        fd = self._storage.create(self._mark)
+        with self._storage.closing(fd):
+            self._storage.write_all(fd, f"{_this_process()}\n".encode())
+        self._storage.mkdir(self.path)
+
+    def _make_folder(self, path: Path) -> bool:
+        """Make a folder that need not survive anything; False where it is there."""
+        try:
+            self._storage.mkdir(path)
+        except FileExistsError:
+            return False
+        return True
+
+    def beat(self) -> None:
+        """Say that this run goes on: what lies still for long is taken for left behind.
+
+        Raises:
+            JobUnavailableError: it was taken for that, and what is measured now means nothing.
+        """
+        try:
+            self._storage.utime(self._mark)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            raise JobUnavailableError(
+                f"{self._mark} was removed while this run measured: by a daemon whose "
+                "--leftover-grace is shorter than a probe, or by hand; or the job was unmounted"
+            ) from error
+
+    def remove(self) -> None:
+        """Remove all of it. Safe to call twice."""
+        # Whoever is in the middle of a probe finds nothing here from now on, and adds nothing.
+        aside = self.path.with_name(f"{self.path.name}.removed")
+        try:
+            self._storage.rename(self.path, aside)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+        for _ in range(_ATTEMPTS):  # but what he had begun already
+            self._storage.remove_tree(aside)
+            if not self._storage.exists(aside):
+                break
+        self._storage.unlink_if_there(self._mark)
+        _remove_if_empty(self._storage, self._layout.doctor)
+        if self._made_state:
+            _remove_if_empty(self._storage, self._layout.state)
+
+
+def rooms(storage: Storage, layout: JobLayout, prefix: str) -> list[Path]:
+    """The rooms whose names begin so, whoever made them, and whether he is still there or not."""
+    names = set(storage.names(layout.doctor))
+    return [
+        layout.doctor / name
+        for name in sorted(names)
+        if name.startswith(prefix) and f"{name}{_ALIVE}" in names
+    ]
+
+
+def sweep_rooms(storage: Storage, layout: JobLayout) -> None:
+    """Remove what runs on this host left behind that were killed."""
+    names = storage.names(layout.doctor)
+    for name in names:
+        if name.endswith(_ALIVE) and _has_ended(storage, layout.doctor / name):
+            room = layout.doctor / name.removesuffix(_ALIVE)
+            if _try_to_remove(storage, room):
+                storage.unlink_if_there(layout.doctor / name)
+    _remove_unmarked(storage, layout, names)
+
+
+def left_rooms(storage: Storage, layout: JobLayout) -> list[Path]:
+    """Remove rooms without a mark; returns the marks of the others, to be watched by a collector.
+
+    Whoever finds that one lies still removes it, and this function the rest.
+    """
+    names = storage.names(layout.doctor)
+    _remove_unmarked(storage, layout, names)
+    if not names and storage.exists(layout.doctor):
+        _remove_if_empty(storage, layout.doctor)
+    return [layout.doctor / name for name in names if name.endswith(_ALIVE)]
+
+
+def _remove_unmarked(storage: Storage, layout: JobLayout, names: list[str]) -> None:
+    for name in names:
+        if not name.endswith(_ALIVE) and not storage.exists(layout.doctor / f"{name}{_ALIVE}"):
+            _try_to_remove(storage, layout.doctor / name)
+
+
+def _try_to_remove(storage: Storage, room: Path) -> bool:
+    """Remove what was left behind; False where it is another user's."""
+    try:
+        storage.remove_tree(room)
+    except PermissionError as error:
+        log.debug("%s is left alone: %s", room, error)
+        return False
+    return True
+
+
+def _remove_if_empty(storage: Storage, folder: Path) -> None:
+    try:
+        storage.rmdir(folder)
+    except OSError as error:
+        if not is_gone(error) and error.errno not in NOT_EMPTY:
+            raise
+
+
+def _this_process() -> str:
+    """This boot of the host, this namespace of processes, and this process in it."""
+    return f"{_here()} {_process(os.getpid())}"
+
+
+def _here() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _process(pid: int) -> str | None:
+    """A process by its number and the time of its start; None where there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # Its name, in brackets, may hold anything; the 20th field after it is the start.
+    return f"{pid} {status.rpartition(')')[2].split()[19]}"
+
+
+def _has_ended(storage: Storage, mark: Path) -> bool:
+    """Whether a mark is of a process of this host that is gone."""
+    try:
+        said = storage.read(mark).decode(errors="replace").strip()
+    except OSError as error:
+        if is_gone(error) or is_no_record(error):
+            return False
+        raise
+    here, _, process = said.rpartition(" ")
+    here, _, pid = here.rpartition(" ")
+    if here != _here() or not pid.isascii() or not pid.isdecimal():
+        return False
+    return _process(int(pid)) != f"{pid} {process}"
