@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two looks at what the jobs' threads do.
 _LOOK: Final = 1.0
-#: Seconds for which the end waits for a job whose storage does not answer.
+#: Seconds for which the end waits for a job whose storage does not answer, at most.
 _LAST_PATIENCE: Final = 30.0
 
 
@@ -215,12 +215,13 @@ class RootServices:
                     served.keeper.reload(config)
 
     def _end(self) -> bool:
+        patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
         for served in self._served.values():
             served.keeper.stop()
         for name, served in self._served.items():
             path = self._root / name
             while served.thread.is_alive():
-                if self._guard.silence(str(path)) >= _LAST_PATIENCE:
+                if self._guard.silence(str(path)) >= patience:
                     log.error(
                         "%s is left in mid-work: its storage does not answer",
                         path,

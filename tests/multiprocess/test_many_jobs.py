@@ -123,7 +123,6 @@ _HANGS = """
 import sys
 import time
 from pathlib import Path
-from syncd.daemon import root_services
 from syncd.daemon.hang import AnsweredStorage
 
 marker = Path({marker!r})
@@ -137,7 +136,6 @@ def open_read(self, path):
     return real(self, path)
 
 AnsweredStorage.open_read = open_read
-root_services._LAST_PATIENCE = 5.0
 from syncd.cli import main
 main()
 """
@@ -151,7 +149,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
     for job in (sick, well):
         job.save(1)
     program = ("-c", _HANGS.format(marker=str(marker)))
-    options = ("--hang-time", "3", "--concurrent-merges", "1")
+    options = ("--hang-time", "6", "--concurrent-merges", "1")
     with Daemon(root, *options, root=True, program=program) as daemon:
         for job in (sick, well):
             wait_for_step(job.layout.root, 1)
