@@ -41,6 +41,7 @@ class Discovery:
         root: the folder.
         pointer: the name of the file that names the step to publish.
         changed: called when a job has come or gone.
+        every: seconds between two listings.
         answered: called when the root was listed.
         storage: the shared storage.
         clock: seconds, monotonic.
@@ -52,6 +53,7 @@ class Discovery:
         pointer: str,
         *,
         changed: Callable[[], None],
+        every: float = LOOK,
         answered: Callable[[], None] = lambda: None,
         storage: Storage | None = None,
         clock: Clock = time.monotonic,
@@ -59,6 +61,7 @@ class Discovery:
         self._root = root
         self._pointer = pointer
         self._changed = changed
+        self._every = every
         self._answered = answered
         self._storage = storage or Storage(root)
         self._clock = clock
@@ -148,7 +151,7 @@ class Discovery:
     def _keep_looking(self, looker: object) -> None:
         while not self._closed.is_set() and looker is self._looker:
             self.look(looker)
-            self._closed.wait(LOOK)
+            self._closed.wait(self._every)
 
     def _is_job(self, name: str) -> bool:
         layout = JobLayout(self._root / name)

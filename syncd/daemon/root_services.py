@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.discovery import Discovery
+from syncd.daemon.discovery import LOOK, Discovery
 from syncd.daemon.hang import HangGuard
 from syncd.daemon.keeper import Keeper
 from syncd.daemon.meter import MeterOf, unmetered
@@ -108,6 +108,8 @@ class RootServices:
             root,
             config.pointer,
             changed=self._waker.wake,
+            # A daemon with nothing to do must not be taken for one that hangs.
+            every=min(LOOK, config.hang_time / 4),
             answered=self._guard.watch(str(root)),
         )
         self._served: dict[str, _Served] = {}

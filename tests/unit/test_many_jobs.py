@@ -16,7 +16,6 @@ from prometheus_client import generate_latest
 
 from syncd.cli import cli
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
-from syncd.daemon import discovery
 from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.configuration import Given, load
 from syncd.daemon.discovery import Discovery
@@ -28,6 +27,7 @@ from syncd.daemon.turns import PATIENCE, Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.events import JOB_THREAD
 from syncd.protocol.layout import STATE_POINTER
+from tests.doc_blocks import blocks
 from tests.jobs import Job
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
@@ -241,9 +241,8 @@ def test_a_folder_that_may_not_be_looked_into_is_let_be(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(discovery, "LOOK", 0.01)
     for name in ("a", "hangs", "z"):
         (tmp_path / name / ".syncd").mkdir(parents=True)
     answers, asked, changed = threading.Event(), threading.Event(), threading.Event()
@@ -255,7 +254,12 @@ def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
 
     clock = Clock()
     look = Discovery(
-        tmp_path, STATE_POINTER, changed=changed.set, storage=RuledStorage(rule), clock=clock
+        tmp_path,
+        STATE_POINTER,
+        changed=changed.set,
+        every=0.01,
+        storage=RuledStorage(rule),
+        clock=clock,
     )
     look.start()
     try:
@@ -378,3 +382,14 @@ def test_what_only_one_job_can_have_is_refused(tmp_path: Path, key: str) -> None
 def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(JobUnavailableError, match="not there"):
         RootServices(tmp_path / "missing", RunConfig())
+
+
+def test_the_example_of_the_documentation_can_be_used_and_made_a_unit_of(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    root.mkdir()
+    config = tmp_path / "all.toml"
+    config.write_text(blocks("systemd.md", "toml")[0].replace("/shared/jobs", str(root)))
+    told = load(config, {})
+    assert (told.root, told.config.concurrent_merges) == (root, 2)
+    printed = CliRunner().invoke(cli, ["unit", "print", "all", "--config", str(config)])
+    assert f"ReadWritePaths=-{root}\n" in printed.output
