@@ -13,8 +13,7 @@ it with ``--parts``.
 - **versions**: so many saves that are published within one injected day, each leased by an explorer
   that then lets the one before go; each is pruned in its turn.
 
-A call is one method of the Storage seam: what a network filesystem would be asked. Each row of the
-last four is a process of its own.
+A call is one method of the Storage seam: what a network filesystem would be asked.
 """
 
 from __future__ import annotations
@@ -49,8 +48,10 @@ _IDLE: Final = 20.0
 _WAKE_UPS: Final = 20
 _DAY: Final = 86_400.0
 _TICKS: Final = 300
-#: A full state dict with a receipt is linked: what is measured is syncd, and no copying of bytes.
+# A full state dict with a receipt is linked: what is measured is syncd, and no copying of bytes.
 Row = dict[str, float]
+#: Makes the rows of a part, for so many of what it is about.
+Part = Callable[[Path, tuple[int, ...]], list[Row]]
 HEADS: Final = {
     "jobs": {
         "jobs": "jobs",
@@ -63,6 +64,7 @@ HEADS: Final = {
         "p50": "wake-up p50 ms",
         "worst": f"worst of {_WAKE_UPS}",
         "burst": "burst: ms a job",
+        "burst_cpu": "CPU",
     },
     "explorers": {
         "explorers": "explorers",
@@ -190,11 +192,12 @@ def _jobs(work: Path, count: int) -> Row:
             latencies.append(1000 * (time.monotonic() - moved))
         for job in jobs:
             job.save(100, point=False)
-        moved = time.monotonic()
+        before, moved = spent(process.pid), time.monotonic()
         for job in jobs:
             job.point(100)
-        _wait(lambda: all(_step(job) == 100 for job in jobs), process, 0.05)
+        _wait(lambda: all(_step(job) == 100 for job in jobs), process, 0.1)
         row["burst"] = 1000 * (time.monotonic() - moved) / count
+        row["burst_cpu"] = 1000 * (spent(process.pid).cpu - before.cpu) / count
         row["p50"], row["worst"] = statistics.median(latencies), max(latencies)
     finally:
         process.terminate()
@@ -266,58 +269,72 @@ def _steps(work: Path, count: int) -> Row:
         }
 
 
-def _versions(work: Path, count: int) -> Row:
+def _versions(work: Path, counts: tuple[int, ...]) -> list[Row]:
+    """One day; a row is of the tenth before it has so many versions."""
     storage, clock = RuledStorage(), Clock()
     job = Job(work / "job", storage)
     session = new_session_id()
     job.layout.session(session).write_bytes(b"")
     counted = _Counted([], [])
     held: Lease | None = None
-    last = max(1, count // 10)
+    rows: list[Row] = []
+    begins = {count - count // 10 for count in counts}
     with job.daemon(clock=clock) as loop:
-        for step in range(1, count + 1):
+        for step in range(1, max(counts) + 1):
+            if step in begins:
+                counted = _Counted([], [])
             job.save(step)
             # It is published; then it is leased, the one before goes, and its step folder with it.
             for _ in range(4):
                 counted.round(loop, storage)
-                clock.advance(_DAY / count / 4)
-            os.utime(job.layout.session(session))
+                clock.advance(_DAY / max(counts) / 4)
+            for path in job.layout.sessions.iterdir():
+                os.utime(path)  # the daemon's own too: its heartbeat knows no injected time
             taken = job.lease(step, session)
             if held is not None:
                 held.release()
             held = taken
-            if step % last == 0 and step < count:
-                counted = _Counted([], [])  # of the last tenth alone
-        versions = len(counted.calls) / 4
-        return {
-            "versions": job.latest.sequence,
-            "calls": sum(counted.calls) / versions,
-            "ms": sum(counted.cpu) / versions,
-            "rss": _resident(),
-            "fds": len(_descriptors()),
-            "saves": job.layout.saves.stat().st_size / 1000,
-            "audit": job.layout.audit.stat().st_size / 1000,
-        }
+            if step in counts:
+                versions = len(counted.calls) / 4
+                rows.append({
+                    "versions": job.latest.sequence,
+                    "calls": sum(counted.calls) / versions,
+                    "ms": sum(counted.cpu) / versions,
+                    "rss": _resident(),
+                    "fds": len(_descriptors()),
+                    "saves": job.layout.saves.stat().st_size / 1000,
+                    "audit": job.layout.audit.stat().st_size / 1000,
+                })  # fmt: skip
+    return rows
 
 
 def _wakeups(work: Path, count: int) -> Row:
     return asdict(measure(work / "job", count))
 
 
-_PARTS: Final[dict[str, tuple[Callable[[Path, int], Row], tuple[int, ...]]]] = {
-    "jobs": (_jobs, (50, 100, 200)),
-    "explorers": (_explorers, (125, 250, 500)),
-    "wakeups": (_wakeups, (125, 250, 500)),
-    "steps": (_steps, (2500, 5000, 10_000)),
-    "versions": (_versions, (1250, 2500, 5000)),
+def _each(row: Callable[[Path, int], Row]) -> Part:
+    """One row after the other."""
+    return lambda work, counts: [row(work, count) for count in counts]
+
+
+#: Name → what makes its rows, their counts, and whether each is a process of its own.
+_PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
+    "jobs": (_each(_jobs), (50, 100, 200), True),
+    "explorers": (_each(_explorers), (125, 250, 500), True),
+    "wakeups": (_each(_wakeups), (125, 250, 500), True),
+    "steps": (_each(_steps), (2500, 5000, 10_000), True),
+    "versions": (_versions, (1250, 2500, 5000), False),
 }
 
 
-def _row(part: str, count: int, folder: Path) -> Row:
-    """One row, by a process of its own: what it takes of memory is its own too."""
-    argv = (sys.executable, "-m", "benchmarks.scale", "--row", part, str(count), "--dir", folder)
-    done = subprocess.run(argv, stdout=subprocess.PIPE, check=True)
-    found: Row = json.loads(done.stdout)
+def _rows(part: str, folder: Path) -> list[Row]:
+    """The rows of a part, by processes whose memory is theirs alone."""
+    _, counts, alone = _PARTS[part]
+    found: list[Row] = []
+    for some in ([count] for count in counts) if alone else [counts]:
+        argv = [sys.executable, "-m", "benchmarks.scale", "--dir", str(folder), "--rows", part]
+        done = subprocess.run([*argv, *map(str, some)], stdout=subprocess.PIPE, check=True)
+        found += json.loads(done.stdout)
     return found
 
 
@@ -326,19 +343,17 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--row", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", nargs="+", help=argparse.SUPPRESS)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="syncd-scale-", dir=given.dir) as made:
         work = Path(made)
         prepare_process(work)
-        if given.row:
-            part, count = given.row
-            print(json.dumps(_PARTS[part][0](work, int(count))))
+        if given.rows:
+            part, *counts = given.rows
+            print(json.dumps(_PARTS[part][0](work, tuple(map(int, counts)))))
             return
         machine = describe_machine(given.dir)
-        rows = {
-            part: [_row(part, count, work) for count in _PARTS[part][1]] for part in given.parts
-        }
+        rows = {part: _rows(part, work) for part in given.parts}
     if given.json:
         print(json.dumps({"machine": machine, "rows": rows}))
         return
