@@ -122,7 +122,10 @@ def spent(pid: int) -> Spent:
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     wakeups = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        wakeups += status(task / "status", "voluntary_ctxt_switches")
+        try:
+            wakeups += status(task / "status", "voluntary_ctxt_switches")
+        except FileNotFoundError:
+            pass  # a thread that has ended meanwhile
     # utime and stime are fields 14 and 15; the first after the name is field 3.
     return Spent((int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK"), wakeups)
 
