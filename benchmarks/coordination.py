@@ -203,7 +203,8 @@ def _slices(root: Path, layout: JobLayout) -> list[float]:
     return found
 
 
-def _measure(root: Path, count: int) -> Row:
+def measure(root: Path, count: int) -> Row:
+    """What so many explorers of a new job in ``root`` cost."""
     root.mkdir()
     layout = JobLayout(root)
     open_job(Storage(root), layout)
@@ -258,7 +259,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="syncd-coordination-", dir=given.dir) as made:
         work = Path(made)
         prepare_process(work)
-        rows = [_measure(work / f"job-{count}", count) for count in given.explorers]
+        rows = [measure(work / f"job-{count}", count) for count in given.explorers]
     if given.json:
         print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
         return

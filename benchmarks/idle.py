@@ -87,7 +87,8 @@ def _scenarios(folders: int) -> tuple[Scenario, ...]:
     )
 
 
-def _make_job(root: Path, scenario: Scenario) -> JobLayout:
+def make_job(root: Path, scenario: Scenario) -> JobLayout:
+    """A job of so many old steps, and one that is to be published."""
     layout = JobLayout(root)
     root.mkdir()
     open_job(Storage(durable=False), layout)
@@ -116,16 +117,21 @@ def _make_job(root: Path, scenario: Scenario) -> JobLayout:
     return layout
 
 
-def _spent(pid: int) -> Spent:
+def spent(pid: int) -> Spent:
+    """What a process has spent."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     wakeups = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
-        wakeups += _status(task / "status", "voluntary_ctxt_switches")
+        try:
+            wakeups += status(task / "status", "voluntary_ctxt_switches")
+        except FileNotFoundError:
+            pass  # a thread that has ended meanwhile
     # utime and stime are fields 14 and 15; the first after the name is field 3.
     return Spent((int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK"), wakeups)
 
 
-def _status(path: Path, key: str) -> int:
+def status(path: Path, key: str) -> int:
+    """A number of /proc/PID/status, by its name."""
     for line in path.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == key:
@@ -142,7 +148,7 @@ def _wait_until_published(layout: JobLayout, process: subprocess.Popen[bytes]) -
 
 
 def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> list[Row]:
-    layouts = [_make_job(work / f"job-{n}", scenario) for n, scenario in enumerate(scenarios)]
+    layouts = [make_job(work / f"job-{n}", scenario) for n, scenario in enumerate(scenarios)]
     os.sync()
     with (work / "log").open("wb") as log:
         processes = [
@@ -157,10 +163,10 @@ def _measure(work: Path, scenarios: tuple[Scenario, ...], seconds: float) -> lis
             if scenario.pointer is not None:
                 layout.state_pointer.write_bytes(scenario.pointer)
         time.sleep(_SETTLE)
-        before = [(_spent(process.pid), time.monotonic()) for process in processes]
+        before = [(spent(process.pid), time.monotonic()) for process in processes]
         time.sleep(seconds)
-        after = [(_spent(process.pid), time.monotonic()) for process in processes]
-        peaks = [_status(Path(f"/proc/{process.pid}/status"), "VmHWM") for process in processes]
+        after = [(spent(process.pid), time.monotonic()) for process in processes]
+        peaks = [status(Path(f"/proc/{process.pid}/status"), "VmHWM") for process in processes]
     finally:
         for process in processes:
             process.terminate()

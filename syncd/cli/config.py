@@ -36,8 +36,11 @@ def check(file: Path) -> None:
     """
     found = _load(file)
     said = sum(source != "default" for source in found.sources.values())
-    job = found.config.job or "that the command line names"
-    click.echo(f"{file} can be used: {said} keys, for the job {job}")
+    if found.root is not None:
+        served = f"all jobs in {found.root}"
+    else:
+        served = f"the job {found.config.job or 'that the command line names'}"
+    click.echo(f"{file} can be used: {said} keys, for {served}")
 
 
 @command.command(

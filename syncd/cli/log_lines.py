@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -12,7 +13,7 @@ from types import TracebackType
 from typing import Final
 
 from syncd.protocol.errors import SyncdError
-from syncd.protocol.events import Event
+from syncd.protocol.events import JOB_THREAD, Event
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -24,14 +25,25 @@ _HALF: Final = re.compile("[\ud800-\udfff]")
 _BURST: Final = 10
 
 
+def _job_of(record: logging.LogRecord) -> str:
+    """The directory of the job that a line is about, where its thread is one job's of many."""
+    thread = record.threadName or ""
+    return thread.removeprefix(JOB_THREAD) if thread.startswith(JOB_THREAD) else ""
+
+
 class HumanLines(logging.Formatter):
-    """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``."""
+    """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
+
+    Where a process serves many jobs the message begins with the name of its job, in brackets.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # logging's name
         """The line, and how often it was held back."""
+        if job := _job_of(record):
+            record.message = f"[{os.path.basename(job)}] {record.message}"
         line = super().formatMessage(record)
         held_back = getattr(record, "held_back", 0)
         return f"{line} (and {held_back} times before)" if held_back else line
@@ -53,6 +65,8 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             "logger": record.name,
         }
+        if job := _job_of(record):
+            line["job"] = job
         fields = getattr(record, "fields", None)
         if isinstance(fields, dict):
             line |= fields
@@ -78,7 +92,8 @@ class Flood(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is shown."""
-        held_back = self._repeats.held_back((record.name, record.levelno, record.getMessage()))
+        line = (record.name, record.levelno, record.getMessage(), _job_of(record))
+        held_back = self._repeats.held_back(line)
         if held_back:
             record.held_back = held_back
         return held_back is not None

@@ -13,10 +13,12 @@ from typing import Any
 import click
 
 from syncd.cli import log_lines, options
-from syncd.daemon.config import DaemonConfig, RunConfig
+from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import Reloader, load, misspelt
 from syncd.daemon.hang import HangGuard
+from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import ServiceManager
+from syncd.daemon.root_services import RootServices
 from syncd.daemon.service import stopped_by_signals
 from syncd.daemon.services import Services
 from syncd.protocol.events import Event
@@ -42,6 +44,19 @@ _DEFAULTS = RunConfig()
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
     help="A second job directory to serve, on a memory filesystem of this host.",
+)
+@click.option(
+    "--root",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=None,
+    help="Instead of JOB: serve all jobs in this folder, as they come and go.",
+)
+@click.option(
+    "--concurrent-merges",
+    type=click.IntRange(min=1),
+    default=_DEFAULTS.concurrent_merges,
+    show_default=True,
+    help="With --root: of how many jobs saves are merged at a time.",
 )
 @click.option(
     "--exit-when-idle/--no-exit-when-idle",
@@ -97,7 +112,7 @@ _DEFAULTS = RunConfig()
 @options.log_level
 @click.pass_context
 def command(ctx: click.Context, /, config: Path | None, **_options: Any) -> None:
-    """Serve JOB until SIGTERM: merge, publish, signal, prune.
+    """Serve JOB, or all jobs in the folder --root, until SIGTERM: merge, publish, signal, prune.
 
     A second daemon on the same job stands by, and takes over when the first one dies.
 
@@ -121,36 +136,61 @@ def command(ctx: click.Context, /, config: Path | None, **_options: Any) -> None
         # Without a file there is nothing to read again: SIGHUP ends the process, as ever.
         reload = services.reload if config is not None else None
         stack.enter_context(stopped_by_signals(services.stop, reload=reload))
-        services.run()
+        ended = services.run()
+    if not ended:
+        # A thread that storage holds would keep the interpreter from ending, for ever.
+        logging.shutdown()
+        os._exit(0)
 
 
-def _services(configuration: Reloader, stack: ExitStack) -> Services:
+def _services(configuration: Reloader, stack: ExitStack) -> Services | RootServices:
     """The daemons, and what is beside them while the stack is open."""
-    config, job = configuration.current.config, configuration.current.job
+    config, root = configuration.current.config, configuration.current.root
     manager = ServiceManager.of_environment()
-    guard = stack.enter_context(HangGuard(config.hang_time, manager))
-    if not config.metrics_port and config.metrics_textfile is None:
-        return Services(job, config, read_again=configuration.again, manager=manager, guard=guard)
-    # Imported here: nobody else needs them, and a daemon without metrics is smaller.
-    from syncd.daemon.metrics import Metrics  # noqa: PLC0415
-    from syncd.daemon.metrics_export import Exporter  # noqa: PLC0415
+    guard = HangGuard(config.hang_time, manager, together=root is None)
+    stack.enter_context(guard)
+    read_again = configuration.again
+    each_tick: Callable[[], None] = _nothing
+    meter_of: MeterOf = unmetered
+    forget: Callable[[Path], None] = _nothing
+    if config.metrics_port or config.metrics_textfile is not None:
+        # Imported here: nobody else needs them, and a daemon without metrics is smaller.
+        from syncd.daemon.metrics import Metrics  # noqa: PLC0415
+        from syncd.daemon.metrics_export import Exporter  # noqa: PLC0415
 
-    metrics = Metrics()
-    exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
-    stack.enter_context(exporter)
-    return Services(
-        job,
+        metrics = Metrics()
+        exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
+        stack.enter_context(exporter)
+        read_again = _noting(configuration, lambda: metrics.reloaded.set(configuration.whole))
+        each_tick, meter_of, forget = exporter.tick, metrics.of_job, metrics.forget_job
+    if root is None:
+        return Services(
+            configuration.current.job,
+            config,
+            read_again=read_again,
+            each_tick=each_tick,
+            meter_of=meter_of,
+            manager=manager,
+            guard=guard,
+        )
+    return RootServices(
+        root,
         config,
-        read_again=_noting(configuration, lambda: metrics.reloaded.set(configuration.whole)),
-        each_tick=exporter.tick,
-        meter_of=metrics.of_job,
+        read_again=read_again,
+        each_tick=each_tick,
+        meter_of=meter_of,
+        forget=forget,
         manager=manager,
         guard=guard,
     )
 
 
-def _noting(configuration: Reloader, note: Callable[[], None]) -> Callable[[], DaemonConfig | None]:
-    def again() -> DaemonConfig | None:
+def _nothing(*_: object) -> None:
+    """Nobody listens."""
+
+
+def _noting(configuration: Reloader, note: Callable[[], None]) -> Callable[[], RunConfig | None]:
+    def again() -> RunConfig | None:
         config = configuration.again()
         note()
         return config

@@ -124,10 +124,11 @@ def _instance(
     config = _config_of(name, given["config"])
     # Not by this shell's environment: the unit has one of its own.
     told = load(config, {}).config
-    if told.job is None:
+    named = told.root or told.job
+    if named is None:
         raise InvalidSettingsError(f'{config} names no job: add a line such as job = "/shared/job"')
     # Where they are, and not what they are called: links on the way are not mounts.
-    job = told.job.resolve()
+    job = named.resolve()
     beside = [path.resolve() for path in (told.memory_dir, told.metrics_textfile) if path]
     writes = [job, *map(_folder_of, beside)]
     user, group = _owner(job, user, group)

@@ -99,6 +99,8 @@ class RunConfig(DaemonConfig):
 
     Attributes:
         job: the job directory.
+        root: instead of one job, the folder whose folders are jobs, as they come and go.
+        concurrent_merges: of how many jobs below ``root`` saves are merged at a time.
         metrics_port: the port on 127.0.0.1 where metrics are served; 0 for none.
         metrics_textfile: a file of this host that metrics are written to, for the node exporter.
         log_format: lines for people, or one JSON object a line.
@@ -106,6 +108,8 @@ class RunConfig(DaemonConfig):
     """
 
     job: Path | None = None
+    root: Path | None = None
+    concurrent_merges: Annotated[Count, Field(ge=1)] = 2
     metrics_port: Annotated[Count, Field(ge=0, le=65535)] = 0
     metrics_textfile: PromFile | None = None
     log_format: Literal["human", "json"] = "human"

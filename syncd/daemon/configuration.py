@@ -72,6 +72,22 @@ class Configuration:
             raise InvalidSettingsError(f"which job? Name it on the command line, or {where}")
         return self.config.job
 
+    @property
+    def root(self) -> Path | None:
+        """The folder of many jobs; None where one is to be served.
+
+        Raises:
+            InvalidSettingsError: both are named.
+        """
+        config = self.config
+        if config.root is not None and config.job is not None:
+            told = " and ".join(
+                f"{key} = {printable(getattr(config, key))} ({printable(self.sources[key])})"
+                for key in ("job", "root")
+            )
+            raise InvalidSettingsError(f"one job, or many? {told}: leave one of them out")
+        return config.root
+
 
 def load(
     file: Path | None,

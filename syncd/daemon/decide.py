@@ -299,12 +299,13 @@ def _versions(
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # or pinned: that is a name in there too
     leased.update(request.sequence for request in seen.rollbacks)
+    leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
-        if sequence not in seen.lease_folders:
+        if sequence not in leasable:
             yield RetireVersion(sequence, "retired before, and not deleted yet")
         elif sequence not in keep and sequence not in leased:
             yield RetireVersion(sequence, f"not among the newest {config.keep}, and not leased")
-    for sequence in sorted(set(seen.lease_folders) - set(seen.versions)):
+    for sequence in sorted(leasable.difference(seen.versions)):
         if sequence < seen.latest and sequence not in leased:
             yield CloseLeaseFolder(sequence)
 

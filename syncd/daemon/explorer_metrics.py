@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import TEMPORARY, JobLayout, printable
@@ -76,6 +76,7 @@ class ExplorerMetrics:
     def forget(self, job: str) -> None:
         """Let the explorers of a job have no metrics, until they are looked at again."""
         self._keep(job, set())
+        del self._seen[job]
 
     def _keep(self, job: str, names: set[str]) -> None:
         for gone in self._seen.get(job, set()) - names:
@@ -104,10 +105,10 @@ class ExplorerMetrics:
         return name
 
 
-def remove(gauge: Gauge, *labels: str) -> None:
-    """Take a gauge with these labels away, if it is there."""
+def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
+    """Take a metric with these labels away, if it is there."""
     try:
-        gauge.remove(*labels)
+        metric.remove(*labels)
     except KeyError:
         pass  # in some releases of prometheus-client an error
 

@@ -37,6 +37,9 @@ class HangGuard:
     signs of life they are sent by the thread that made the progress, and none while any job makes
     none.
 
+    Of many jobs that have nothing to do with each other (``together`` is off) one that hangs is not
+    the end of the others: the process ends where none of them makes any progress.
+
     Armed while it is open as a context manager; only a process that serves and does nothing else
     may do that. Not promised: an end while the process is stopped (SIGSTOP); the service manager's
     watchdog sees to that.
@@ -44,13 +47,20 @@ class HangGuard:
     Args:
         hang_time: seconds.
         manager: who started this process.
+        together: whether one job that hangs is the end of all of them.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, hang_time: float, manager: ServiceManager, *, clock: Clock = time.monotonic
+        self,
+        hang_time: float,
+        manager: ServiceManager,
+        *,
+        together: bool = True,
+        clock: Clock = time.monotonic,
     ) -> None:
         self.hang_time = hang_time
+        self._which = min if together else max
         self._manager = manager
         self._clock = clock
         wanted = min(hang_time, manager.watchdog or hang_time)
@@ -85,6 +95,11 @@ class HangGuard:
 
         return answered
 
+    def silence(self, job: str) -> float:
+        """For how many seconds a job has made no progress; 0 where none is expected of it."""
+        now = self._clock()
+        return now - self._answered.get(job, now)
+
     def forget(self, job: str) -> None:
         """Expect no more of a job that has come to its end."""
         with self._changing:
@@ -95,7 +110,7 @@ class HangGuard:
             return  # another thread is about to
         try:
             self._next = now + self._often
-            left = self.hang_time - (now - min(self._answered.values(), default=now))
+            left = self.hang_time - (now - self._which(self._answered.values(), default=now))
             if left > 0:
                 self._arm(left)
                 self._manager.alive()

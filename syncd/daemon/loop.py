@@ -38,6 +38,7 @@ from syncd.daemon.publish import Publisher
 from syncd.daemon.report import Reporter
 from syncd.daemon.scan import Known, Scanner
 from syncd.daemon.steering import Steering
+from syncd.daemon.turns import Turn
 from syncd.protocol.errors import (
     CheckpointError,
     JobUnavailableError,
@@ -61,6 +62,8 @@ _LONGEST_WAIT: Final = 30.0
 _MOST_DOUBLINGS: Final = 16
 #: How often a rollback that storage refuses is tried, one round each.
 _ROLLBACK_ATTEMPTS: Final = 6
+#: What a save waits for that could be merged now.
+_OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"
 #: Seconds between two looks whether the reserve is whole.
 _KEEP_ROOM_AGAIN: Final = 60.0
 #: Bytes of the journal's end in which those are who serve what is leased.
@@ -80,6 +83,7 @@ class Loop:
         epoch: the room.
         cancel: called between chunks of a merge; raises to stop.
         publishes: whether new versions are made; without, the loop only prunes.
+        turn: asked before each merge whether this job may merge now.
         notice: told when the job was first looked at, and what is done.
         meter: hears of what is done.
         clock: seconds, monotonic.
@@ -101,6 +105,7 @@ class Loop:
         *,
         cancel: Callable[[], None],
         publishes: bool = True,
+        turn: Turn | None = None,
         notice: JobNotice | None = None,
         meter: Meter | None = None,
         clock: Clock = time.monotonic,
@@ -114,6 +119,7 @@ class Loop:
         self._epoch = epoch
         self._clock = clock
         self._publishes = publishes
+        self._turn = turn or Turn()
         self._notice = notice or JobNotice()
         self.pruned: list[Pruning] = []
         self._steering = Steering(storage, layout)
@@ -192,6 +198,8 @@ class Loop:
         # New weights first; but after a merge nothing is pruned by what was seen before it, and
         # where one merge follows the other nothing ever would be.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._left_over)
+        if not any(isinstance(action, Publish) for action in actions):
+            self._turn.leave()
         self._left_over = False
         for action in actions:
             self._cancel()
@@ -232,7 +240,7 @@ class Loop:
         """Carry out one action; returns what keeps it from being done yet, if anything."""
         match action:
             case Publish():
-                return self._publish(action) if self._publishes else ""
+                return self._publish_in_turn(action) if self._publishes else ""
             case GiveUp(save):
                 self._quarantine(save, CheckpointError(save.reason))
             case Republish():
@@ -334,6 +342,15 @@ class Loop:
             outcomes=self._publisher.outcomes,
             served_request=self._publisher.served_request,
         )
+
+    def _publish_in_turn(self, action: Publish) -> str:
+        """Publish, unless as many other jobs of this process merge as may."""
+        if not self._turn.take():
+            return _OTHERS_FIRST
+        try:
+            return self._publish(action)
+        finally:
+            self._turn.leave()
 
     def _publish(self, action: Publish) -> str:  # noqa: PLR0911 - one return for each way it ends
         """Publish, or quarantine, or say why it has to wait."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -83,6 +84,20 @@ class Metrics:
         for gauge in (*state, self.free_bytes, self.free_inodes):
             remove(gauge, job)
         self.explorers.forget(job)
+
+    def forget_job(self, root: Path) -> None:
+        """Let a job that is served no more have no metrics: they would be there for ever."""
+        job = printable(root)
+        self.forget_state(job)
+        for metric in (self.active, self.last_scan, self.rollbacks, self.merged_bytes):
+            remove(metric, job)
+        for histogram in (self.tick, self.merge, self.latency, self.wake_up):
+            remove(histogram, job)
+        for counter in (self.saves, self.pruned, self.errors):
+            labels = [sample.labels for found in counter.collect() for sample in found.samples]
+            for told in labels:
+                if told[JOB] == job:
+                    remove(counter, *told.values())
 
     def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
         return Gauge(f"syncd_{name}", what, labels, registry=self.registry)

@@ -116,9 +116,8 @@ class Scanner:
         # A listing may be late, or fail; that a version was retired is asked of its own name.
         lease_folders += tuple(
             sequence
-            for sequence in versions
-            if sequence not in lease_folders
-            and self._storage.exists(self._layout.lease_folder(sequence))
+            for sequence in sorted(set(versions).difference(lease_folders))
+            if self._storage.exists(self._layout.lease_folder(sequence))
         )
         steps, unrecorded, vanished = self._steps.look(
             pointer, (pointer_key, checkpoint_key, known.published_save), known.outcomes

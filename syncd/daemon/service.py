@@ -19,6 +19,7 @@ from syncd.daemon.loop import Loop
 from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.participants import Participants
+from syncd.daemon.turns import Turn
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -58,6 +59,7 @@ class Service:
         answered: called whenever storage has answered: this is what counts as progress.
         notice: told when the job was first looked at, and what is done.
         each_tick: called between two rounds, by the thread of :meth:`run`.
+        turn: asked before each merge whether this job may merge now.
         meter_of: makes what hears of all that is done.
         storage: the shared storage.
 
@@ -75,6 +77,7 @@ class Service:
         answered: Callable[[], None] = lambda: None,
         notice: JobNotice | None = None,
         each_tick: Callable[[], None] = lambda: None,
+        turn: Turn | None = None,
         meter_of: MeterOf = unmetered,
         storage: Storage | None = None,
     ) -> None:
@@ -85,11 +88,13 @@ class Service:
         self._notice = notice or JobNotice()
         self._may_end = may_end
         self._each_tick = each_tick
+        self._turn = turn or Turn()
         self._meter = meter_of(self._storage, self._layout)
         self._meter.active(yes=False)
         self._stopping = False
         self._next = config
         self._loop: Loop | None = None
+        self._held: tuple[Session, DaemonLock] | None = None
         self._quiet_rounds = 0
         self._away = False
         self._said = ""
@@ -119,6 +124,18 @@ class Service:
         """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
         self._stopping = True
         self._watcher.wake()
+
+    def give_up(self) -> None:
+        """Let other daemons have the job now, though the thread of :meth:`run` is stuck.
+
+        Its heartbeats end. The fence keeps out what it may still do once another daemon has taken
+        over; when it comes back, it ends. May be called from any thread, and hang as storage does.
+        """
+        self.stop()
+        if (held := self._held) is not None:
+            session, lock = held
+            lock.release()
+            session.close()
 
     def reload(self, config: DaemonConfig) -> None:
         """Take another configuration over before the next round.
@@ -194,11 +211,13 @@ class Service:
         with Session(self._layout, self._lease_time, prefix=DAEMON_SESSION) as session:
             judge = Judge(self._storage, self._lease_time)
             lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)
-            if not self._elected(lock):
-                return
+            self._held = session, lock
             try:
-                self._serve(session, lock)
+                if self._elected(lock):
+                    self._serve(session, lock)
             finally:
+                self._held = None
+                self._turn.leave()
                 lock.release()
 
     def _elected(self, lock: DaemonLock) -> bool:
@@ -227,6 +246,7 @@ class Service:
             Judge(self._storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
+            turn=self._turn,
             notice=self._notice,
             meter=self._meter,
         )

@@ -1,31 +1,22 @@
-"""Several jobs in one process: each has a daemon of its own, and none waits for another."""
+"""A job and its memory directory in one process: each has a daemon of its own."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Final
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.hang import HangGuard
+from syncd.daemon.keeper import Keeper
 from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, SyncdError
-from syncd.protocol.events import Event
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import STATE_POINTER
 from syncd.storage.fsio import Storage
-
-log = logging.getLogger(__name__)
-
-#: Seconds after which a job whose daemon failed by a fault of ours is served again; and between
-#: two looks meanwhile whether to stop.
-_AGAIN: Final = 10.0
-_LOOK: Final = 0.2
 
 
 class Services:
@@ -62,31 +53,31 @@ class Services:
         manager: ServiceManager | None = None,
         guard: HangGuard | None = None,
     ) -> None:
-        self._stopping = False
-        self._replacing = threading.Lock()
         self._manager = manager or ServiceManager()
         self._guard = guard or HangGuard(config.hang_time, self._manager)
-        if config.shared_group is not None:
-            os.umask(os.umask(0o077) & ~0o070)
+        share_what_is_made(config)
         self._reload_asked = False
         self._read_again = read_again
         self._each_tick = each_tick
         self._meter_of = meter_of
-        self._jobs = [(root, config)]
+        told = [(root, config)]
         if config.memory_dir is not None:
             memory = config.memory_dir.absolute()
             _check_apart(root, memory)
             _make(memory)
-            self._jobs.append((memory, _for_memory(config)))
-        self._services: list[Service] = []
-        self._services.extend(self._service(number) for number in range(len(self._jobs)))
+            told.append((memory, _for_memory(config)))
+        self._keepers = [
+            Keeper(job, one, partial(self._service, number, job), self._guard)
+            for number, (job, one) in enumerate(told)
+        ]
+        for keeper in self._keepers:
+            keeper.prepare()
 
     def stop(self) -> None:
         """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
-        self._stopping = True
         self._manager.stopping()
-        for service in self._services:
-            service.stop()
+        for keeper in self._keepers:
+            keeper.stop()
 
     def reload(self) -> None:
         """Ask for the configuration to be read again, before the next round.
@@ -94,69 +85,32 @@ class Services:
         May be called from a signal handler or any thread.
         """
         self._reload_asked = True
-        self._services[0].wake()
+        self._keepers[0].wake()
 
-    def run(self) -> None:
-        """Serve until stopped, or until the first job is idle and no other has work."""
-        others = [
-            threading.Thread(target=self._keep_serving, args=(number,), name=str(root))
-            for number, (root, _) in enumerate(self._jobs)
-            if number
-        ]
-        for thread in others:
+    def run(self) -> bool:
+        """Serve until stopped, or until the first job is idle and no other has work.
+
+        Returns:
+            True: all threads have ended.
+        """
+        first, *others = self._keepers
+        threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
+        for thread in threads:
             thread.start()
         try:
-            self._keep_serving(0)
+            first.serve()
         finally:
             self.stop()
-            for thread in others:
+            for thread in threads:
                 thread.join()
+        return True
 
-    def _keep_serving(self, number: int) -> None:
-        try:
-            self._serve_again_and_again(number)
-        finally:
-            self._guard.forget(str(self._jobs[number][0]))
-
-    def _serve_again_and_again(self, number: int) -> None:
-        root, _ = self._jobs[number]
-        failed = False
-        while not self._stopping:
-            try:
-                if failed:
-                    self._replace(number)
-                    if self._is_asked_to_stop():  # while there was none to be asked
-                        return
-                self._services[number].run()
-            except (SyncdError, OSError) as error:
-                log.error(
-                    "%s cannot be served now: %s",
-                    root,
-                    error,
-                    extra=Event.JOB_UNAVAILABLE(job=root, reason=error),
-                )
-            except Exception:
-                log.exception(
-                    "the daemon of %s failed: a fault of syncd", root, extra=Event.FAULT(job=root)
-                )
-            else:
-                return
-            failed = True
-            self._wait()
-
-    def _replace(self, number: int) -> None:
-        service = self._service(number)
-        with self._replacing:
-            self._services[number] = service
-            service.reload(self._jobs[number][1])  # what was read again while it was made
-
-    def _service(self, number: int) -> Service:
+    def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
         """The first one ends for all of them; the others are ended by it."""
 
         def may_end() -> bool:
-            return number == 0 and all(service.is_idle for service in self._services[1:])
+            return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
 
-        root, config = self._jobs[number]
         return Service(
             root,
             config,
@@ -177,19 +131,15 @@ class Services:
             config = self._read_again()
             if config is None:
                 return
-            told = [config, _for_memory(config)][: len(self._jobs)]
-            with self._replacing:
-                self._jobs = [(root, new) for (root, _), new in zip(self._jobs, told, strict=True)]
-                for service, new in zip(self._services, told, strict=True):
-                    service.reload(new)
+            told = (config, _for_memory(config))
+            for keeper, one in zip(self._keepers, told, strict=False):
+                keeper.reload(one)
 
-    def _is_asked_to_stop(self) -> bool:
-        return self._stopping
 
-    def _wait(self) -> None:
-        end = time.monotonic() + _AGAIN
-        while not self._stopping and time.monotonic() < end:
-            time.sleep(_LOOK)
+def share_what_is_made(config: DaemonConfig) -> None:
+    """With ``shared_group``, let the umask of this process leave the group's bits."""
+    if config.shared_group is not None:
+        os.umask(os.umask(0o077) & ~0o070)
 
 
 def _for_memory(config: DaemonConfig) -> DaemonConfig:

@@ -10,6 +10,11 @@ Names and fields are documented in ``docs/logging.md``; one that is not there fa
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Final
+
+#: How the names of threads begin that serve one of many jobs: what they log is of the job whose
+#: directory follows.
+JOB_THREAD: Final = "job "
 
 
 class Event(StrEnum):
@@ -34,6 +39,9 @@ class Event(StrEnum):
     FAULT = "fault"
     HEARTBEAT_RESUMED = "heartbeat_resumed"
     HEARTBEAT_STOPPED = "heartbeat_stopped"
+    JOB_FOUND = "job_found"
+    JOB_GONE = "job_gone"
+    JOB_HANGS = "job_hangs"
     JOB_UNAVAILABLE = "job_unavailable"
     LEFT_ALONE = "left_alone"
     LEFTOVER_REMOVED = "leftover_removed"

@@ -368,8 +368,7 @@ class JobLayout:
     def drafts(self) -> Path:
         """Temporary names of what is renamed into a folder that others watch.
 
-        A rename within a watched folder is two events, and watchdog holds the first one back for
-        half a second, and all events behind it, to pair them.
+        Whoever lists or watches that folder sees nothing that is half made.
         """
         return self.state / "drafts"
 

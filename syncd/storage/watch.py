@@ -10,38 +10,15 @@ import logging
 import os
 import select
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
-
-from watchdog.events import (
-    DirCreatedEvent,
-    FileClosedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileModifiedEvent,
-    FileMovedEvent,
-    FileSystemEvent,
-    FileSystemEventHandler,
-)
-from watchdog.observers import Observer
+from typing import Self
 
 from syncd.protocol.events import Event
-
-if TYPE_CHECKING:
-    from watchdog.observers.api import BaseObserver
+from syncd.storage.inotify import FolderWatch
 
 log = logging.getLogger(__name__)
-
-#: Opening and reading a file are events too; if they counted, every look would cause the next.
-_CHANGES: list[type[FileSystemEvent]] = [
-    DirCreatedEvent,
-    FileClosedEvent,
-    FileCreatedEvent,
-    FileDeletedEvent,
-    FileModifiedEvent,
-    FileMovedEvent,
-]
 
 
 class Watcher:
@@ -61,18 +38,10 @@ class Watcher:
         # Not select(): a process with many files open has descriptors above its limit of 1023.
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
-        self._observer: BaseObserver | None = None
-        self._closed = False
+        self._watches: list[FolderWatch] = []
         try:
-            self._observer = Observer()
             for folder, wanted in names.items():
-                self._observer.schedule(
-                    _Hints(self.wake, wanted),
-                    str(folder),
-                    recursive=False,
-                    event_filter=_CHANGES,
-                )
-            self._observer.start()
+                self._watches.append(FolderWatch(folder, partial(self._hear, wanted)))
         except OSError as error:
             # Out of inotify instances or watches, say: a hint less is no harm.
             log.warning(
@@ -80,9 +49,7 @@ class Watcher:
                 error,
                 extra=Event.EVENTS_UNAVAILABLE(reason=error),
             )
-            if self._observer is not None:
-                # Those that had begun would queue for ever what nobody takes from them.
-                self._observer.unschedule_all()
+            self.close()
 
     def wait(self, timeout: float) -> bool:
         """Wait for a change or a wake.
@@ -107,28 +74,15 @@ class Watcher:
 
     def close(self) -> None:
         """Stop watching. Safe to call twice."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._observer is not None and self._observer.is_alive():
-            self._observer.stop()
-            self._observer.join()
+        while self._watches:
+            self._watches.pop().close()
+
+    def _hear(self, wanted: frozenset[str], name: str) -> None:
+        if not name or name in wanted:
+            self.wake()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Hints(FileSystemEventHandler):
-    """Passes on the events that touch one of the wanted names."""
-
-    def __init__(self, wake: Callable[[], None], wanted: frozenset[str]) -> None:
-        self._wake = wake
-        self._wanted = wanted
-
-    def on_any_event(self, event: FileSystemEvent) -> None:
-        paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
-        if any(os.path.basename(path) in self._wanted for path in paths):
-            self._wake()

@@ -92,12 +92,21 @@ def epoch_content(job: Path) -> dict[str, list[str]]:
 class Daemon:
     """``syncd run`` as a process of its own; its log is kept in memory.
 
+    With ``root`` the folder holds jobs. ``program`` is what Python runs instead of ``-m syncd``.
     Leaving the ``with`` block ends it, by pid, whatever happened.
     """
 
-    def __init__(self, job: Path, *options: str, lease_time: float = LEASE_TIME) -> None:
+    def __init__(
+        self,
+        job: Path,
+        *options: str,
+        lease_time: float = LEASE_TIME,
+        root: bool = False,
+        program: tuple[str, ...] = ("-m", "syncd"),
+    ) -> None:
+        where = ["--root", str(job)] if root else [str(job)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "syncd", "run", str(job), "--tick", "0.2",
+            [sys.executable, *program, "run", *where, "--tick", "0.2",
              "--lease-time", str(lease_time), *options],
             stderr=subprocess.PIPE,
             env=ENVIRONMENT,
@@ -108,11 +117,11 @@ class Daemon:
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
 
-    def wait_for_log(self, words: str, deadline: float = DEADLINE) -> str:
-        """Wait for a line that has these words."""
+    def wait_for_log(self, words: str, deadline: float = DEADLINE, *, times: int = 1) -> str:
+        """Wait for a line that has these words, or for so many of them; returns the first."""
         with self._heard:
             assert self._heard.wait_for(
-                lambda: any(words in line for line in self.log), deadline
+                lambda: sum(words in line for line in self.log) >= times, deadline
             ), f"{words!r} was not said: {self.log}"
             return next(line for line in self.log if words in line)
 

@@ -88,10 +88,10 @@ class Fault(Exception):  # noqa: N818 - it is what a slip of ours would raise
 def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.keeper._AGAIN", 0.0)
     memory = tmp_path / "shm"
     services = Services(job, DaemonConfig(memory_dir=memory, tick=0.1))
-    first, failing = services._services
+    first, failing = (keeper._service for keeper in services._keepers)
     runs: list[int] = []
 
     def fail() -> None:
@@ -100,7 +100,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
 
     def serve() -> None:
         try:
-            wait_until(lambda: services._services[1] is not failing, "it is made anew")
+            wait_until(lambda: services._keepers[1]._service is not failing, "it is made anew")
         finally:
             services.stop()
 
@@ -113,7 +113,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
 def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.keeper._AGAIN", 0.0)
     memory, read = tmp_path / "shm", threading.Event()
     before = DaemonConfig(memory_dir=memory, tick=0.1, keep=3)
     made: list[Path] = []
@@ -152,9 +152,9 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
 def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.services._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.keeper._AGAIN", 0.0)
     services = Services(job, DaemonConfig(tick=0.1))
-    failing = services._services[0]
+    failing = services._keepers[0]._service
 
     def fail() -> None:
         raise Fault

@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from watchdog.observers.api import EventEmitter
-
+from syncd.storage import inotify
 from syncd.storage.watch import Watcher
+
+if TYPE_CHECKING:
+    import pytest
 
 #: A guard: a wait that ends by an event takes a few milliseconds.
 LONG = 30.0
@@ -88,9 +92,104 @@ def test_where_one_folder_cannot_be_watched_no_thread_is_left_behind(tmp_path: P
         folder.mkdir()
     before = set(threading.enumerate())
     with Watcher({folder: frozenset({"LATEST"}) for folder in folders}) as watching:
-        new = set(threading.enumerate()) - before
-        assert not [one for one in new if isinstance(one, EventEmitter)]
+        assert set(threading.enumerate()) == before
         assert not watching.wait(0.01)
+
+
+def inotify_instances() -> int:
+    found = 0
+    for fd in Path("/proc/self/fd").iterdir():
+        try:
+            found += fd.readlink().name == "anon_inode:inotify"
+        except FileNotFoundError:
+            pass  # of the listing itself
+    return found
+
+
+def test_however_much_is_watched_it_is_one_instance_and_one_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    folders = [tmp_path / f"job-{number}" for number in range(200)]
+    with ExitStack() as stack:
+        watching = []
+        for folder in folders:
+            folder.mkdir()
+            watching += [stack.enter_context(watcher(folder, "LATEST")) for _ in range(2)]
+        assert inotify_instances() == 1
+        assert len(set(threading.enumerate()) - before) == 1
+        (folders[7] / "LATEST").touch()
+        assert watching[14].wait(LONG)
+        assert watching[15].wait(LONG)
+        assert not any(one.wait(0) for one in (*watching[:14], *watching[16:]))
+    assert inotify_instances() == 0
+    assert set(threading.enumerate()) == before
+
+
+def test_of_two_that_watch_a_folder_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
+    with watcher(tmp_path, "LATEST") as first:
+        with watcher(tmp_path, "LATEST"):
+            pass
+        (tmp_path / "LATEST").touch()
+        assert first.wait(LONG)
+
+
+def test_a_folder_that_was_replaced_is_watched_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    with watcher(folder, "LATEST") as of_the_old_one:
+        folder.rename(tmp_path / "old")
+        folder.mkdir()
+        with watcher(folder, "LATEST") as watching:
+            (folder / "LATEST").touch()
+            assert watching.wait(LONG)
+            assert not of_the_old_one.wait(0)
+
+
+def test_a_folder_that_is_looked_up_for_ever_holds_up_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, asked = threading.Event(), threading.Event()
+    add = inotify._Instance.add
+
+    def hangs(instance: inotify._Instance, folder: Path) -> int:
+        if folder.name == "sick":
+            asked.set()
+            assert answers.wait(LONG)
+        return add(instance, folder)
+
+    monkeypatch.setattr(inotify._Instance, "add", hangs)
+    (tmp_path / "sick").mkdir()
+    sick: list[Watcher] = []
+    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick", "LATEST")))
+    stuck.start()
+    try:
+        assert asked.wait(LONG)
+        with watcher(tmp_path, "LATEST") as watching:
+            (tmp_path / "LATEST").touch()
+            assert watching.wait(LONG)
+    finally:
+        answers.set()
+        stuck.join(LONG)
+    (tmp_path / "sick" / "LATEST").touch()
+    assert sick[0].wait(LONG)
+    sick[0].close()
+
+
+def test_a_fork_watches_by_itself_and_ends_nothing_of_its_parent_s(tmp_path: Path) -> None:
+    with watcher(tmp_path, "LATEST") as ours:
+        child = os.fork()
+        if not child:
+            heard = False
+            try:
+                ours.close()
+                with watcher(tmp_path, "LATEST") as its:
+                    (tmp_path / "LATEST").touch()
+                    heard = its.wait(LONG)
+            finally:
+                os._exit(0 if heard else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert ours.wait(LONG)
+        (tmp_path / "LATEST").write_bytes(b"7")
+        assert ours.wait(LONG)
 
 
 def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
@@ -106,6 +205,7 @@ def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
 _FULL = """
 import os, resource
 from pathlib import Path
+from syncd.storage import inotify
 from syncd.storage.watch import Watcher
 
 free = os.dup(0)

@@ -1,0 +1,371 @@
+"""What N, 2N and 4N of everything cost: jobs on one daemon, explorers, old steps, versions.
+
+Repeat with ``python -m benchmarks.scale`` from the project's root (some ten minutes), or a part of
+it with ``--parts``.
+
+- **jobs**: ``syncd run --root`` on so many jobs, a real process with its defaults. Idle processor
+  time is user and system time; a job's tick is one second. Wake-up is from the rename of a pointer
+  to the moment at which LATEST names its step, one job at a time; the burst is of all jobs at once.
+- **explorers**: a daemon's loop in this process, metrics on, and explorers that are files: a
+  heartbeat that is touched three times a lease, a lease, a report. Time is injected.
+- **wakeups**: explorers that really wait, as threads, 50 to a process (benchmarks/coordination.py).
+- **steps**: a job with so many old full checkpoints, five injected minutes of rounds.
+- **versions**: so many saves that are published within one injected day, each leased by an explorer
+  that then lets the one before go; each is pruned in its turn.
+
+A call is one method of the Storage seam: what a network filesystem would be asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.coordination import measure
+from benchmarks.idle import Scenario, make_job, spent, status
+from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
+from syncd.daemon.loop import Loop
+from syncd.daemon.metrics import Metrics
+from syncd.protocol.records import ExplorerReport, Latest, encode, parse
+from syncd.storage.leases import Lease, new_session_id
+from tests.jobs import LEASE_TIME, Job
+from tests.storages import Clock, RuledStorage
+
+_WITHIN: Final = 300.0
+_SETTLE: Final = 5.0
+_IDLE: Final = 20.0
+_WAKE_UPS: Final = 20
+_DAY: Final = 86_400.0
+_TICKS: Final = 300
+# A full state dict with a receipt is linked: what is measured is syncd, and no copying of bytes.
+Row = dict[str, float]
+#: Makes the rows of a part, for so many of what it is about.
+Part = Callable[[Path, tuple[int, ...]], list[Row]]
+HEADS: Final = {
+    "jobs": {
+        "jobs": "jobs",
+        "start": "all published s",
+        "cpu": "ms CPU a job's tick",
+        "rss": "RSS MB",
+        "fds": "descriptors",
+        "threads": "threads",
+        "inotify": "inotify",
+        "p50": "wake-up p50 ms",
+        "worst": f"worst of {_WAKE_UPS}",
+        "burst": "burst: ms a job",
+        "burst_cpu": "CPU",
+    },
+    "explorers": {
+        "explorers": "explorers",
+        "calls": "calls a tick",
+        "worst_calls": "most",
+        "ms": "CPU ms a tick",
+        "rss": "RSS MB",
+        "fds": "descriptors",
+        "threads": "threads",
+    },
+    "wakeups": {
+        "explorers": "explorers",
+        "tick_median": "tick ms",
+        "wake_p50": "wake-up p50 ms",
+        "wake_p99": "p99",
+    },
+    "steps": {
+        "steps": "old steps",
+        "calls": "calls a tick",
+        "worst_calls": "most",
+        "ms": "CPU ms a tick",
+        "worst_ms": "most",
+        "rss": "RSS MB",
+        "fds": "descriptors",
+    },
+    "versions": {
+        "versions": "versions",
+        "calls": "calls a version",
+        "ms": "CPU ms a version",
+        "rss": "RSS MB",
+        "fds": "descriptors",
+        "saves": "saves.json KB",
+        "audit": "audit KB",
+    },
+}
+
+
+@dataclass(slots=True)
+class _Counted:
+    """What rounds of a loop in this process took."""
+
+    calls: list[int]
+    cpu: list[float]
+
+    def round(self, loop: Loop, storage: RuledStorage) -> None:
+        storage.calls.clear()
+        begun = time.process_time()
+        loop.run_once()
+        self.cpu.append(1000 * (time.process_time() - begun))
+        self.calls.append(len(storage.calls))
+
+
+def _resident() -> float:
+    return status(Path("/proc/self/status"), "VmRSS") * 1024 / 1e6
+
+
+def _descriptors(pid: int | str = "self") -> list[str]:
+    found = []
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found.append(str(fd.readlink()))
+        except FileNotFoundError:
+            pass  # it was closed meanwhile
+    return found
+
+
+def _threads(pid: int | str = "self") -> int:
+    return status(Path(f"/proc/{pid}/status"), "Threads")
+
+
+# -- many jobs -------------------------------------------------------------------------------------
+
+
+def _step(job: Job) -> int | None:
+    try:
+        return parse(Latest, job.layout.latest.read_bytes(), job.layout.latest).step
+    except FileNotFoundError:
+        return None
+
+
+def _wait(true: Callable[[], bool], process: subprocess.Popen[bytes], every: float) -> None:
+    deadline = time.monotonic() + _WITHIN
+    while not true():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError("the daemon does not publish")
+        time.sleep(every)
+
+
+def _jobs(work: Path, count: int) -> Row:
+    root = work / "root"
+    root.mkdir()
+    jobs = [Job(root / f"job-{number:04}") for number in range(count)]
+    for job in jobs:
+        job.save(1)
+    os.sync()
+    with (work / "log").open("wb") as log:
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            (sys.executable, "-m", "syncd", "run", "--root", str(root)), stdout=log, stderr=log
+        )
+    try:
+        _wait(lambda: all(_step(job) == 1 for job in jobs), process, 0.1)
+        start = time.monotonic() - begun
+        time.sleep(_SETTLE)
+        before, since = spent(process.pid), time.monotonic()
+        time.sleep(_IDLE)
+        cpu, wall = spent(process.pid).cpu - before.cpu, time.monotonic() - since
+        fds = _descriptors(process.pid)
+        row: Row = {
+            "jobs": count,
+            "start": start,
+            "cpu": 1000 * cpu / wall / count,
+            "rss": status(Path(f"/proc/{process.pid}/status"), "VmRSS") * 1024 / 1e6,
+            "fds": len(fds),
+            "threads": _threads(process.pid),
+            "inotify": fds.count("anon_inode:inotify"),
+        }
+        latencies = []
+        for job in random.Random(0).choices(jobs, k=_WAKE_UPS):  # noqa: S311 # any jobs will do
+            step = (_step(job) or 0) + 1
+            job.save(step, point=False)
+            moved = time.monotonic()
+            job.point(step)
+            _wait(lambda job=job, step=step: _step(job) == step, process, 0.001)  # type: ignore[misc] # bound in this round
+            latencies.append(1000 * (time.monotonic() - moved))
+        for job in jobs:
+            job.save(100, point=False)
+        before, moved = spent(process.pid), time.monotonic()
+        for job in jobs:
+            job.point(100)
+        _wait(lambda: all(_step(job) == 100 for job in jobs), process, 0.1)
+        row["burst"] = 1000 * (time.monotonic() - moved) / count
+        row["burst_cpu"] = 1000 * (spent(process.pid).cpu - before.cpu) / count
+        row["p50"], row["worst"] = statistics.median(latencies), max(latencies)
+    finally:
+        process.terminate()
+        process.wait(60)
+    return row
+
+
+# -- one job in this process -----------------------------------------------------------------------
+
+
+def _explorers(work: Path, count: int) -> Row:
+    storage, clock = RuledStorage(), Clock()
+    job = Job(work / "job", storage)
+    layout = job.layout
+    job.save(1)
+    meter = Metrics().of_job(storage, layout)
+    counted = _Counted([], [])
+    with job.daemon(clock=clock, meter=meter) as loop:
+        loop.run_once()
+        sessions = []
+        for number in range(count):
+            session = new_session_id()
+            layout.session(session).write_bytes(b"")
+            Lease.take(storage, layout, 1, f"e{number}", session)
+            report = ExplorerReport(
+                name=f"e{number}", session=session, status="running", sequence=1, step=1, time=0.0
+            )
+            layout.explorer(f"e{number}").write_bytes(encode(report))
+            sessions.append(layout.session(session))
+        loop.run_once()
+        beat_at = clock()
+        for _ in range(_TICKS):
+            clock.advance(1.0)
+            if clock() - beat_at >= LEASE_TIME / 3:
+                beat_at = clock()
+                for path in sessions:
+                    os.utime(path)
+            counted.round(loop, storage)
+        row: Row = {
+            "explorers": count,
+            "calls": statistics.mean(counted.calls),
+            "worst_calls": max(counted.calls),
+            "ms": statistics.mean(counted.cpu),
+            "rss": _resident(),
+            "fds": len(_descriptors()),
+            "threads": _threads(),
+        }
+    return row
+
+
+def _steps(work: Path, count: int) -> Row:
+    storage, clock = RuledStorage(), Clock()
+    layout = make_job(work / "job", Scenario("", count))
+    job = Job(layout.root, storage)
+    counted = _Counted([], [])
+    with job.daemon(clock=clock) as loop:
+        loop.run_once()
+        for _ in range(_TICKS):
+            clock.advance(1.0)
+            counted.round(loop, storage)
+        return {
+            "steps": count,
+            "calls": statistics.mean(counted.calls),
+            "worst_calls": max(counted.calls),
+            "ms": statistics.mean(counted.cpu),
+            "worst_ms": max(counted.cpu),
+            "rss": _resident(),
+            "fds": len(_descriptors()),
+        }
+
+
+def _versions(work: Path, counts: tuple[int, ...]) -> list[Row]:
+    """One day; a row is of the tenth before it has so many versions."""
+    storage, clock = RuledStorage(), Clock()
+    job = Job(work / "job", storage)
+    session = new_session_id()
+    job.layout.session(session).write_bytes(b"")
+    counted = _Counted([], [])
+    held: Lease | None = None
+    rows: list[Row] = []
+    begins = {count - count // 10 for count in counts}
+    with job.daemon(clock=clock) as loop:
+        for step in range(1, max(counts) + 1):
+            if step in begins:
+                counted = _Counted([], [])
+            job.save(step)
+            # It is published; then it is leased, the one before goes, and its step folder with it.
+            for _ in range(4):
+                counted.round(loop, storage)
+                clock.advance(_DAY / max(counts) / 4)
+            for path in job.layout.sessions.iterdir():
+                os.utime(path)  # the daemon's own too: its heartbeat knows no injected time
+            taken = job.lease(step, session)
+            if held is not None:
+                held.release()
+            held = taken
+            if step in counts:
+                versions = len(counted.calls) / 4
+                rows.append({
+                    "versions": job.latest.sequence,
+                    "calls": sum(counted.calls) / versions,
+                    "ms": sum(counted.cpu) / versions,
+                    "rss": _resident(),
+                    "fds": len(_descriptors()),
+                    "saves": job.layout.saves.stat().st_size / 1000,
+                    "audit": job.layout.audit.stat().st_size / 1000,
+                })  # fmt: skip
+    return rows
+
+
+def _wakeups(work: Path, count: int) -> Row:
+    return asdict(measure(work / "job", count))
+
+
+def _each(row: Callable[[Path, int], Row]) -> Part:
+    """One row after the other."""
+    return lambda work, counts: [row(work, count) for count in counts]
+
+
+#: Name → what makes its rows, their counts, and whether each is a process of its own.
+_PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
+    "jobs": (_each(_jobs), (50, 100, 200), True),
+    "explorers": (_each(_explorers), (125, 250, 500), True),
+    "wakeups": (_each(_wakeups), (125, 250, 500), True),
+    "steps": (_each(_steps), (2500, 5000, 10_000), True),
+    "versions": (_versions, (1250, 2500, 5000), False),
+}
+
+
+def _rows(part: str, folder: Path) -> list[Row]:
+    """The rows of a part, by processes whose memory is theirs alone."""
+    _, counts, alone = _PARTS[part]
+    found: list[Row] = []
+    for some in ([count] for count in counts) if alone else [counts]:
+        argv = [sys.executable, "-m", "benchmarks.scale", "--dir", str(folder), "--rows", part]
+        done = subprocess.run([*argv, *map(str, some)], stdout=subprocess.PIPE, check=True)
+        found += json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what N, 2N and 4N of everything cost")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--rows", nargs="+", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="syncd-scale-", dir=given.dir) as made:
+        work = Path(made)
+        prepare_process(work)
+        if given.rows:
+            part, *counts = given.rows
+            print(json.dumps(_PARTS[part][0](work, tuple(map(int, counts)))))
+            return
+        machine = describe_machine(given.dir)
+        rows = {part: _rows(part, work) for part in given.parts}
+    if given.json:
+        print(json.dumps({"machine": machine, "rows": rows}))
+        return
+    print_machine(machine)
+    for part, found in rows.items():
+        print(f"\n{part}\n")
+        heads = HEADS[part]
+        print_table(
+            tuple(heads.values()),
+            [tuple(f"{row[key]:.4g}" for key in heads) for row in found],
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Many jobs on one daemon, a real process: they come and go, and a sick one stops no other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from explorer_hooks.reader import Reader
+from syncd.daemon.config import RunConfig
+from syncd.daemon.publish import Publisher
+from syncd.daemon.root_services import RootServices
+from syncd.protocol.layout import JobLayout
+from tests.jobs import Job
+from tests.multiprocess.processes import (
+    DEADLINE,
+    Daemon,
+    verified,
+    wait_for_step,
+    wait_until,
+)
+from tests.unit.test_metrics import free_port
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    path = tmp_path / "jobs"
+    path.mkdir()
+    return path
+
+
+def at_work(job: Path) -> bool:
+    return JobLayout(job).daemon_lock.exists()
+
+
+def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None:
+    port = free_port()
+    jobs = [Job(root / f"job-{number}") for number in range(8)]
+    for number, job in enumerate(jobs):
+        job.save(number + 1)
+    (root / "logs").mkdir()
+
+    def metrics() -> str:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=DEADLINE
+        ) as said:  # of this host
+            text: str = said.read().decode()
+            return text
+
+    config = tmp_path / "syncd.toml"
+    config.write_text("keep = 2\n")
+    options = ("--metrics-port", str(port), "--log-format", "json", "--config", str(config))
+    with Daemon(root, *options, root=True) as daemon:
+        for number, job in enumerate(jobs):
+            wait_for_step(job.layout.root, number + 1)
+        verified(jobs[3].layout.root, 1)
+
+        new = Job(root / "new")
+        new.save(5)
+        wait_for_step(new.layout.root, 5)
+        said = json.loads(daemon.wait_for_log("published step 5"))
+        assert {said["job"], str(new.layout.root)} <= {str(new.layout.root), str(root / "job-4")}
+
+        # A reload is heard by all of them, and by those that come after it.
+        config.write_text("keep = 1\n")
+        os.kill(daemon.pid, signal.SIGHUP)
+        daemon.wait_for_log("was read again")
+        for job in (jobs[0], new):
+            job.save(50)
+            job.save(51)
+            wait_for_step(job.layout.root, 51)
+            wait_until(lambda job=job: len(job.versions) == 1, "only LATEST is kept")  # type: ignore[misc] # bound in this round
+
+        gone = jobs[7].layout.root
+        assert f'job_dir="{gone}"' in metrics()
+        gone.rename(tmp_path / "away")
+        daemon.wait_for_log(f"{gone} is gone")
+        wait_until(lambda: f'job_dir="{gone}"' not in metrics(), "nor has it metrics any more")
+        (tmp_path / "away").rename(root / "back")
+        back = Job(root / "back")
+        back.save(99)
+        wait_for_step(back.layout.root, 99)
+
+        assert daemon.terminate() == 0
+    assert not any(at_work(path) for path in root.iterdir())
+    assert list((root / "logs").iterdir()) == []
+
+
+def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
+    for name in ("file", "format", "link", "shards"):
+        (root / name).mkdir()
+    (root / "file" / ".syncd").touch()
+    (root / "format" / ".syncd").mkdir()
+    (root / "format" / ".syncd" / "format.json").write_text("{")
+    (root / "link" / ".syncd").symlink_to(root / "format" / ".syncd")
+    damaged = Job(root / "shards")
+    damaged.layout.actor(1).mkdir(parents=True)
+    (damaged.layout.actor(1) / "model_world_size_1_rank_0.pt").write_bytes(b"no zip")
+    damaged.point(1)
+    well = Job(root / "well")
+    well.save(1)
+    with Daemon(root, root=True) as daemon:
+        wait_for_step(well.layout.root, 1)
+        for name in ("file", "format", "link"):
+            daemon.wait_for_log(f"{root / name} cannot be served now")
+        assert "[shards]" in daemon.wait_for_log("step 1 cannot be published")
+        well.save(2)
+        wait_for_step(well.layout.root, 2)
+        (root / "format" / ".syncd" / "format.json").unlink()
+        healed = Job(root / "format")
+        healed.save(3)
+        wait_for_step(healed.layout.root, 3)
+        assert daemon.terminate() == 0
+
+
+_HANGS = """
+import sys
+import time
+from pathlib import Path
+from syncd.daemon.hang import AnsweredStorage
+
+marker = Path({marker!r})
+real = AnsweredStorage.open_read
+
+def open_read(self, path):
+    if "sick" in str(path) and marker.exists():
+        print("HANGS", file=sys.stderr, flush=True)
+        while marker.exists():
+            time.sleep(0.05)
+    return real(self, path)
+
+AnsweredStorage.open_read = open_read
+from syncd.cli import main
+main()
+"""
+
+
+def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
+    root: Path, tmp_path: Path
+) -> None:
+    marker = tmp_path / "hangs"
+    sick, well = Job(root / "sick"), Job(root / "well")
+    for job in (sick, well):
+        job.save(1)
+    program = ("-c", _HANGS.format(marker=str(marker)))
+    options = ("--hang-time", "6", "--concurrent-merges", "1")
+    with Daemon(root, *options, root=True, program=program) as daemon:
+        for job in (sick, well):
+            wait_for_step(job.layout.root, 1)
+        marker.touch()
+        daemon.wait_for_log("other daemons may have the job")
+        well.save(2)
+        wait_for_step(well.layout.root, 2)
+        # Its heartbeats end, so that another host's daemon has it at once.
+        with Daemon(sick.layout.root) as other:
+            sick.save(2)
+            wait_for_step(sick.layout.root, 2)
+            # When its storage answers it stands by, and takes over again.
+            marker.unlink()
+            daemon.wait_for_log(f"{sick.layout.root} is a job, and served from now on", times=2)
+            assert other.terminate() == 0
+        sick.save(3)
+        wait_for_step(sick.layout.root, 3)
+        with Reader(sick.layout.root, "explorer") as reader:
+            reader.next_version(2, DEADLINE).release()
+        # What hangs at the end is left, and the process ends all the same.
+        marker.touch()
+        daemon.wait_for_log("HANGS", times=2)
+        well.save(3)
+        wait_for_step(well.layout.root, 3)
+        assert daemon.terminate() == 0
+        daemon.wait_for_log(f"{sick.layout.root} is left in mid-work")
+
+
+def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merging: set[Path] = set()
+    most, changing, several = [0], threading.Lock(), threading.Event()
+    publish = Publisher.publish
+
+    def counted(self: Publisher, save: Any) -> Any:
+        with changing:
+            merging.add(self._layout.root)
+            most[0] = max(most[0], len(merging))
+            if len(merging) == 3:
+                several.set()
+        assert several.wait(DEADLINE)
+        try:
+            return publish(self, save)
+        finally:
+            with changing:
+                merging.discard(self._layout.root)
+
+    monkeypatch.setattr(Publisher, "publish", counted)
+    jobs = [Job(root / f"job-{number}") for number in range(9)]
+    for job in jobs:
+        job.save(1)
+    services = RootServices(root, RunConfig(concurrent_merges=3, tick=0.1))
+    serving = threading.Thread(target=services.run)
+    serving.start()
+    try:
+        for job in jobs:
+            wait_for_step(job.layout.root, 1)
+    finally:
+        services.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
+    assert most == [3]

@@ -1,0 +1,395 @@
+"""Many jobs in one process: whose turn it is to merge, which ones there are, what is said."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import generate_latest
+
+from syncd.cli import cli
+from syncd.cli.log_lines import Flood, HumanLines, JsonLines
+from syncd.daemon.config import DaemonConfig, RunConfig
+from syncd.daemon.configuration import Given, load
+from syncd.daemon.discovery import Discovery
+from syncd.daemon.hang import HangGuard
+from syncd.daemon.metrics import Metrics
+from syncd.daemon.notify import ServiceManager
+from syncd.daemon.root_services import RootServices
+from syncd.daemon.turns import PATIENCE, Turn, Turns
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.events import JOB_THREAD
+from syncd.protocol.layout import STATE_POINTER
+from tests.doc_blocks import blocks
+from tests.jobs import Job
+from tests.storages import Clock, FastStorage, RuledStorage, refuse
+
+#: A guard: what is waited for takes a few milliseconds.
+LONG = 60.0
+
+
+# -- turns -----------------------------------------------------------------------------------------
+
+
+class Merging:
+    """Jobs that ask for their turns, and who was woken."""
+
+    def __init__(self, most: int) -> None:
+        self.clock = Clock()
+        self.silent: dict[str, float] = {}
+        self.woken: list[str] = []
+        self.turns = Turns(most, lambda job: self.silent.get(job, 0.0), clock=self.clock)
+
+    def __call__(self, job: str) -> Turn:
+        return self.turns.of(job, lambda: self.woken.append(job))
+
+
+def test_so_many_merge_and_the_next_is_whoever_asked_first() -> None:
+    merging = Merging(2)
+    a, b, c, d = (merging(job) for job in "abcd")
+    assert a.take()
+    assert b.take()
+    assert not c.take()
+    assert not d.take()
+    a.leave()
+    assert merging.woken == ["c", "d"]
+    assert not d.take()
+    assert not a.take()  # it merged just now: it is behind the others
+    assert c.take()
+    b.leave()
+    assert d.take()
+    c.leave()
+    assert a.take()
+
+
+def test_who_has_nothing_to_merge_any_more_leaves_its_place() -> None:
+    merging = Merging(1)
+    a, b, c = (merging(job) for job in "abc")
+    assert a.take()
+    assert not b.take()
+    assert not c.take()
+    b.leave()
+    a.leave()
+    assert c.take()
+
+
+def test_who_waits_and_asks_no_more_loses_its_place() -> None:
+    merging = Merging(1)
+    a, hangs, c = (merging(job) for job in ("a", "hangs", "c"))
+    assert a.take()
+    assert not hangs.take()
+    assert not c.take()
+    a.leave()
+    assert not c.take()
+    merging.clock.advance(PATIENCE)
+    assert c.take()
+    assert not hangs.take()
+
+
+def test_a_merge_whose_storage_hangs_holds_up_nobody_for_ever() -> None:
+    merging = Merging(1)
+    hangs, other, third = (merging(job) for job in ("hangs", "other", "third"))
+    assert hangs.take()
+    assert not other.take()
+    merging.silent["hangs"] = PATIENCE
+    assert other.take()
+    merging.silent.clear()  # it came back, in the middle of its merge
+    assert not third.take()
+    other.leave()
+    assert not third.take()
+    hangs.leave()
+    assert third.take()
+
+
+@given(
+    most=st.integers(1, 4),
+    moves=st.lists(st.tuples(st.integers(0, 7), st.booleans()), max_size=100),
+)
+def test_never_more_than_so_many_and_nobody_waits_for_ever(
+    most: int, moves: list[tuple[int, bool]]
+) -> None:
+    merging = Merging(most)
+    turns = [merging(str(job)) for job in range(8)]
+    have: set[int] = set()
+    for job, wants in moves:
+        if job in have or not wants:
+            turns[job].leave()
+            have.discard(job)
+        elif turns[job].take():
+            have.add(job)
+        assert len(have) <= most
+    # All want to merge, and each that has a turn ends it: as many rounds as it takes.
+    done: set[int] = set()
+    for _ in range(8):
+        for job in have:
+            turns[job].leave()
+        done |= have
+        have = {job for job in range(8) if job not in done and turns[job].take()}
+    assert done | have == set(range(8))
+
+
+def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: Job) -> None:
+    class Never(Turn):
+        def take(self) -> bool:
+            return False
+
+    for step in (1, 2):
+        job.save(step)
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        loop.run_once()
+        loop.run_once()
+        job.save(3)
+        mine, loop._turn = loop._turn, Never()
+        loop.run_once()
+        assert "concurrent_merges" in loop._journal.waiting_for
+        assert not job.layout.step(1).exists()
+        assert job.latest.step == 2
+        loop._turn = mine
+        loop.run_once()
+    assert job.latest.step == 3
+
+
+def test_a_loop_that_has_nothing_to_merge_lets_others_go_first(job: Job) -> None:
+    left: list[bool] = []
+
+    class Noted(Turn):
+        def leave(self) -> None:
+            left.append(True)
+
+    with job.daemon() as loop:
+        loop._turn = Noted()
+        loop.run_once()
+        assert left
+
+
+# -- discovery -------------------------------------------------------------------------------------
+
+
+def found(root: Path, storage: FastStorage, clock: Callable[[], float] | None = None) -> Discovery:
+    return Discovery(
+        root,
+        STATE_POINTER,
+        changed=lambda: None,
+        storage=storage,
+        clock=clock or Clock(),
+    )
+
+
+def test_a_job_is_a_folder_with_a_pointer_or_a_trainer_s_or_daemon_s(tmp_path: Path) -> None:
+    for name in ("new", "verl", "logs", ".trash"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "new" / ".syncd").mkdir()
+    (tmp_path / ".trash" / ".syncd").mkdir()
+    (tmp_path / "verl" / STATE_POINTER).touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("new")
+    look = found(tmp_path, FastStorage())
+    assert look.jobs is None
+    look.look()
+    assert look.jobs == {"new", "verl"}
+    assert not (tmp_path / "logs" / ".syncd").exists()
+    (tmp_path / "logs" / STATE_POINTER).touch()
+    look.look()
+    assert look.jobs == {"new", "verl", "logs"}
+
+
+def test_a_job_is_gone_when_three_listings_in_a_row_do_not_have_it(tmp_path: Path) -> None:
+    job = tmp_path / "job"
+    (job / ".syncd").mkdir(parents=True)
+    look = found(tmp_path, FastStorage())
+    look.look()
+    job.rename(tmp_path / ".away")
+    for _ in range(2):
+        look.look()
+        assert look.jobs == {"job"}
+    (tmp_path / ".away").rename(job)
+    look.look()
+    job.rename(tmp_path / ".away")
+    for _ in range(3):
+        assert look.jobs == {"job"}
+        look.look()
+    assert look.jobs == set()
+
+
+def test_a_root_that_cannot_be_listed_says_nothing_about_its_jobs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "job" / ".syncd").mkdir(parents=True)
+    storage = RuledStorage()
+    look = found(tmp_path, storage)
+    look.look()
+    storage.rules.append(refuse("kinds", errno.EIO))
+    for _ in range(5):
+        look.look()
+    assert look.jobs == {"job"}
+    assert caplog.text.count("cannot be listed") == 1
+
+
+def test_a_folder_that_may_not_be_looked_into_is_let_be(tmp_path: Path) -> None:
+    for name in ("kept-from-us", "ours"):
+        (tmp_path / name / ".syncd").mkdir(parents=True)
+    look = found(tmp_path, RuledStorage(refuse("status", errno.EACCES, where="kept-from-us")))
+    look.look()
+    assert look.jobs == {"ours"}
+
+
+def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
+    tmp_path: Path,
+) -> None:
+    for name in ("a", "hangs", "z"):
+        (tmp_path / name / ".syncd").mkdir(parents=True)
+    answers, asked, changed = threading.Event(), threading.Event(), threading.Event()
+
+    def rule(method: str, given: tuple[object, ...]) -> None:
+        if method == "status" and "hangs" in str(given[0]):
+            asked.set()
+            assert answers.wait(LONG)
+
+    clock = Clock()
+    look = Discovery(
+        tmp_path,
+        STATE_POINTER,
+        changed=changed.set,
+        every=0.01,
+        storage=RuledStorage(rule),
+        clock=clock,
+    )
+    look.start()
+    try:
+        assert asked.wait(LONG)
+        look.supervise()
+        assert look.jobs is None
+        clock.advance(60.0)
+        look.supervise()
+        assert changed.wait(LONG)
+        assert look.jobs == {"a", "z"}
+        changed.clear()
+        answers.set()
+        assert changed.wait(LONG)
+        assert look.jobs == {"a", "hangs", "z"}
+    finally:
+        answers.set()
+        look.close()
+
+
+def test_a_look_costs_one_listing_and_what_is_no_job_yet(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    look = found(tmp_path, storage)
+    calls = []
+    for jobs in (50, 100, 200):
+        for number in range(jobs):
+            (tmp_path / f"job-{number}" / ".syncd").mkdir(parents=True, exist_ok=True)
+        look.look()
+        storage.calls.clear()
+        look.look()
+        calls.append(len(storage.calls))
+    assert calls == calls[:1] * 3
+
+
+# -- what hangs ------------------------------------------------------------------------------------
+
+
+def test_of_many_jobs_the_process_ends_only_where_none_makes_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, armed = Clock(), [0.0]
+    monkeypatch.setattr(
+        "faulthandler.dump_traceback_later",
+        lambda seconds, **_: armed.append(clock() + seconds),
+    )
+    with HangGuard(30.0, ServiceManager(), together=False, clock=clock) as guard:
+        one, _ = guard.watch("one"), guard.watch("two")
+        for _ in range(60):
+            clock.advance(1.0)
+            one()
+            assert armed[-1] > clock()
+        assert guard.silence("one") == 0
+        assert guard.silence("two") == 60
+        assert guard.silence("gone") == 0
+        clock.advance(31.0)
+        assert armed[-1] < clock()
+
+
+# -- what is said of them --------------------------------------------------------------------------
+
+
+def record(job: str, message: str = "published") -> logging.LogRecord:
+    made = logging.LogRecord("syncd", logging.INFO, "", 1, message, None, None)
+    made.threadName = f"{JOB_THREAD}{job}"
+    return made
+
+
+def test_each_line_of_one_of_many_jobs_says_which_one() -> None:
+    assert HumanLines().format(record("/jobs/qwen")).endswith(" INFO [qwen] published")
+    assert '"job": "/jobs/qwen"' in JsonLines().format(record("/jobs/qwen"))
+    alone = record("")
+    alone.threadName = "MainThread"
+    assert HumanLines().format(alone).endswith(" INFO published")
+    assert '"job"' not in JsonLines().format(alone)
+
+
+def test_what_one_job_says_often_keeps_no_other_from_saying_it() -> None:
+    flood = Flood()
+    assert not all(flood.filter(record("/jobs/a")) for _ in range(30))
+    assert flood.filter(record("/jobs/b"))
+
+
+def test_a_job_that_is_served_no_more_has_no_metrics(job: Job, tmp_path: Path) -> None:
+    other = Job(tmp_path / "other")
+    metrics = Metrics()
+    for one in (job, other):
+        meter = metrics.of_job(one.storage, one.layout)
+        meter.active(yes=True)
+        one.save(1)
+        with one.daemon(meter=meter) as loop:
+            loop.run_once()
+        meter.failed(OSError())
+        meter.active(yes=False)
+    metrics.forget_job(job.layout.root)
+    said = generate_latest(metrics.registry).decode()
+    assert f'"{job.layout.root}"' not in said
+    assert f'"{other.layout.root}"' in said
+    metrics.forget_job(job.layout.root)
+
+
+# -- the configuration -----------------------------------------------------------------------------
+
+
+def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
+    told = load(None, {"SYNCD_ROOT": "/jobs"}, {"job": Given(Path("job"), "JOB", is_local=True)})
+    with pytest.raises(InvalidSettingsError, match=r"one job, or many\? job = .*JOB.*SYNCD_ROOT"):
+        _ = told.root
+    config = tmp_path / "syncd.toml"
+    config.write_text('root = "/jobs"\n')
+    checked = CliRunner().invoke(cli, ["config", "check", str(config)])
+    assert checked.output.endswith("1 keys, for all jobs in /jobs\n")
+
+
+@pytest.mark.parametrize("key", ["memory_dir", "exit_when_idle"])
+def test_what_only_one_job_can_have_is_refused(tmp_path: Path, key: str) -> None:
+    config = RunConfig.model_validate({"root": tmp_path, key: tmp_path if "dir" in key else True})
+    with pytest.raises(InvalidSettingsError, match=key):
+        RootServices(tmp_path, config)
+
+
+def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(JobUnavailableError, match="not there"):
+        RootServices(tmp_path / "missing", RunConfig())
+
+
+def test_the_example_of_the_documentation_can_be_used_and_made_a_unit_of(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    root.mkdir()
+    config = tmp_path / "all.toml"
+    config.write_text(blocks("systemd.md", "toml")[0].replace("/shared/jobs", str(root)))
+    told = load(config, {})
+    assert (told.root, told.config.concurrent_merges) == (root, 2)
+    printed = CliRunner().invoke(cli, ["unit", "print", "all", "--config", str(config)])
+    assert f"ReadWritePaths=-{root}\n" in printed.output

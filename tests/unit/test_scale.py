@@ -1,0 +1,100 @@
+"""What grows with a job grows with it, and no faster: counted, and not timed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, decide
+from syncd.storage.leases import Lease, new_session_id
+from tests.jobs import LEASE_TIME, Job
+from tests.storages import Clock, RuledStorage
+
+
+class Compared(int):
+    """A number that counts how often it is compared."""
+
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def comparisons(versions: int) -> int:
+    sequences = tuple(Compared(sequence) for sequence in range(1, versions + 1))
+    folders = tuple(Compared(sequence) for sequence in range(1, versions + 1))
+    leases = tuple(LeaseSeen(sequence, f"e.{sequence}", None) for sequence in sequences)
+    seen = Observation(
+        Pointer(PointerState.MISSING),
+        latest=versions,
+        versions=sequences,
+        lease_folders=folders,
+        leases=leases,
+    )
+    Compared.times = 0
+    decide(seen, DaemonConfig(keep=versions))
+    return Compared.times
+
+
+def test_deciding_about_versions_takes_as_many_comparisons_as_there_are_versions() -> None:
+    assert comparisons(4000) < 4.5 * comparisons(1000)
+
+
+def rounds(storage: RuledStorage, loop: Any, clock: Clock, count: int) -> int:
+    """The calls of a round, on average over as many seconds."""
+    storage.calls.clear()
+    for _ in range(count):
+        clock.advance(1.0)
+        loop.run_once()
+    return len(storage.calls) // count
+
+
+@pytest.mark.parametrize("what", ["explorers", "versions"])
+def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> None:
+    taken = []
+    for count in (20, 80):
+        storage, clock = RuledStorage(), Clock()
+        job = Job(tmp_path / f"{what}-{count}", storage)
+        with job.daemon(DaemonConfig(keep=count), clock=clock) as loop:
+            job.save(1)
+            loop.run_once()
+            if what == "versions":
+                for step in range(2, count + 1):
+                    job.save(step)
+                    loop.run_once()
+            else:
+                for number in range(count):
+                    session = new_session_id()
+                    job.layout.session(session).write_bytes(b"")
+                    Lease.take(storage, job.layout, 1, f"e{number}", session)
+            loop.run_once()
+            taken.append(rounds(storage, loop, clock, int(LEASE_TIME)))
+    few, many = taken
+    assert many < 4.2 * few
+
+
+def test_a_late_version_costs_what_an_early_one_did(tmp_path: Any) -> None:
+    storage, clock = RuledStorage(), Clock()
+    job = Job(tmp_path / "job", storage)
+    taken: list[int] = []
+    session = new_session_id()
+    job.layout.session(session).write_bytes(b"")
+    with job.daemon(clock=clock) as loop:
+        for step in range(1, 121):
+            job.save(step)
+            storage.calls.clear()
+            for _ in range(3):
+                loop.run_once()
+                clock.advance(1.0)
+            os.utime(job.layout.session(session))
+            taken.append(len(storage.calls))
+    early, late = sum(taken[20:50]), sum(taken[90:])
+    assert late < 1.1 * early
+    assert len(job.versions) == 2
+    assert len(job.outcomes) <= 2
