@@ -89,9 +89,7 @@ class TrainerByHand:
             config = f"{HUGGINGFACE}/config.json"
             storage.replace(actor / config, _CONFIG)
             digest = xxhash.xxh3_128_hexdigest(_CONFIG)
-            files.append(
-                ReceiptFile(name=config, size=len(_CONFIG), digest=digest, over="content")
-            )
+            files.append(ReceiptFile(name=config, size=len(_CONFIG), digest=digest, over="content"))
         record = Receipt(
             save_id=str(save_id),
             step=step,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -137,6 +138,7 @@ def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(
             number = len(written) + 1
             trainer.save(1, number)
             written.append(number)
+            wait_until(lambda: random.random() < 0.05, "a random moment in a merge, or after it")
 
     with (
         Daemon(shared.a, "--keep", "1") as daemon,

@@ -47,7 +47,9 @@ def test_after_kill_9_in_a_merge_the_next_daemon_converges(shared: SharedJob) ->
             found = wait_for_step(seen.root, step)
             daemon.wait_for_log("in epoch")
             wait_until(
-                lambda: not seen.publish_lock.exists() and not any(epoch_content(seen.root).values()),
+                lambda: (
+                    not seen.publish_lock.exists() and not any(epoch_content(seen.root).values())
+                ),
                 f"nothing is left in any epoch: {epoch_content(seen.root)}",
             )
             assert len(epoch_content(seen.root)) == 1
