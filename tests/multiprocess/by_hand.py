@@ -80,7 +80,7 @@ class TrainerByHand:
         storage.unlink_if_there(receipt)
         storage.sync_folder(receipt.parent)
         path = actor / shard_name(self._ranks, rank)
-        storage.replace(path, self._shard(rank, number))
+        storage.replace(path, self.shard(rank, number))
         size, digest = central_directory_digest(storage, path)
         files = [ReceiptFile(name=path.name, size=size, digest=digest, over="central-directory")]
         if rank == 0:
@@ -99,7 +99,8 @@ class TrainerByHand:
         )
         storage.replace(receipt, encode(record))
 
-    def _shard(self, rank: int, number: float) -> bytes:
+    def shard(self, rank: int, number: float) -> bytes:
+        """The bytes of one rank's file, as ``torch.save`` would write them."""
         part, whole = self._part, (self._part * self._ranks,)
         state: Mapping[str, object] = {
             f"part.{key}": sharded(
