@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,8 @@ class Soak:
         begun = time.monotonic()
         while time.monotonic() - begun < self._seconds and not self.found.violations:
             self._round()
-        self._end()
+        if not self.found.violations:
+            self._end()
 
     # -- a round ---------------------------------------------------------------------------------
 
@@ -261,6 +263,7 @@ def main() -> None:
     given = parser.parse_args()
     if _INSIDE not in os.environ:
         _enter(["--mount"] if os.geteuid() == 0 else ["--user", "--map-root-user", "--mount"])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end what was started, all the same
     seed = given.seed if given.seed is not None else random.randrange(10**6)
     print(f"soak: {given.minutes:g} minutes, --seed {seed}", flush=True)
     base = Path(tempfile.mkdtemp(prefix="syncd-soak-"))

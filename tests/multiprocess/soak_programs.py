@@ -135,10 +135,10 @@ class Explorer:
             except WaitTimeoutError:
                 continue
             except AssertionError as error:
-                tell(violation=f"{self._name}: {error}")
+                self._fail(error)
             except VerificationError as error:
                 if not self._away.excuses(before):
-                    tell(violation=f"{self._name}: {error}")
+                    self._fail(error)
                 time.sleep(_AGAIN)
             except (OSError, JobUnavailableError) as error:
                 tell(refused=str(error))
@@ -180,6 +180,11 @@ class Explorer:
             return
         self._held.verify()
         self._held.release()
+        self._held = None
+
+    def _fail(self, error: Exception) -> None:
+        """Say what must not be, and do not look at it again."""
+        tell(violation=f"{self._name}: {error}")
         self._held = None
 
     def _stop(self, *_: object) -> None:
