@@ -57,6 +57,8 @@ class Soak:
 
     def __init__(self, base: Path, seed: int, seconds: float, stack: ExitStack) -> None:
         self._random = random.Random(seed)
+        self._changing = threading.Lock()
+        self._none_starts = True
         self._seconds = seconds
         self.found = Findings()
         disk = base / "disk"
@@ -105,6 +107,9 @@ class Soak:
             self._prune,
         ]
         chosen = self._random.sample(troubles, self._random.randint(1, 3))
+        self._none_starts = not {self._kill_a_daemon, self._kill_an_explorer, self._prune} & {
+            *chosen
+        }
         threads = [threading.Thread(target=self._do, args=[trouble]) for trouble in chosen]
         for thread in threads:
             thread.start()
@@ -123,23 +128,25 @@ class Soak:
             self.found.violated(traceback.format_exc())
 
     def _kill_a_daemon(self) -> None:
-        self._daemons[1].kill()
+        with self._changing:
+            self._daemons[1].kill()
         self._check_log(self._daemons[1])
         time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
-        self._daemons[1] = self._stack.enter_context(self._daemon(self._mounts[1]))
+        self._restart_daemon()
 
     def _stop_a_daemon(self) -> None:
-        daemon = self._random.choice(self._daemons)
-        if daemon.running:  # else it is being killed
-            daemon.pause()
-            time.sleep(self._random.uniform(0.5, 3) * LEASE_TIME)
-            daemon.resume()
+        with self._changing:  # not while it is being killed
+            daemon = self._random.choice(self._daemons)
+            if daemon.running:
+                daemon.pause()
+                time.sleep(self._random.uniform(0.5, 3) * LEASE_TIME)
+                daemon.resume()
 
     def _kill_an_explorer(self) -> None:
         explorer = self._random.choice(self._explorers[1:])
         explorer.kill()
         time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
-        explorer.start()
+        explorer.restart()
 
     def _stop_an_explorer(self) -> None:
         self._random.choice(self._explorers).stop_for(self._random.uniform(1, 3) * LEASE_TIME)
@@ -152,7 +159,7 @@ class Soak:
     def _unmount(self) -> None:
         mounts = self._random.choice([self._mounts[:1], self._mounts[1:], self._mounts])
         for mount in mounts:
-            mount.leave()
+            mount.leave(empty_folder=self._none_starts)
         time.sleep(self._random.uniform(0.5, 2) * LEASE_TIME)
         for mount in mounts:
             mount.come_back()
@@ -171,9 +178,9 @@ class Soak:
     def _all_come_to_serve(self, number: float) -> None:
         for daemon in self._daemons:
             self._check_log(daemon)
-            if not daemon.running:
-                # It began while the job was not there, and said so.
-                self._daemons[1] = self._stack.enter_context(self._daemon(self._mounts[1]))
+        if not self._daemons[0].running:
+            self.found.violated(f"a daemon ended by itself: {self._daemons[0].log[-20:]}")
+        self._wait(self._both_are_open, lambda: "both daemons have opened the job")
         self._wait(
             lambda: all(explorer.number >= number for explorer in self._explorers),
             lambda: (
@@ -227,6 +234,16 @@ class Soak:
         print(*(f"{what}: {count}" for what, count in sorted(self.found.counts.items())), sep="\n")
         print(f"the job's disk, at most: {self.found.most / 1e6:.1f} MB")
         print(f"violations: {len(self.found.violations)}")
+
+    def _both_are_open(self) -> bool:
+        daemon = self._daemons[1]
+        if not daemon.running:  # it began while the job was not there, and said so
+            self._restart_daemon()
+        return any("in epoch" in line or "standing by" in line for line in list(daemon.log))
+
+    def _restart_daemon(self) -> None:
+        self.found.count("restarts")
+        self._daemons[1] = self._stack.enter_context(self._daemon(self._mounts[1]))
 
     def _daemon(self, mount: Mount) -> Daemon:
         return Daemon(mount.path, *_OPTIONS, lease_time=LEASE_TIME)

@@ -64,12 +64,20 @@ class Mount:
         path.mkdir()
         self._mount()
 
-    def leave(self) -> None:
-        """Unmount it, also where files in it are open."""
+    def leave(self, *, empty_folder: bool) -> None:
+        """Unmount it, also where files in it are open.
+
+        Args:
+            empty_folder: whether the mount point stays; not while processes start, which take an
+                empty folder for a job to be begun.
+        """
         self._next()
         subprocess.run(["umount", "-l", self.path], check=True)
+        if not empty_folder:
+            self.path.rmdir()
 
     def come_back(self) -> None:
+        self.path.mkdir(exist_ok=True)
         if made := os.listdir(self.path):
             self._findings.violated(f"{made} was made where the job is not mounted")
             for name in made:
@@ -99,13 +107,17 @@ class Explorer:
         self._findings = findings
         self._changing = threading.Lock()
         self._listeners: list[threading.Thread] = []
-        self.start()
+        self._start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self) -> None:
+    def restart(self) -> None:
+        self._findings.count("restarts")
+        self._start()
+
+    def _start(self) -> None:
         self.number = 0.0
         self._process = subprocess.Popen(
             [sys.executable, "-m", _PROGRAM,
