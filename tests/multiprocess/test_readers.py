@@ -26,7 +26,7 @@ from tests.multiprocess.shared_job import IS_NETWORK, SharedJob
 
 pytestmark = pytest.mark.mounts
 
-STEPS = 8 if IS_NETWORK else 20
+STEPS = 6 if IS_NETWORK else 20
 
 
 def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(shared: SharedJob) -> None:
