@@ -36,7 +36,7 @@ from tests.multiprocess.soak_watch import Findings, Vitals, Watch
 
 _DISK: Final = "192m"
 #: Longer than all that an explorer is silent for: a pause, and a job that is away.
-_GRACE: Final = 20.0
+_GRACE: Final = 30.0
 _OPTIONS: Final = (
     "--keep", "1", "--dead-reader-grace", str(_GRACE), "--leftover-grace", str(2 * LEASE_TIME),
 )  # fmt: skip
