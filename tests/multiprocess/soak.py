@@ -214,7 +214,8 @@ class Soak:
             lambda: f"one version and one step: {os.listdir(layout.published)}, {steps_of(layout)}",
         )
         if steps_of(layout) != [step]:
-            self.found.violated(f"step {step} is the last one, and {steps_of(layout)} is there")
+            left = [str(path) for old in steps_of(layout) for path in layout.step(old).rglob("*")]
+            self.found.violated(f"step {step} is the last one, and there is {left}")
         self._wait(lambda: not leftovers(layout), lambda: f"nothing is left: {leftovers(layout)}")
         for explorer in self._explorers:
             explorer.terminate()

@@ -261,6 +261,9 @@ class Trainer:
         again = self._step > 0 and not self._last and self._random.random() < 0.2
         step = self._step if again else self._step + 1
         self._highest = max(self._highest, step)
+        # Whoever fails, or is killed, goes back to before it: a step that was begun to be saved
+        # again, and is never saved again, stays as it was left, for all the daemon knows.
+        self._step = step - 1
         self._number += 1
         number = float(self._number)
         self._findings.told[f"{run}-{step}-{self._number}"] = number
