@@ -57,7 +57,7 @@ class Soak:
 
     def __init__(self, base: Path, seed: int, seconds: float, stack: ExitStack) -> None:
         self._random = random.Random(seed)
-        self._changing = threading.Lock()
+        self._one_daemon_at_a_time = threading.Lock()
         self._none_starts = True
         self._seconds = seconds
         self.found = Findings()
@@ -128,14 +128,14 @@ class Soak:
             self.found.violated(traceback.format_exc())
 
     def _kill_a_daemon(self) -> None:
-        with self._changing:
+        with self._one_daemon_at_a_time:
             self._daemons[1].kill()
-        self._check_log(self._daemons[1])
-        time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
-        self._restart_daemon()
+            self._check_log(self._daemons[1])
+            time.sleep(self._random.uniform(0, 2 * LEASE_TIME))
+            self._restart_daemon()
 
     def _stop_a_daemon(self) -> None:
-        with self._changing:  # not while it is being killed
+        with self._one_daemon_at_a_time:
             daemon = self._random.choice(self._daemons)
             if daemon.running:
                 daemon.pause()
@@ -165,13 +165,19 @@ class Soak:
             mount.come_back()
 
     def _prune(self) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "syncd", "prune", str(self._mounts[0].path), "--keep", "1"],
-            capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=DEADLINE,
-        )  # fmt: skip
+        """By hand, while one daemon is dead and the other one stopped."""
+        with self._one_daemon_at_a_time:
+            self._daemons[1].kill()
+            self._daemons[0].pause()
+            done = subprocess.run(
+                [sys.executable, "-m", "syncd", "prune", self._mounts[0].path, "--keep", "1"],
+                capture_output=True, text=True, env=ENVIRONMENT, check=False, timeout=2 * DEADLINE,
+            )  # fmt: skip
+            self._daemons[0].resume()
+            self._restart_daemon()
         if "Traceback" in done.stderr:
             self.found.violated(done.stderr)
-        self.found.count("prunings that worked" if not done.returncode else "prunings refused")
+        self.found.count("prunings refused" if done.returncode else "prunings done")
 
     # -- what a round must come to -----------------------------------------------------------------
 
