@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "engine: with a real inference engine; skipped where there is none",
         "lagging: run once on a local disk, and once on a filesystem that lags",
+        "mounts: also to be run on two mounts of a share, SYNCD_TEST_MOUNTS=A:B, without torch",
         "local_only(why): in a module that is marked lagging, not to be run on it",
     ):
         config.addinivalue_line("markers", line)

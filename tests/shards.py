@@ -101,6 +101,31 @@ def dtensor(
     )
 
 
+def sharded(*chunks: object, shape: object = (4, 3), state: object = None) -> Built:
+    """A ShardedTensor of FSDP1: it says itself where its chunks lie."""
+    api = Named("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
+    return Built(
+        Named("torch._tensor", "_rebuild_from_type_v2"),
+        (
+            Named("torch._utils", "_rebuild_wrapper_subclass"),
+            api,
+            (api, Named("torch", "float32"), shape),
+            (list(chunks), None) if state is None else state,
+        ),
+    )
+
+
+def chunk(local: object = None, offsets: object = (2, 0), sizes: object = (2, 3)) -> Built:
+    """What one rank has of a ShardedTensor."""
+    metadata = Built(
+        Named("torch.distributed._shard.metadata", "ShardMetadata"),
+        (),
+        {"shard_offsets": offsets, "shard_sizes": sizes},
+    )
+    module = "torch.distributed._shard.sharded_tensor.shard"
+    return Built(Named(module, "Shard"), (), {"tensor": local or tensor(), "metadata": metadata})
+
+
 def zipped(records: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", compression) as archive:

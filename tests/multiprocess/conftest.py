@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.multiprocess.processes import LEASE_TIME
+from tests.multiprocess.shared_job import SharedJob
 
 
 @pytest.fixture
@@ -17,3 +19,11 @@ def job(tmp_path: Path) -> Path:
     path.mkdir()
     open_job(Storage(), JobLayout(path), lease_time=LEASE_TIME)
     return path
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[SharedJob]:
+    """Such a job on two mounts; the daemon is to be on one of them, all others on the other."""
+    made = SharedJob.made_in(tmp_path, lease_time=LEASE_TIME)
+    yield made
+    made.remove()

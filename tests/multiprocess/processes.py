@@ -17,12 +17,13 @@ from typing import Self, TypeVar
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import DaemonReport, Latest, parse
+from tests.multiprocess.shared_job import IS_NETWORK, Host
 
 T = TypeVar("T")
 
-#: A guard against hanging, for what takes a second or two.
-DEADLINE = 60.0
-LEASE_TIME = 2.0
+#: A guard against hanging, for what takes a second or two; of a client that remembers, minutes.
+DEADLINE = 240.0 if IS_NETWORK else 60.0
+LEASE_TIME = 6.0 if IS_NETWORK else 2.0
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -92,21 +93,28 @@ def epoch_content(job: Path) -> dict[str, list[str]]:
 class Daemon:
     """``syncd run`` as a process of its own; its log is kept in memory.
 
-    With ``root`` the folder holds jobs. ``program`` is what Python runs instead of ``-m syncd``.
     Leaving the ``with`` block ends it, by pid, whatever happened.
+
+    Args:
+        job: the job directory, or the host that the daemon works on.
+        options: of the command line.
+        lease_time: seconds.
+        root: whether the folder is one of jobs.
+        program: what Python runs.
     """
 
     def __init__(
         self,
-        job: Path,
+        job: Path | Host,
         *options: str,
         lease_time: float = LEASE_TIME,
         root: bool = False,
         program: tuple[str, ...] = ("-m", "syncd"),
     ) -> None:
-        where = ["--root", str(job)] if root else [str(job)]
+        host = job if isinstance(job, Host) else Host(job)
+        where = ["--root", str(host.job)] if root else [str(host.job)]
         self._process = subprocess.Popen(
-            [sys.executable, *program, "run", *where, "--tick", "0.2",
+            [*host.runs, sys.executable, *program, "run", *where, "--tick", "0.2",
              "--lease-time", str(lease_time), *options],
             stderr=subprocess.PIPE,
             env=ENVIRONMENT,

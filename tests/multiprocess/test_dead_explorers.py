@@ -9,13 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
 from syncd.storage.job import open_job
 from tests.jobs import Job
+from tests.multiprocess.by_hand import TrainerByHand
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
-from tests.multiprocess.saves import Constant, save
+from tests.multiprocess.shared_job import SharedJob
 from tests.storages import FastStorage, RuledStorage
 
 EXPLORER = """
@@ -30,17 +33,18 @@ time.sleep(600)
 """
 
 
+@pytest.mark.mounts
 def test_lease_heartbeat_and_report_of_a_killed_explorer_go_and_those_of_a_live_one_stay(
-    job: Path,
+    shared: SharedJob,
 ) -> None:
-    layout = JobLayout(job)
+    layout = shared.seen
     options = ("--keep", "1", "--dead-reader-grace", "1", "--leftover-grace", "1")
-    with Daemon(job, *options) as daemon:
-        save(job, Constant(), 1, 1)
-        wait_for_step(job, 1)
+    with Daemon(shared.a, *options) as daemon:
+        TrainerByHand(shared.b.job).save(1)
+        wait_for_step(layout.root, 1)
         explorers = [
             subprocess.Popen(
-                [sys.executable, "-c", EXPLORER, str(job), name],
+                [*shared.b.runs, sys.executable, "-c", EXPLORER, str(shared.b.job), name],
                 stdout=subprocess.PIPE,
                 env=ENVIRONMENT,
             )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
-from explorer_hooks import ExplorerHook, Reader, TorchModule
+from explorer_hooks.reader import Reader
 from syncd.protocol.errors import CancelledError
-from syncd.protocol.layout import JobLayout
+from tests.multiprocess.by_hand import TrainerByHand, numbers
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
@@ -22,14 +22,16 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
-from tests.multiprocess.saves import Constant, save, trainer
+from tests.multiprocess.shared_job import IS_NETWORK, SharedJob
 
-STEPS = 20
+pytestmark = pytest.mark.mounts
+
+STEPS = 6 if IS_NETWORK else 20
 
 
-def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(job: Path) -> None:
-    layout = JobLayout(job)
-    model = Constant(megabytes=2)
+def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(shared: SharedJob) -> None:
+    layout, job = shared.seen, shared.b.job
+    trainer = TrainerByHand(job, megabytes=2)
     read: list[int] = []
 
     def follow(reader: Reader) -> None:
@@ -48,18 +50,16 @@ def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(job: Path) -> No
                 held.verify()
                 held.release()
 
-    with Daemon(job, "--keep", "1") as daemon, Reader(job, "slow") as slow:
-        save(job, model, 1, 1)
+    with Daemon(shared.a, "--keep", "1") as daemon, Reader(job, "slow") as slow:
+        trainer.save(1)
         first = slow.next_version(0, DEADLINE)
         readers = [Reader(job, f"reader-{number}", poll=0.02) for number in range(3)]
         threads = [threading.Thread(target=follow, args=[reader]) for reader in readers]
         for thread in threads:
             thread.start()
-        with trainer(job, model) as hook:
-            for step in range(2, STEPS + 1):
-                model.become(step)
-                hook.after_step(step)
-                wait_for_step(job, step)
+        for step in range(2, STEPS + 1):
+            trainer.save(step)
+            wait_for_step(layout.root, step)
         daemon.wait_for_log("pruned version")
         wait_until(lambda: {STEPS} <= set(read), "the readers have the last version")
         first.verify()
@@ -95,15 +95,14 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("grace", [0.5, 3600.0])
 def test_a_dead_readers_version_goes_after_the_grace_and_not_before(
-    job: Path, grace: float
+    shared: SharedJob, grace: float
 ) -> None:
-    layout = JobLayout(job)
-    model = Constant()
+    layout, trainer = shared.seen, TrainerByHand(shared.b.job)
     options = ["--keep", "1", "--dead-reader-grace", str(grace)]
-    with Daemon(job, *options) as daemon:
-        save(job, model, 1, 1)
+    with Daemon(shared.a, *options) as daemon:
+        trainer.save(1)
         reader = subprocess.Popen(
-            [sys.executable, "-c", READER, str(job)],
+            [*shared.b.runs, sys.executable, "-c", READER, str(shared.b.job)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=ENVIRONMENT,
@@ -111,8 +110,8 @@ def test_a_dead_readers_version_goes_after_the_grace_and_not_before(
         try:
             assert reader.stdout is not None
             assert reader.stdout.readline() == b"1\n"
-            save(job, model, 2, 2)
-            wait_for_step(job, 2)
+            trainer.save(2)
+            wait_for_step(layout.root, 2)
             os.kill(reader.pid, signal.SIGKILL)
         finally:
             reader.kill()
@@ -121,52 +120,55 @@ def test_a_dead_readers_version_goes_after_the_grace_and_not_before(
             wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
             daemon.wait_for_log("its session has been dead")
         else:
-            save(job, model, 3, 3)
+            trainer.save(3)
             wait_until(lambda: not layout.version(2).exists(), "version 2 is pruned")
             assert layout.version(1).exists()
             assert os.listdir(layout.lease_folder(1))
 
 
-def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(job: Path) -> None:
-    model, held = Constant(megabytes=60, tensors=12), Constant(megabytes=60, tensors=12)
+def test_a_save_that_is_written_again_while_it_is_merged_is_never_a_mixture(
+    shared: SharedJob,
+) -> None:
+    trainer = TrainerByHand(shared.b.job, megabytes=6 if IS_NETWORK else 60, tensors=12)
     stop = threading.Event()
     written: list[int] = []
 
     def save_again_and_again() -> None:
-        with trainer(job, model) as hook:
-            while not stop.is_set():
-                number = len(written) + 1
-                model.become(number)
-                hook._planner.synced = None  # the same step once more
-                hook.after_step(1)
-                written.append(number)
+        while not stop.is_set():
+            number = len(written) + 1
+            trainer.save(1, number)
+            written.append(number)
+            wait_until(lambda: random.random() < 0.05, "a random moment in a merge, or after it")
 
     with (
-        Daemon(job, "--keep", "1") as daemon,
-        ExplorerHook(job, "explorer", TorchModule(held)) as hook,
+        Daemon(shared.a, "--keep", "1") as daemon,
+        Reader(shared.b.job, "explorer", poll=0.1) as reader,
     ):
+        served: list[float] = []
+        sequence = 0
+
+        def pull() -> None:
+            nonlocal sequence
+            version = reader.next_version(sequence, DEADLINE)
+            version.verify()
+            found = numbers(version)
+            version.release()
+            assert len(found) == 1, f"a mixture of the saves {found}"
+            served.extend(found)
+            sequence = version.sequence
+
         saver = threading.Thread(target=save_again_and_again)
         saver.start()
         try:
-            served = []
             for _ in range(6):
-                hook.pull(DEADLINE)
-                numbers = held.numbers()
-                assert len(numbers) == 1, f"a mixture of the saves {numbers}"
-                served.extend(numbers)
+                pull()
         finally:
             stop.set()
             saver.join(DEADLINE)
+        while served[-1] != written[-1]:  # else the wait for the next one ends the test
+            pull()
         assert served == sorted(set(served))
-        wait_until(
-            lambda: (
-                hook.pull(DEADLINE) and held.numbers() == {written[-1]}
-                if held.numbers() != {written[-1]}
-                else True
-            ),
-            "the last save is served",
-        )
         assert not any("quarantine" in line or "cannot be published" in line for line in daemon.log)
-    found = latest(job)
+    found = latest(shared.seen.root)
     assert found is not None
     assert found.step == 1

@@ -24,9 +24,11 @@ from tests.shards import (
     Named,
     Pickler,
     _Caller,
+    chunk,
     dtensor,
     pickled,
     shard,
+    sharded,
     tensor,
     zip_of,
     zipped,
@@ -326,29 +328,6 @@ def strided(factor: object, dim: object = 0, **of_spec: object) -> Built:
     named = Named("torch.distributed.tensor.placement_types", "_StridedShard")
     placement = Built(named, (), {"dim": dim, "split_factor": factor})
     return dtensor(mesh=mesh, placements=(placement,), **of_spec)
-
-
-def sharded(*chunks: object, shape: object = (4, 3), state: object = None) -> Built:
-    api = Named("torch.distributed._shard.sharded_tensor.api", "ShardedTensor")
-    return Built(
-        Named("torch._tensor", "_rebuild_from_type_v2"),
-        (
-            Named("torch._utils", "_rebuild_wrapper_subclass"),
-            api,
-            (api, Named("torch", "float32"), shape),
-            (list(chunks), None) if state is None else state,
-        ),
-    )
-
-
-def chunk(local: object = None, offsets: object = (2, 0), sizes: object = (2, 3)) -> Built:
-    metadata = Built(
-        Named("torch.distributed._shard.metadata", "ShardMetadata"),
-        (),
-        {"shard_offsets": offsets, "shard_sizes": sizes},
-    )
-    module = "torch.distributed._shard.sharded_tensor.shard"
-    return Built(Named(module, "Shard"), (), {"tensor": local or tensor(), "metadata": metadata})
 
 
 ITSELF: list[Any] = []

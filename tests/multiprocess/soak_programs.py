@@ -1,0 +1,202 @@
+"""The processes of a soak that are not the daemon's: a trainer's rank, and an explorer.
+
+A rank saves what it is ordered to, through the writer of ``TrainerHook``. An explorer,
+``python -m tests.multiprocess.soak_programs JOB NAME AWAY``, holds one version after the other,
+reads all of each when it takes it and before it lets it go, and says so on stdout as JSON lines.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Final
+
+from explorer_hooks.reader import LeasedVersion, Reader
+from syncd.protocol.errors import (
+    CancelledError,
+    JobUnavailableError,
+    SaveFailedError,
+    VerificationError,
+    WaitTimeoutError,
+)
+from syncd.protocol.layout import JobLayout, shard_name
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.storage.fsio import Storage
+from tests.multiprocess.by_hand import TrainerByHand, numbers
+
+#: Of each version, in all tensors together.
+MEGABYTES: Final = 1.0
+_SAVE_TIMEOUT: Final = 10.0
+_AGAIN: Final = 0.2
+
+
+# -- a trainer's rank ----------------------------------------------------------------------------
+
+
+def rank_of_a_trainer(orders: Connection, job: Path, rank: int, world_size: int, run: str) -> None:
+    """Answer ``True`` when it has begun, and to each order whether it was saved.
+
+    An order is a step, a counter, and the number that all weights are.
+    """
+    from trainer_hooks.writing.writer import Contents, RankWriter  # noqa: PLC0415 - it needs torch
+
+    logging.disable(logging.WARNING)  # what fails is told in the answer
+    storage, layout = Storage(job), JobLayout(job)
+    content = TrainerByHand(job, megabytes=MEGABYTES, ranks=world_size)
+    writer = RankWriter(storage, layout, rank, world_size, save_timeout=_SAVE_TIMEOUT)
+
+    def report(step: int | None) -> None:
+        if rank == 0:
+            told = TrainerReport(
+                run_id=run, world_size=world_size, status="running", step=step, time=time.time()
+            )
+            storage.replace(layout.trainer_report, encode(told), room=layout.drafts)
+
+    def save(step: int, counter: int, number: float) -> None:
+        path = layout.actor(step) / shard_name(world_size, rank)
+        report(step)
+        writer.save(
+            SaveId(run, step, counter),
+            Contents(
+                written_by=lambda: path.write_bytes(content.shard(rank, number)),
+                model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
+            ),
+        )
+
+    while True:
+        try:
+            report(None)
+            break
+        except OSError:  # full, or away: it begins when it can
+            time.sleep(_AGAIN)
+    orders.send(True)
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return  # the driver is gone
+        try:
+            save(*order)
+        except (SaveFailedError, OSError):
+            orders.send(False)
+        else:
+            orders.send(True)
+
+
+# -- an explorer ---------------------------------------------------------------------------------
+
+
+def tell(**said: object) -> None:
+    print(json.dumps(said), flush=True)
+
+
+class Away:
+    """How often the job went away and came back, as the driver counts it in a file: odd is away.
+
+    What fails in between says nothing.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def count(self) -> int:
+        return int(self._path.read_text())
+
+    def excuses(self, before: int) -> bool:
+        return bool(before % 2) or self.count() != before
+
+
+class Explorer:
+    """Takes versions, and never lets one go before it has read it twice."""
+
+    def __init__(self, job: Path, name: str, away: Away) -> None:
+        self._job = job
+        self._name = name
+        self._away = away
+        self._held: LeasedVersion | None = None
+        self._reader: Reader | None = None
+        self._stopping = False
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def run(self) -> None:
+        while not self._stopping:
+            before = self._away.count()
+            try:
+                self._look()
+            except CancelledError:
+                break
+            except WaitTimeoutError:
+                continue
+            except AssertionError as error:
+                self._fail(error)
+            except VerificationError as error:
+                if not self._away.excuses(before):
+                    self._fail(error)
+                time.sleep(_AGAIN)
+            except (OSError, JobUnavailableError) as error:
+                tell(refused=str(error))
+                time.sleep(_AGAIN)
+        while self._held is not None:
+            try:
+                self._let_go()
+            except (OSError, VerificationError) as error:  # the job may be away: it comes back
+                tell(refused=str(error))
+                time.sleep(_AGAIN)
+        if self._reader is not None:
+            self._reader.close()
+
+    def _look(self) -> None:
+        if self._reader is None:
+            self._reader = Reader(self._job, self._name, poll=0.1)
+        sequence = self._held.sequence if self._held else 0
+        newer = self._reader.next_version(sequence, 1.0)
+        try:
+            newer.verify()
+            found = numbers(newer)
+            assert len(found) == 1, f"version {newer.sequence} is a mixture of the saves {found}"
+            self._let_go()
+        except BaseException:
+            newer.release()
+            raise
+        self._held = newer
+        tell(
+            holds=newer.sequence,
+            step=newer.step,
+            save_id=newer.manifest.save_id,
+            number=found.pop(),
+        )
+        self._reader.report(RunningStatus.RUNNING, sequence=newer.sequence, step=newer.step)
+        time.sleep(random.random())
+
+    def _let_go(self) -> None:
+        if self._held is None:
+            return
+        self._held.verify()
+        self._held.release()
+        self._held = None
+
+    def _fail(self, error: Exception) -> None:
+        """Say what must not be, and do not look at it again."""
+        tell(violation=f"{self._name}: {error}")
+        self._held = None
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+        if self._reader is not None:
+            self._reader.cancel()
+
+
+def main() -> None:
+    job, name, away = sys.argv[1:]
+    Explorer(Path(job), name, Away(Path(away))).run()
+
+
+if __name__ == "__main__":
+    main()

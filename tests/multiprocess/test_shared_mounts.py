@@ -1,0 +1,191 @@
+"""What two clients of one share see of each other; and one that is cut off for longer than a lease.
+
+Without ``SYNCD_TEST_MOUNTS`` the two are paths of the local disk, and nobody is cut off.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from explorer_hooks.reader import Reader
+from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.layout import JobLayout, parse_version_folder
+from syncd.protocol.records import AuditLine, parse
+from syncd.storage.fsio import Storage
+from syncd.storage.leases import Lease
+from tests.multiprocess.by_hand import TrainerByHand, numbers
+from tests.multiprocess.processes import (
+    DEADLINE,
+    LEASE_TIME,
+    Daemon,
+    epoch_content,
+    latest,
+    report,
+    verified,
+    wait_for_step,
+    wait_until,
+)
+from tests.multiprocess.shared_job import SharedJob
+
+pytestmark = pytest.mark.mounts
+
+#: Seconds that a client is cut off.
+CUT_OFF = 20.0
+
+
+def test_an_explorer_elsewhere_gets_each_version_whole_and_what_is_old_goes(
+    shared: SharedJob,
+) -> None:
+    seen, trainer = shared.seen, TrainerByHand(shared.b.job, ranks=3)
+    with Daemon(shared.a, "--keep", "1") as daemon, Reader(shared.b.job, "explorer") as reader:
+        for sequence, step in enumerate((7, 8, 3, 4, 5), 1):  # resumed at 3
+            trainer.save(step)
+            version = reader.next_version(sequence - 1, DEADLINE)
+            version.verify()
+            assert (version.sequence, version.step) == (sequence, step)
+            assert numbers(version) == {step}
+            version.release()
+        wait_until(lambda: os.listdir(seen.published) == ["v000005"], "old versions go")
+        wait_until(lambda: not seen.step(4).exists(), "old steps go")
+        wait_until(lambda: pruned_versions(seen) == [1, 2, 3, 4], "each is told of once")
+        assert daemon.terminate() == 0
+
+
+def pruned_versions(layout: JobLayout) -> list[int]:
+    lines = (parse(AuditLine, line, "it") for line in layout.audit.read_bytes().splitlines())
+    return [parse_version_folder(line.name) or 0 for line in lines if line.what == "version"]
+
+
+def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob) -> None:
+    seen, trainer = shared.seen, TrainerByHand(shared.b.job)
+    storage, layout = Storage(shared.b.job), JobLayout(shared.b.job)
+    with Daemon(shared.a, "--keep", "1"), Reader(shared.b.job, "explorer") as reader:
+        trainer.save(1)
+        held = reader.next_version(0, DEADLINE)
+        assert storage.exists(layout.lease_folder(1))
+        trainer.save(2)
+        wait_for_step(seen.root, 2)
+        held.verify()
+        held.release()
+        wait_until(lambda: not seen.lease_folder(1).exists(), "version 1 is retired")
+        with pytest.raises(VersionGoneError):
+            Lease.take(storage, layout, 1, "explorer", reader.session_id)
+        newer = reader.next_version(1, DEADLINE)
+        assert numbers(newer) == {2}
+        newer.release()
+
+
+def test_clients_that_were_cut_off_for_longer_than_a_lease_do_no_harm(tmp_path: Path) -> None:
+    """One cut, for an explorer, a daemon in a merge, and one that is superseded meanwhile."""
+    with ExitStack() as stack:
+        jobs = []
+        for name in ("lease", "merge", "take-over"):
+            (tmp_path / name).mkdir()
+            jobs.append(SharedJob.made_in(tmp_path / name, lease_time=LEASE_TIME))
+            stack.callback(jobs[-1].remove)
+        host = jobs[0].a
+        if host.link is None:
+            pytest.skip("SYNCD_TEST_LINKS names no link of a client's that could be cut")
+        scenarios = [with_a_lease(jobs[0]), in_a_merge(jobs[1]), superseded(jobs[2])]
+        for scenario in scenarios:
+            stack.callback(scenario.close)
+            next(scenario)
+        with host.cut_off():
+            back = time.monotonic() + CUT_OFF
+            for scenario in scenarios:
+                next(scenario)
+            wait_until(lambda: time.monotonic() > back, "the time is over")
+        for scenario in scenarios:
+            assert next(scenario, "over") == "over"
+
+
+#: Does its part before the cut, during it, and after it.
+Scenario = Generator[None, None, None]
+
+
+def with_a_lease(shared: SharedJob) -> Scenario:
+    """An explorer is cut off, and keeps its version over it."""
+    seen, trainer = shared.seen, TrainerByHand(shared.b.job)
+    options = ("--keep", "1", "--dead-reader-grace", "600")
+    with Daemon(shared.b, *options), Reader(shared.a.job, "explorer", poll=0.1) as reader:
+        trainer.save(1)
+        held = reader.next_version(0, DEADLINE)
+        yield
+        for step in (2, 3):
+            trainer.save(step)
+            wait_for_step(seen.root, step)
+        wait_until(lambda: not seen.version(2).exists(), "version 2 is pruned")
+        yield
+        held.verify()
+        assert numbers(held) == {1}
+        newer = reader.next_version(1, DEADLINE)
+        newer.verify()
+        assert numbers(newer) == {3}
+        held.release()
+        newer.release()
+        wait_until(lambda: not seen.version(1).exists(), "version 1 is pruned")
+
+
+def in_a_merge(shared: SharedJob) -> Scenario:
+    """The only daemon is cut off in a merge, and finishes it later."""
+    seen, trainer = shared.seen, TrainerByHand(shared.b.job, megabytes=40)
+    with Daemon(shared.a, "--keep", "1") as daemon:
+        daemon.wait_for_log("in epoch")
+        stopped_in_a_merge(daemon, seen, trainer)
+        yield
+        daemon.resume()
+        yield
+        converges(shared, 1, 1)
+        trainer.save(2)
+        converges(shared, 2, 2)
+
+
+def superseded(shared: SharedJob) -> Scenario:
+    """A daemon is cut off in a merge; another takes over, and it stands by when it is back."""
+    seen, trainer = shared.seen, TrainerByHand(shared.b.job, megabytes=40)
+    with Daemon(shared.a, "--keep", "1") as first:
+        first.wait_for_log("in epoch")
+        with Daemon(shared.b, "--keep", "1") as second:
+            second.wait_for_log("standing by")
+            stopped_in_a_merge(first, seen, trainer)
+            yield
+            first.resume()
+            second.wait_for_log("in epoch")
+            trainer.save(2)
+            newer = wait_for_step(seen.root, 2)
+            yield
+            first.wait_for_log("standing by")
+            assert latest(seen.root) == newer
+            found = report(seen.root)
+            assert found is not None
+            assert found.pid == second.pid
+            trainer.save(3)
+            converges(shared, 3, newer.sequence + 1)
+
+
+def stopped_in_a_merge(daemon: Daemon, seen: JobLayout, trainer: TrainerByHand) -> None:
+    """Stop a daemon in the middle of the merge of step 1."""
+    trainer.save(1)
+    wait_until(seen.publish_lock.exists, "a merge has begun")
+    daemon.pause()
+
+
+def converges(shared: SharedJob, step: int, sequence: int) -> None:
+    """The step is served, as this version, and nothing half made is left."""
+    seen = shared.seen
+    assert wait_for_step(seen.root, step).sequence == sequence
+    verified(shared.b.job, sequence)
+    wait_until(
+        lambda: (
+            not seen.publish_lock.exists()
+            and len(epoch_content(seen.root)) == 1
+            and not any(epoch_content(seen.root).values())
+        ),
+        f"nothing is left in any epoch: {epoch_content(seen.root)}",
+    )
