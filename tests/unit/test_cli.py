@@ -4,12 +4,12 @@ import json
 import os
 import pty
 import re
-import shlex
 import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -24,12 +24,6 @@ from tests.jobs import Job
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMMANDS = cli.list_commands(click.Context(cli))
-
-
-def command(name: str) -> click.Command:
-    found = cli.get_command(click.Context(cli), name)
-    assert found is not None
-    return found
 
 
 def syncd(*arguments: object) -> Result:
@@ -47,32 +41,6 @@ def served(job: Job) -> Job:
 
 
 # -- every command ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_and_an_example_that_it_would_take(name: str) -> None:
-    found = command(name)
-    assert found.help
-    assert found.epilog
-    assert found.epilog.startswith(f"Example: syncd {name}")
-    example = shlex.split(found.epilog.removeprefix("Example: "))[2:]
-    options = {option for p in found.params for option in (*p.opts, *p.secondary_opts)}
-    assert {word for word in example if word.startswith("-")} <= options
-    assert found.name == name
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_option_says_what_it_does(name: str) -> None:
-    for parameter in command(name).params:
-        if isinstance(parameter, click.Option):
-            assert parameter.help, parameter.opts
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_prints_its_help(name: str) -> None:
-    result = syncd(name, "--help")
-    assert result.exit_code == 0
-    assert "Example:" in result.output
 
 
 def test_the_group_lists_every_command_there_is() -> None:
@@ -204,6 +172,35 @@ def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
     result = syncd("verify", tmp_path)
     assert isinstance(result.exception, errors.InvalidSettingsError)
     assert "is no version, and no job with published versions" in str(result.exception)
+
+
+# -- for scripts -----------------------------------------------------------------------------------
+
+
+def test_what_was_done_is_one_json_object(served: Job, tmp_path: Path) -> None:
+    def told(*arguments: object) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(syncd(*arguments, "--json").stdout)
+        return found
+
+    root = served.layout.root
+    merged_into = told("merge", merged(tmp_path), tmp_path / "out", "--no-fsync")
+    assert (merged_into["step"], merged_into["kind"], merged_into["checked"]) == (
+        7,
+        "full",
+        "crc32",
+    )
+    assert "model.safetensors" in merged_into["files"]
+    served.put(served.layout.version(2) / "config.json", b"other")
+    assert {one["folder"]: one["outcome"] for one in told("verify", root)["folders"]} == {
+        "v000001": "whole", "v000002": "damaged", "v000003": "whole",
+    }  # fmt: skip
+    assert syncd("verify", root, "--json").exception is not None
+    would = told("prune", root, "--dry-run", "--keep", 2)
+    assert (would["dry_run"], would["deleted"][0]["name"]) == (True, "v000001")
+    assert told("prune", root, "--keep", 2)["deleted"] == would["deleted"]
+    asked = told("rollback", root, "v2")
+    assert (asked["of"], asked["version"]) == (2, None)
+    assert "no daemon works" in asked["waits_for"]
 
 
 # -- status ----------------------------------------------------------------------------------------
