@@ -36,7 +36,7 @@ from benchmarks.coordination import measure
 from benchmarks.idle import Scenario, make_job, spent, status
 from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
 from syncd.daemon.loop import Loop
-from syncd.daemon.metrics import Metrics
+from syncd.daemon.metrics import Metrics, _JobMeter
 from syncd.protocol.records import ExplorerReport, Latest, encode, parse
 from syncd.storage.leases import Lease, new_session_id
 from tests.jobs import LEASE_TIME, Job
@@ -213,7 +213,7 @@ def _explorers(work: Path, count: int) -> Row:
     job = Job(work / "job", storage)
     layout = job.layout
     job.save(1)
-    meter = Metrics().of_job(storage, layout)
+    meter = _JobMeter(Metrics(), storage, layout, clock=clock)
     counted = _Counted([], [])
     with job.daemon(clock=clock, meter=meter) as loop:
         loop.run_once()

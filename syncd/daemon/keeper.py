@@ -102,7 +102,7 @@ class Keeper:
                 if failed or service is None:
                     service = self._replace()
                     if self._is_asked_to_stop():  # while there was none to be asked
-                        return
+                        service.stop()
                 service.run()
             except (SyncdError, OSError) as error:
                 log.error(

@@ -149,7 +149,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
     for job in (sick, well):
         job.save(1)
     program = ("-c", _HANGS.format(marker=str(marker)))
-    options = ("--hang-time", "6", "--concurrent-merges", "1")
+    options = ("--hang-time", "10", "--concurrent-merges", "1")
     with Daemon(root, *options, root=True, program=program) as daemon:
         for job in (sick, well):
             wait_for_step(job.layout.root, 1)
