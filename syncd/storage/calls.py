@@ -264,12 +264,13 @@ class Calls:
     def _regular(self, fd: int, path: Path) -> os.stat_result:
         """The status of what was opened; closes it where that is no regular file, or not told."""
         try:
-            status = os.fstat(fd)  # ESTALE on NFS, where it was replaced since
-            if not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
-        except OSError:
+            status = os.fstat(fd)
+        except OSError:  # ESTALE on NFS, where it was replaced since
             os.close(fd)
             raise
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         return status
 
 

@@ -177,7 +177,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_leaves_no_descriptor_open(
     path.touch()
     before = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", lambda fd: os.stat(tmp_path / "gone"))
+        patch.setattr(os, "fstat", lambda _: os.stat(tmp_path / "gone"))
         for _ in range(10):
             with pytest.raises(FileNotFoundError):
                 getattr(STORAGE, how)(path)
