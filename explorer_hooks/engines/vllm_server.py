@@ -146,8 +146,8 @@ class VLLMServer(ServerEngine):
         data = told.get("data") if isinstance(told, dict) else None
         return [model for model in data or [] if isinstance(model, dict)]
 
-    def _prove(self, version: LeasedVersion) -> None:
-        model = self._lora_name if version.kind == "adapter" else self._base_name()
+    def _prove(self, kind: str, name: str) -> None:
+        model = self._lora_name if kind == "adapter" else self._base_name()
         if self._server.has(_GENERATE):
             body: dict[str, object] = {
                 "model": model,
@@ -157,10 +157,8 @@ class VLLMServer(ServerEngine):
             told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
             spans = _first_choice(told).get("weight_versions") or []
             said = {span.get("version") for span in spans if isinstance(span, dict)}
-            if said - {None, label(version)}:
-                raise ServerRefusedError(
-                    f"it generates with {said}, not with {label(version)}", answer=told
-                )
+            if said - {None, name}:
+                raise ServerRefusedError(f"it generates with {said}, not with {name}", answer=told)
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
             told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
