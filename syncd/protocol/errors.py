@@ -202,3 +202,9 @@ class ServerRefusedError(ServerError):
 
 class ServerUnreachableError(ServerError, OSError):
     """Raised when a server does not answer: what was asked for may have been done, or not."""
+
+
+class BroadcastError(SyncdError):
+    """Raised when weights were not transferred by broadcast; the checkpoint path has them."""
+
+    exit_code = 19
