@@ -25,9 +25,10 @@
     ├── EngineBrokenError        15   an engine of which nobody knows what weights it has
     ├── NotFollowingError        16   a background watcher that has ended by itself
     ├── CommandFailedError       17   a command of the user's that did not take a version
-    └── ServerError              18   an inference server that was asked for something
-        ├── ServerRefusedError   18   … and says that it did not do it
-        └── ServerUnreachableError 18 … and does not answer (an OSError too)
+    ├── ServerError              18   an inference server that was asked for something
+    │   ├── ServerRefusedError   18   … and says that it did not do it
+    │   └── ServerUnreachableError 18 … and does not answer (an OSError too)
+    └── BroadcastError           19   weights that did not travel by broadcast; the files still do
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -205,6 +206,9 @@ class ServerUnreachableError(ServerError, OSError):
 
 
 class BroadcastError(SyncdError):
-    """Raised when weights were not transferred by broadcast; the checkpoint path has them."""
+    """Raised when weights did not travel by broadcast: nothing of them may be served.
+
+    The message says why in words. The same weights travel by the checkpoint path.
+    """
 
     exit_code = 19
