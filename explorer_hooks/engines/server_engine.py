@@ -13,7 +13,12 @@ from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, ServerRefusedError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    InvalidSettingsError,
+    ServerError,
+    ServerRefusedError,
+)
 
 if TYPE_CHECKING:
     import httpx2
@@ -359,14 +364,16 @@ class ServerEngine(ABC):
         version: what it had came from no folder, or from one that may be gone.
 
         Raises:
-            ServerUnreachableError: it does not answer.
-            EngineBrokenError: it refuses.
+            EngineBrokenError: it does not.
         """
         self._torn = f"it has not taken {name}"
-        self._must(lambda: self._set_label(f"{LOADING}-full-{name}"))
         self._model_is_torn = True
         self._loaded, self._received = {}, None
-        self._must(load)
+        try:
+            self._set_label(f"{LOADING}-full-{name}")
+            load()
+        except ServerError as error:
+            raise EngineBrokenError(f"{self._whose} did not take {name}: {error}") from error
         self._uncached = self._received = name
         self._torn = None
         self._model_is_torn = False

@@ -1,0 +1,122 @@
+"""All workers of a vLLM, asked for what :class:`~.vllm_worker.SyncdWorker` adds to them. No torch.
+
+vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used:
+its waits have no deadline, so that a trainer that dies in one leaves the server hanging; what has
+arrived is in the model already; and its ``nccl`` is for GPUs alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+from syncd.protocol.errors import BroadcastError, EngineBrokenError, ServerError
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.records import SaveId, encode
+
+log = logging.getLogger(__name__)
+
+#: What vLLM must be started with, as ``--worker-extension-cls``.
+EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
+
+
+#: Seconds for an answer, beyond those of what was asked for.
+_GRACE: Final = 60.0
+
+#: Calls a method of each worker by its name and arguments, and returns a list of their answers; the
+#: last is how many seconds that may take.
+CollectiveRpc = Callable[[str, dict[str, object], float], object]
+
+
+def workers_of(parallel_config: object) -> int:
+    """How many ranks of a weight group a vLLM is; 0 where it cannot take broadcasts.
+
+    Args:
+        parallel_config: vLLM's, or what its JSON is, as a dict.
+    """
+    told = parallel_config if isinstance(parallel_config, dict) else vars(parallel_config)
+    if told.get("worker_extension_cls") != EXTENSION:
+        return 0
+    if told.get("data_parallel_size") != 1:
+        log.warning("a vLLM with data_parallel_size above 1 takes no broadcasts, but files")
+        return 0  # it returns the answers of one of its replicas alone
+    size = told.get("world_size")
+    return size if isinstance(size, int) else 0
+
+
+class VLLMWorkers:
+    """The workers of one vLLM that has the extension.
+
+    Args:
+        rpc: calls a method of all of them.
+        whose: the vLLM, for messages.
+    """
+
+    def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
+        self._rpc = rpc
+        self._whose = whose
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Have all of them receive a transfer, and hold it: the model is not touched.
+
+        Args:
+            rendezvous: where the group meets.
+            rank_offset: the group rank of the first worker.
+            deadline: seconds that joining, and then the transfer, may take each.
+
+        Raises:
+            BroadcastError: not all of them have it; they have left the group.
+        """
+        kwargs: dict[str, object] = {
+            "rendezvous": encode(rendezvous).decode(),
+            "rank_offset": rank_offset,
+            "deadline": deadline,
+        }
+        try:
+            failed = self._ask("syncd_receive", kwargs, 2 * deadline)
+        except Exception as error:
+            self.leave()
+            raise BroadcastError(f"{self._whose} did not take part: {error}") from error
+        if failed:
+            self.leave()
+            raise BroadcastError(f"{self._whose}: {failed}")
+
+    def load(self, timeout: float) -> None:
+        """Have all of them load what they hold.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            EngineBrokenError: not all of them did: the model is torn.
+            Exception: what the call itself raises: nobody knows.
+        """
+        failed = self._ask("syncd_load", {}, timeout)
+        if failed:
+            raise EngineBrokenError(f"{self._whose} did not load what it was sent: {failed}")
+
+    def leave(self) -> None:
+        """Have them leave the group, and let go of what they hold; raises nothing."""
+        try:
+            failed = self._ask("syncd_leave", {}, 0)
+        except Exception as error:  # noqa: BLE001 # LLM raises anything; those who left need not say so
+            failed = str(error)
+        if failed:
+            log.warning("%s: its workers may be in the weight group still: %s", self._whose, failed)
+
+    def _ask(self, method: str, kwargs: dict[str, object], timeout: float) -> str | None:
+        """Why some of them did not do it; None where all did."""
+        told = self._rpc(method, kwargs, timeout + _GRACE)
+        answers: list[Any] = told if isinstance(told, list) else []
+        if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
+            raise ServerError(f"{self._whose} does not answer {method} as it should: {told}")
+        faults = {str(one["failed"]) for one in answers if one["failed"] is not None}
+        return "; ".join(sorted(faults)) or None
+
+
+def label_received(rendezvous: Rendezvous) -> str:
+    """How a server names weights that it has received: by their step, and what names them."""
+    saved = SaveId.parse(rendezvous.save_id)
+    step = f"step-{saved.step}-" if saved is not None else ""
+    return f"{step}broadcast-{rendezvous.save_id}"
