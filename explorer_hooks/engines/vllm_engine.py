@@ -104,6 +104,7 @@ class VLLMEngine(InProcessEngine):
 
         Raises:
             BroadcastError: it did not arrive; the weights are as they were.
+            EngineMismatchError: likewise: it does not fit.
             EngineBrokenError: it arrived, and not all are known to have loaded it, or generate: the
                 weights are torn, until a version is loaded.
         """

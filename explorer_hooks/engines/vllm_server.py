@@ -102,6 +102,7 @@ class VLLMServer(ServerEngine):
 
         Raises:
             BroadcastError: it did not arrive; the server has what it had.
+            EngineMismatchError: likewise: it does not fit.
             EngineBrokenError: it arrived, and not all are known to have loaded it: the server stays
                 paused until it is given a version.
         """

@@ -18,7 +18,7 @@ from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.fitting import Fits, fits_if_here
 from syncd.coordination.broadcast import KeptGroup
 from syncd.coordination.weight_meta import WeightMeta
-from syncd.protocol.errors import SyncdError
+from syncd.protocol.errors import EngineMismatchError, SyncdError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import parse
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
+
+Answer = dict[str, str | None]
 
 
 class SyncdWorker:
@@ -35,7 +37,8 @@ class SyncdWorker:
     loaded by a call of its own: so that all workers have it before the first one changes.
 
     No method raises: vLLM leaves the answers of other workers unread behind an error, and takes
-    them for those of the next call. What went wrong is in the answer, as ``failed``.
+    them for those of the next call. What went wrong is in the answer, as ``failed``, and the name
+    of the error, as ``error``.
     """
 
     _syncd_membership: Membership | None = None
@@ -46,9 +49,7 @@ class SyncdWorker:
         model_config: Any
         reload_weights: Callable[..., None]
 
-    def syncd_receive(
-        self, rendezvous: str, rank_offset: int, deadline: float
-    ) -> dict[str, str | None]:
+    def syncd_receive(self, rendezvous: str, rank_offset: int, deadline: float) -> Answer:
         """Join the weight group, and receive a transfer; the model is not touched.
 
         Args:
@@ -69,12 +70,12 @@ class SyncdWorker:
             )
         )
 
-    def syncd_load(self) -> dict[str, str | None]:
+    def syncd_load(self) -> Answer:
         """Load what was received; where that fails, the model is torn."""
         member = self._syncd_membership or Membership()
         return _answer(lambda: self.reload_weights(weights_iterator=member.take()))
 
-    def syncd_leave(self) -> dict[str, str | None]:
+    def syncd_leave(self) -> Answer:
         """Leave the weight group, and let go of what was received."""
         member, self._syncd_membership = self._syncd_membership, None
         return _answer(member.close if member is not None else lambda: None)
@@ -109,8 +110,8 @@ class Membership:
                 than a folder of this host fits unseen.
 
         Raises:
-            BroadcastError: it did not arrive everywhere.
-            EngineMismatchError: it does not fit; nothing was sent.
+            BroadcastError: it did not arrive everywhere; the group is left.
+            EngineMismatchError: it does not fit; nothing was sent, and the group is left.
         """
         self._received = None
         if self._fits is None:
@@ -121,8 +122,10 @@ class Membership:
             receiver = WeightReceiver(group, known=self._known)
             arriving = receiver.receive(self._check)
             first = next(arriving)  # once all have arrived; there is one
-        except BaseException:
-            self._kept.failed()
+        except BaseException as error:
+            self._kept.close()
+            if isinstance(error.__cause__, EngineMismatchError):
+                raise error.__cause__ from None
             raise
         self._known = receiver.meta
         self._received = chain((first,), arriving)
@@ -145,12 +148,12 @@ class Membership:
             self._fits.check_tensors(given, "what is broadcast")
 
 
-def _answer(call: Callable[[], None]) -> dict[str, str | None]:
+def _answer(call: Callable[[], None]) -> Answer:
     try:
         call()
     except SyncdError as error:
-        return {"failed": str(error)}
+        return {"failed": str(error), "error": type(error).__name__}
     except Exception as error:
         log.exception("a call of syncd's has failed")
-        return {"failed": repr(error)}
+        return {"failed": repr(error), "error": type(error).__name__}
     return {"failed": None}

@@ -8,10 +8,15 @@ arrived is in the model already; and its ``nccl`` is for GPUs alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Final
 
-from syncd.protocol.errors import BroadcastError, EngineBrokenError, ServerError
+from syncd.protocol.errors import (
+    BroadcastError,
+    EngineBrokenError,
+    EngineMismatchError,
+    ServerError,
+)
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import SaveId, encode
 
@@ -67,6 +72,7 @@ class VLLMWorkers:
 
         Raises:
             BroadcastError: not all of them have it; they have left the group.
+            EngineMismatchError: likewise: what was to be sent does not fit the model.
         """
         kwargs: dict[str, object] = {
             "rendezvous": encode(rendezvous).decode(),
@@ -80,7 +86,10 @@ class VLLMWorkers:
             raise BroadcastError(f"{self._whose} did not take part: {error}") from error
         if failed:
             self.leave()
-            raise BroadcastError(f"{self._whose}: {failed}")
+            why = f"{self._whose}: {_told(failed)}"
+            if any(one.get("error") == EngineMismatchError.__name__ for one in failed):
+                raise EngineMismatchError(why)
+            raise BroadcastError(why)
 
     def load(self, timeout: float) -> None:
         """Have all of them load what they hold.
@@ -94,25 +103,31 @@ class VLLMWorkers:
         """
         failed = self._ask("syncd_load", {}, timeout)
         if failed:
-            raise EngineBrokenError(f"{self._whose} did not load what it was sent: {failed}")
+            raise EngineBrokenError(f"{self._whose} did not load what it was sent: {_told(failed)}")
 
     def leave(self) -> None:
         """Have them leave the group, and let go of what they hold; raises nothing."""
         try:
-            failed = self._ask("syncd_leave", {}, 0)
-        except Exception as error:  # noqa: BLE001 # LLM raises anything; those who left need not say so
+            failed = _told(self._ask("syncd_leave", {}, 0))
+        except Exception as error:  # noqa: BLE001 # LLM raises anything; what is left to do is to say so
             failed = str(error)
         if failed:
             log.warning("%s: its workers may be in the weight group still: %s", self._whose, failed)
 
-    def _ask(self, method: str, kwargs: dict[str, object], timeout: float) -> str | None:
-        """Why some of them did not do it; None where all did."""
+    def _ask(
+        self, method: str, kwargs: dict[str, object], timeout: float
+    ) -> list[Mapping[str, object]]:
+        """The answers of those who did not do it."""
         told = self._rpc(method, kwargs, timeout + _GRACE)
-        answers: list[Any] = told if isinstance(told, list) else []
+        answers = told if isinstance(told, list) else []
         if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
             raise ServerError(f"{self._whose} does not answer {method} as it should: {told}")
-        faults = {str(one["failed"]) for one in answers if one["failed"] is not None}
-        return "; ".join(sorted(faults)) or None
+        return [one for one in answers if one["failed"] is not None]
+
+
+def _told(failed: list[Mapping[str, object]]) -> str:
+    """What workers say went wrong; nothing where nothing did."""
+    return "; ".join(sorted({str(one["failed"]) for one in failed}))
 
 
 def label_received(rendezvous: Rendezvous) -> str:
