@@ -77,6 +77,46 @@ class Explorers:
         """Whoever asked is answered: the pointer names the step."""
         self._tried(lambda: self._synchronizer.set_model_state_dict(None, step))
 
+    def say_nothing_new(self) -> None:
+        """Whoever waits has what there is."""
+        self._tried(self._synchronizer.notify_no_new_model_state_dict)
+
+    # -- broadcasts ------------------------------------------------------------------------------
+
+    def takers(self) -> Takers | None:
+        """Who is there to take weights; None where that cannot be seen now."""
+        return self._tried(self._synchronizer.takers)
+
+    def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
+        """Wait until all who take broadcasts are ready for one, and meet them.
+
+        Raises:
+            BroadcastError: they are not, in time; or the group cannot be formed.
+        """
+        synchronizer = self._synchronizer
+        timeout = synchronizer.settings.broadcast_timeout
+        agreed = self._tried(lambda: synchronizer.ready_to_nccl_sync(step, timeout=timeout))
+        if agreed is None:
+            raise BroadcastError(f"not all explorers were ready for it within {timeout:g} s")
+        try:
+            return synchronizer.open_group(step, save_id, device)
+        except OSError as error:
+            raise BroadcastError(f"explorers cannot be told where to meet: {error}") from error
+
+    def transferred(self, step: int) -> None:
+        """The weights have arrived: whoever asked is answered."""
+        self._tried(self._synchronizer.nccl_sync_succeeded)
+
+    def group_failed(self) -> None:
+        """The next broadcast needs another weight group."""
+        self._tried(self._synchronizer.group_failed)
+
+    def goes_by_files(self, step: int) -> None:
+        """Say that a step's weights come by the checkpoint path."""
+        self._tried(lambda: self._synchronizer.goes_by_files(step))
+
+    # -- back-pressure, and the end ----------------------------------------------------------------
+
     def wait_for_slowest(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow."""
         self._tried(self._synchronizer.wait_for_explorers)

@@ -12,6 +12,7 @@ from syncd.coordination.participant import back_to_running, become, require_sync
 from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
+from syncd.protocol.participants import Offer
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import ExplorerReport, Reload
 from syncd.storage.leases import Clock
@@ -243,6 +244,71 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             finally:
                 self._end_wait(missed)
 
+    def wait_for_weights(
+        self,
+        current: Version | None,
+        *,
+        joins: Callable[[], bool],
+        ends_with_trainer: bool,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Version | Offer | None:
+        """Require a sync, and wait for a newer version or a transfer, whichever comes first.
+
+        Args:
+            current: nothing at or below its sequence is taken; None for any version.
+            joins: whether transfers are taken part in now.
+            ends_with_trainer: whether it ends, as :meth:`wait_new_model_state_dict` does, where the
+                trainer has stopped or says that nothing newer comes; else it asks again.
+            timeout: seconds; None for as long as it takes.
+            cancel: ends the wait from another thread.
+            look: called each time that there is nothing newer; what it raises ends the wait.
+
+        Returns:
+            A version; or the offer of a transfer, which is decided: all its members have to meet
+            (:meth:`meet`); None where it ends with the trainer.
+
+        Raises:
+            WaitTimeoutError: neither in time.
+            CancelledError: the wait was cancelled.
+            InvalidTransitionError: this explorer is not running.
+            OSError: LATEST or the offer cannot be read.
+        """
+        with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
+            missed, said, request = 1, self._said(), _Request(self._clock, self._poll)
+            try:
+                while True:
+                    ends = ends_with_trainer and (
+                        self._said() not in {None, said}
+                        or self._roster.trainer_status() is RunningStatus.STOPPED
+                    )
+                    transfer = self._transfer
+                    if transfer.has_joined or (joins() and not ends):
+                        if (offer := transfer.look()) is not None:
+                            missed = 0
+                            return offer
+                    if not transfer.has_joined:  # else its other members wait for us
+                        newest = self._versions.newest(current, sure=ends)
+                        if newest is not None and newest != current:
+                            missed = 0
+                            return newest
+                        if ends:
+                            self._warn_once(current)
+                            return None
+                        look()
+                    self._ask(request)
+                    if not wait.more():
+                        if (offer := transfer.leave()) is not None:
+                            return offer
+                        raise WaitTimeoutError(
+                            f"nothing newer than {current or 'nothing'}, and no transfer, within "
+                            f"{timeout:g} s in {self._versions.layout.root}"
+                        )
+            finally:
+                self._transfer.leave()
+                self._end_wait(missed)
+
     def _ask(self, request: _Request) -> None:
         """Require a sync, if nobody has answered since it was required last."""
         if not request.is_due():
@@ -262,7 +328,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def _end_wait(self, missed: int) -> None:
         count = self._me.record.nothing_new + missed
         if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
-            back_to_running(self._me, nothing_new=count)
+            back_to_running(self._me, nothing_new=count, joined=None)
         elif missed and self._me.record.status == RunningStatus.RUNNING.value:
             try:
                 self._me.update(nothing_new=count)
@@ -309,7 +375,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The trainer's step; None where they are not ready in time, or the trainer is gone.
         """
         with self._wait(timeout, cancel) as wait:
-            return self._transfer.agree(wait)
+            offer = self._transfer.agree(wait)
+        return offer.step if offer is not None else None
 
     def nccl_sync_succeeded(self, step: int) -> None:
         """Say that the weights of a step have arrived; after the transfer."""

@@ -168,53 +168,71 @@ class ExplorerSide:
         self._roster = roster
         self._me = me
         self._over: set[str] = set()
+        self._joined: Offer | None = None
+        self._was_called_off = False
 
-    def agree(self, wait: Wait) -> int | None:
-        """Wait for an offer and join it; its step, or None where nothing is transferred."""
+    def agree(self, wait: Wait) -> Offer | None:
+        """Wait for an offer and join it; it, or None where nothing is transferred."""
         require_sync(self._me, requests=self._me.record.requests + 1)
-        joined: Offer | None = None
-        called_off = False
+        self._was_called_off = False
         try:
             while True:
                 trainer = self._roster.trainer_status()
-                offer = self._offers.current()
-                if joined is not None and offer is not None and offer.offer != joined.offer:
-                    # It was called off, as far as its trainer goes; or another trainer has come.
-                    if (step := self._leave(joined)) is not None:
-                        return step
-                    joined = None
-                if joined is None and offer is not None and self._concerns_us(offer):
-                    joined = offer  # first: what is said may arrive, though an error is all we get
-                    self._me.update(joined=offer.offer)
-                elif joined is not None and offer is not None and offer.decided is not None:
-                    self._over.add(joined.offer)
-                    if offer.decided == "go":
-                        return joined.step
-                    joined, called_off = None, True
+                if (offer := self.look()) is not None:
+                    return offer
                 if trainer is RunningStatus.STOPPED:
                     log.warning("the trainer has stopped: nothing is transferred")
                     break
-                if called_off and joined is None and trainer is RunningStatus.RUNNING:
+                given_up = self._was_called_off and not self.has_joined
+                if given_up and trainer is RunningStatus.RUNNING:
                     break  # it has given up, and not begun again with those who are left
                 if not wait.more():
                     log.error("the trainer was not ready for a transfer in time")
                     break
-            return self._leave(joined)
-        except BaseException:
-            self._leave(joined)
-            raise
+            return self.leave()
         finally:
+            self.leave()
             back_to_running(self._me, joined=None)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has joined an offer that is not over."""
+        return self._joined is not None
+
+    def look(self) -> Offer | None:
+        """One look at what is offered: an open offer to us is joined, if none is.
+
+        Returns:
+            The one that was joined, once it is decided that it takes place.
+        """
+        offer = self._offers.current()
+        if offer is None:
+            return None
+        if self._joined is not None and offer.offer != self._joined.offer:
+            # It was called off, as far as its trainer goes; or another trainer has come.
+            if (decided := self.leave()) is not None:
+                return decided
+        if self._joined is None and self._concerns_us(offer):
+            self._joined = offer  # first: what is said may arrive, though an error is all we get
+            self._me.update(joined=offer.offer)
+        elif self._joined is not None and offer.decided is not None:
+            joined, self._joined = self._joined, None
+            self._over.add(joined.offer)
+            if offer.decided == "go":
+                return joined
+            self._was_called_off = True
+        return None
+
+    def leave(self) -> Offer | None:
+        """Give up what was joined; returns it where it was decided just before: take part."""
+        joined, self._joined = self._joined, None
+        if joined is None:
+            return None
+        self._over.add(joined.offer)
+        decided = self._offers.decide(joined.offer, "off", self._me.session.id)
+        return joined if decided == "go" else None
 
     def _concerns_us(self, offer: Offer) -> bool:
         """Whether an offer is open, and made to us."""
         us = Member(name=self._me.record.name, session=self._me.session.id)
         return offer.decided is None and offer.offer not in self._over and us in offer.members
-
-    def _leave(self, joined: Offer | None) -> int | None:
-        """Give up; but where it was decided just before, take part."""
-        if joined is None or joined.offer in self._over:
-            return None
-        self._over.add(joined.offer)
-        decided = self._offers.decide(joined.offer, "off", self._me.session.id)
-        return joined.step if decided == "go" else None
