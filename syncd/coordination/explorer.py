@@ -13,8 +13,15 @@ from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
 from syncd.protocol.participants import Offer
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
-from syncd.protocol.records import ExplorerReport, Reload
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    Version,
+    after_broadcast,
+    may_produce,
+)
+from syncd.protocol.records import ExplorerReport, Reload, SaveId
 from syncd.storage.leases import Clock
 
 log = logging.getLogger(__name__)
@@ -117,6 +124,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         refused: str | None = None,
         reload: Reload | None = None,
         fault: str | None = None,
+        received: str | None = None,
+        workers: int = 0,
+        group: str | None = None,
     ) -> None:
         """Say all of what an explorer's hook has to say; what is left out is taken back.
 
@@ -125,6 +135,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused: which newer version was refused, and why.
             reload: how the engine came to what it serves.
             fault: why this explorer cannot be relied on.
+            received: the save id of the weights that are served, where they came by a broadcast.
+            workers: how many ranks of a weight group it is now; 0 for none.
+            group: the weight group that all of them have open.
         """
         self._me.update(
             sequence=version.sequence if version else None,
@@ -132,6 +145,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused=refused,
             reload=reload,
             fault=fault,
+            received=received,
+            workers=workers,
+            group=group,
         )
 
     def wait_new_model_state_dict(
@@ -355,10 +371,19 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
-        record = self._me.record
-        served = record.sequence is not None and record.step is not None
-        held = Version(record.sequence or 0, record.step or 0) if served else None
-        return may_produce(self.settings, held, self._versions.newest())
+        record, newest = self._me.record, self._versions.newest()
+        held: Version | None = None
+        if record.sequence is not None and record.step is not None:
+            held = Version(record.sequence, record.step)
+        if self.settings.method is SyncMethod.NCCL and newest is not None:
+            trainer = self._roster.trainer()
+            received = SaveId.parse(record.received) if record.received else None
+            if held and received and trainer and received.run == trainer.run_id:
+                held = after_broadcast(held, newest)
+            offer = self._offers.current()
+            if offer and trainer and offer.session == trainer.session and offer.decided != "off":
+                newest = Version(newest.sequence, max(newest.step, offer.step))
+        return may_produce(self.settings, held, newest)
 
     def ready_to_nccl_sync(
         self, *, timeout: float | None = None, cancel: Cancellation | None = None
