@@ -125,7 +125,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         reload: Reload | None = None,
         fault: str | None = None,
         received: str | None = None,
-        workers: int = 0,
+        workers: int = 1,
         group: str | None = None,
     ) -> None:
         """Say all of what an explorer's hook has to say; what is left out is taken back.
