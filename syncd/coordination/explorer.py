@@ -400,8 +400,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             The trainer's step; None where they are not ready in time, or the trainer is gone.
         """
         with self._wait(timeout, cancel) as wait:
-            offer = self._transfer.agree(wait)
-        return offer.step if offer is not None else None
+            return self._transfer.agree(wait)
 
     def nccl_sync_succeeded(self, step: int) -> None:
         """Say that the weights of a step have arrived; after the transfer."""
