@@ -322,8 +322,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                             f"{timeout:g} s in {self._versions.layout.root}"
                         )
             finally:
-                self._transfer.leave()
-                self._end_wait(missed)
+                try:
+                    self._transfer.leave()
+                finally:
+                    self._end_wait(missed)
 
     def _ask(self, request: _Request) -> None:
         """Require a sync, if nobody has answered since it was required last."""

@@ -257,8 +257,10 @@ class ExplorerSide:
                     log.error("the trainer was not ready for a transfer in time")
                     break
         finally:
-            self.leave()
-            back_to_running(self._me, joined=None)
+            try:
+                self.leave()
+            finally:
+                back_to_running(self._me, joined=None)
         return self.agreed.step if self.agreed is not None else None
 
     @property
