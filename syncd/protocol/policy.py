@@ -123,6 +123,12 @@ class SyncSettings:
         max_staleness: steps that an explorer may lag before it must not produce; None = any.
         max_explorer_lag: steps that the slowest explorer may lag before the trainer waits for it;
             None = any.
+        checkpoint_every: of method ``nccl``: of so many syncs one is saved by the checkpoint path
+            too, for explorers that come late.
+        broadcast_timeout: seconds that a broadcast's handshake, its setup and its transfer may take
+            each, before that step goes by the checkpoint path instead.
+        broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.
+        master_address: where explorers reach rank 0 of the trainer; None = this host's address.
 
     Raises:
         InvalidSettingsError: a value out of its range, or no such method or style.
@@ -139,6 +145,10 @@ class SyncSettings:
     save_timeout: float = 300.0
     max_staleness: int | None = None
     max_explorer_lag: int | None = None
+    checkpoint_every: int = 10
+    broadcast_timeout: float = 120.0
+    broadcast_bucket: int = 256 * 1024 * 1024
+    master_address: str | None = None
 
     def __post_init__(self) -> None:
         # Frozen for all but its own beginning.
@@ -146,10 +156,12 @@ class SyncSettings:
         object.__setattr__(self, "style", SyncStyle.parse(self.style))
         for name in ("sync_interval", "trainer_sync_interval", "explorer_sync_interval"):
             _check(name, getattr(self, name), 1, "1 or more steps")
+        _check("checkpoint_every", self.checkpoint_every, 1, "1 or more syncs")
+        _check("broadcast_bucket", self.broadcast_bucket, 1, "1 or more bytes")
         _check("save_interval", self.save_interval, 0, "0 (never) or more steps")
         for name in ("sync_offset", "max_staleness", "max_explorer_lag"):
             _check(name, getattr(self, name), 0, "0 or more steps")
-        for name in ("sync_timeout", "save_timeout"):
+        for name in ("sync_timeout", "save_timeout", "broadcast_timeout"):
             if not getattr(self, name) > 0:
                 raise InvalidSettingsError(
                     f"{name} is {getattr(self, name)}: it must be more than 0 seconds"
