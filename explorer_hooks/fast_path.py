@@ -10,7 +10,7 @@ from explorer_hooks.engines.base import WeightTaker
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import BroadcastError, EngineMismatchError
-from syncd.protocol.participants import Offer, Rendezvous
+from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import SaveId
 
 log = logging.getLogger(__name__)
@@ -55,26 +55,26 @@ class FastPath:
         """How many ranks of the weight group it is."""
         return self._engine.workers
 
-    def meet(self, offer: Offer, cancel: Cancellation) -> Transfer:
-        """Learn where the members of an offer that is decided meet.
+    def meet(self, cancel: Cancellation) -> Transfer:
+        """Learn where the members of the offer that was agreed last meet.
 
         Raises:
             BroadcastError: the trainer did not say within the ``broadcast_timeout``.
             CancelledError: it was cancelled.
+            OSError: storage failed.
         """
-        rendezvous = self._sync.meet(offer, timeout=self._deadline, cancel=cancel)
+        rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
         save_id = SaveId.parse(rendezvous.save_id)
         if save_id is None:
             raise BroadcastError(f"{rendezvous.save_id!r} is not what a trainer's hook sends")
-        return Transfer(save_id, lambda: self._take(rendezvous))
+        return Transfer(save_id, lambda: self._take(rendezvous, rank_offset))
 
-    def _take(self, rendezvous: Rendezvous) -> None:
+    def _take(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         group, self.group = self.group, None
-        rank_offset = self._sync.rank_offset(rendezvous)
         try:
             self._engine.receive(rendezvous, rank_offset, self._deadline)
-        except EngineMismatchError:
-            self.fits = False
+        except BroadcastError as error:
+            self.fits = not isinstance(error.__cause__, EngineMismatchError)
             raise
         if group != rendezvous.group_name:
             log.info("%s is in weight group %s", self._sync.name, rendezvous.group_name)

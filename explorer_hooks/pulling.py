@@ -16,7 +16,6 @@ from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     BroadcastError,
     EngineBrokenError,
-    EngineMismatchError,
     JobUnavailableError,
     VersionGoneError,
     WaitTimeoutError,
@@ -174,8 +173,8 @@ class Puller:
             return self._pipeline.take(newest, cancel)
         assert self._fast_path is not None  # noqa: S101 - nobody else joins
         try:
-            self._pipeline.receive(self._fast_path.meet(newest, cancel))
-        except (BroadcastError, EngineMismatchError) as error:
+            self._pipeline.receive(self._fast_path.meet(cancel))
+        except BroadcastError as error:
             log.warning("step %d did not come by broadcast: %s", newest.step, error)
             return False
         return True

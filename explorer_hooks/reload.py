@@ -13,7 +13,6 @@ from syncd.protocol.errors import (
     BroadcastError,
     CancelledError,
     EngineBrokenError,
-    EngineMismatchError,
     JobUnavailableError,
 )
 from syncd.protocol.records import Reload
@@ -128,7 +127,7 @@ class Reloader:
             That, with the seconds of the pause and of the transfer.
 
         Raises:
-            BroadcastError, EngineMismatchError: it came to nothing; the engine is as it was.
+            BroadcastError: it came to nothing; the engine is as it was.
             EngineBrokenError: what the engine serves is not known, or it does not serve.
         """
         begun = time.monotonic()
@@ -139,7 +138,7 @@ class Reloader:
                 take()
                 loaded = time.monotonic()
                 self._engine.reset_cache()
-            except (BroadcastError, EngineMismatchError, EngineBrokenError):
+            except (BroadcastError, EngineBrokenError):
                 raise
             except Exception as error:
                 raise EngineBrokenError(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.coordination.transfer import Takers
+from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
@@ -15,6 +16,12 @@ from syncd.protocol.policy import (
     TrainerDecision,
     trainer_decision,
 )
+from syncd.protocol.records import SaveId
+
+if TYPE_CHECKING:
+    import torch
+
+    from syncd.coordination.broadcast import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +106,11 @@ class Explorers:
         if agreed is None:
             raise BroadcastError(f"not all explorers were ready for it within {timeout:g} s")
         try:
-            return synchronizer.open_group(step, save_id, device)
+            return synchronizer.open_group(save_id, device)
         except OSError as error:
             raise BroadcastError(f"explorers cannot be told where to meet: {error}") from error
 
-    def transferred(self, step: int) -> None:
+    def transferred(self) -> None:
         """The weights have arrived: whoever asked is answered."""
         self._tried(self._synchronizer.nccl_sync_succeeded)
 

@@ -144,7 +144,7 @@ class FastPath:
                 self._explorers.goes_by_files(step)
             return False
         if self._explorers is not None:
-            self._explorers.transferred(step)
+            self._explorers.transferred()
         self.cadence.succeeded()
         self.broadcasts += 1
         return True
