@@ -6,8 +6,10 @@ import logging
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from syncd.coordination.broadcast import WeightGroup
-from syncd.protocol.errors import BroadcastError
+from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from trainer_hooks.broadcast import WeightSender
@@ -101,6 +103,7 @@ class FastPath:
         self.cadence = Cadence(settings.checkpoint_every)
         self.broadcasts = 0
         self.failures = 0
+        self._model = model
         self._explorers = explorers
         self._sender = WeightSender(model, bucket_bytes=settings.broadcast_bucket)
         self._group: WeightGroup | None = None
@@ -118,7 +121,7 @@ class FastPath:
             return Way.FILES
         if self.cadence.may_try():
             try:
-                self._group = explorers.open_group(step, save_id, self._sender.device)
+                self._group = explorers.open_group(step, save_id, _device_of(self._model))
             except BroadcastError as error:
                 self._failed(step, error)
             else:
@@ -135,20 +138,30 @@ class FastPath:
         group, self._group = self._group, None
         try:
             self._sender.send(group)
-        except BroadcastError as error:
+        except (BroadcastError, SaveFailedError) as error:
             self._failed(step, error)
             if self._explorers is not None:
                 self._explorers.goes_by_files(step)
             return False
         if self._explorers is not None:
-            self._explorers.transferred(step)
+            self._explorers.transferred()
         self.cadence.succeeded()
         self.broadcasts += 1
         return True
 
-    def _failed(self, step: int, error: BroadcastError) -> None:
+    def close(self) -> None:
+        """Let the buckets go. Safe to call twice."""
+        self._sender.close()
+
+    def _failed(self, step: int, error: SyncdError) -> None:
         log.warning("step %d is not broadcast, and goes by the files: %s", step, error)
         self.cadence.failed()
         self.failures += 1
         if self._explorers is not None:
             self._explorers.group_failed()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the weights are, and so where they are broadcast from."""
+    devices = (parameter.device for parameter in model.parameters())
+    return next((one for one in devices if one.type != "meta"), torch.device("cpu"))

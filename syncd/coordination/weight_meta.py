@@ -32,6 +32,8 @@ ALIGNED: Final = 64
 BUCKET: Final = 256 * 1024 * 1024
 #: The most bytes of a meta as text: of a million tensors it has about half of it.
 META_LIMIT: Final = 256 * 1024 * 1024
+#: Bytes of the digest of a meta, and of a bucket: xxh3-128.
+DIGEST: Final = 16
 #: Its last byte is the version of what follows.
 _MAGIC: Final = b"syncd-w\x01"
 _HEADER: Final = struct.Struct("<8s16sQQ?")
@@ -72,6 +74,11 @@ class WeightSpec(NamedTuple):
     def nbytes(self) -> int:
         """Of the whole tensor."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    @property
+    def digest(self) -> None:
+        """As an entry of a manifest has it; of what has not arrived it is not known."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +206,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """All bytes of a transfer, end to end.
+    """All tensors of a transfer, one after the other, and how they are cut.
 
     Attributes:
         offsets: where each tensor of the meta begins.
@@ -220,10 +227,10 @@ class Image:
 
         Args:
             meta: of the transfer.
-            bucket_bytes: the most in a bucket; at least :data:`ALIGNED`, and rounded down to a
-                multiple of that.
+            bucket_bytes: the most in a bucket, rounded down to a multiple of :data:`ALIGNED`, of
+                which it is at least one.
         """
-        most = bucket_bytes // ALIGNED * ALIGNED
+        most = max(bucket_bytes // ALIGNED, 1) * ALIGNED
         offsets: list[int] = []
         buckets: list[Bucket] = []
         begin = at = 0
@@ -235,19 +242,18 @@ class Image:
             begin, pieces = at, []
 
         for number, tensor in enumerate(meta.tensors):
-            left = tensor.nbytes
-            if pieces and at - begin + padded(left) > most:
+            size = tensor.nbytes
+            if pieces and at - begin + _room(size) > most:
                 close()
             offsets.append(at)
             first = 0
-            while True:
-                size = min(left - first, most)
-                pieces.append(Piece(number, first, at - begin, size))
-                first += size
-                at += padded(size)
-                if first == left:
-                    break
+            while size - first > most:
+                pieces.append(Piece(number, first, 0, most))
+                first += most
+                at += most
                 close()
+            pieces.append(Piece(number, first, at - begin, size - first))
+            at += _room(size - first)
         close()
         return cls(tuple(offsets), at, tuple(buckets))
 
@@ -255,3 +261,8 @@ class Image:
 def padded(size: int) -> int:
     """A number of bytes, rounded up to a multiple of :data:`ALIGNED`."""
     return -(-size // ALIGNED) * ALIGNED
+
+
+def _room(size: int) -> int:
+    """What a tensor takes in the image; an empty one too, so that no bucket is empty."""
+    return max(padded(size), ALIGNED)
