@@ -17,7 +17,7 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import encode
-from tests.engines.broadcast_trainer import DEADLINE, Trainer, trainer
+from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.test_vllm import OPTIONS, PROMPTS, said
 from tests.engines.tiny_models import publish_model, save_model, state
 from tests.engines.vllm_process import PYTHON, VLLMProcess, environment
