@@ -103,6 +103,7 @@ class ExplorerHook:
             name,
             settings=settings,
             memory_dir=memory_dir,
+            workers=0,  # until there is something to go back to
             seams=Seams(storage=storage, poll=poll),
         )
         self._fast_path: FastPath | None = None
@@ -123,7 +124,6 @@ class ExplorerHook:
             self._puller = Puller(
                 self._sync, self._pipeline, self._fast_path, self._cancel, poll
             )
-            self._pipeline.report()
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:

@@ -32,18 +32,16 @@ from syncd.protocol.errors import SyncdError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import SyncSettings, Version
 from tests.hooks import over
-from tests.multiprocess.processes import DEADLINE
+from tests.multiprocess.processes import DEADLINE, wait_until
 from trainer_hooks import SaveSettings, TrainerHook
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
 
-#: Seconds that each part of a broadcast may take: far more than it does, and what a test waits.
-PATIENCE = 10.0
 SETTINGS: dict[str, Any] = {
     "method": "nccl",
     "master_address": "127.0.0.1",
-    "broadcast_timeout": PATIENCE,
+    "broadcast_timeout": DEADLINE,
     "broadcast_bucket": 4096,
     "checkpoint_every": 1000,
 }
@@ -113,14 +111,16 @@ _STAGES: dict[str, tuple[type, str]] = {
 class Trainer(Told):
     """One rank."""
 
-    def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int) -> None:
+    def __init__(
+        self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int
+    ) -> None:
         self._job = job
         if world_size > 1:
             dist.init_process_group(
                 "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
             )
         torch.manual_seed(0)
-        self._model = Mixed()
+        self._model = Mixed(width)
         if world_size > 1:
             for inner in (*self._model.blocks, self._model.half):
                 fully_shard(inner)
@@ -314,12 +314,27 @@ class Peer:
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGCONT)
 
+    def has_answered(self, *, within: float) -> bool:
+        return self._connection.poll(within)
+
+    def wait_until_stopped(self) -> None:
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+
+    def leave(self) -> None:
+        """End by itself, well."""
+        self.ask("close")
+        self._connection.close()
+        self.process.join(DEADLINE)
+        assert self.process.exitcode == 0
+
     def wait_until_killed(self) -> None:
         self.process.join(DEADLINE)
         assert self.process.exitcode == -signal.SIGKILL
 
     def end(self) -> None:
         if self.process.is_alive():
+            self.resume()
             self.kill()
         self.process.join(DEADLINE)
         self._connection.close()
@@ -337,12 +352,13 @@ class Cast:
         self._stack.callback(peer.end)
         return peer
 
-    def trainer(self, job: Path, world_size: int = 1, **settings: Any) -> Ranks:
+    def trainer(self, job: Path, world_size: int = 1, *, width: int = 48, **settings: Any) -> Ranks:
         """A trainer whose hook is open."""
         self._rendezvous += 1
         met = self._folder / f"ranks-{self._rendezvous}"
         ranks = Ranks(
-            self._add(Peer(Trainer, job, met, rank, world_size)) for rank in range(world_size)
+            self._add(Peer(Trainer, job, met, rank, world_size, width))
+            for rank in range(world_size)
         )
         ranks.all("open", **settings)
         return ranks
@@ -379,10 +395,6 @@ class Ranks(list[Peer]):
         answers: list[dict[str, Any]] = self.all("step", step)
         assert len({answer["digest"] for answer in answers}) == 1
         return answers[0]
-
-    def end(self) -> None:
-        for rank in self:
-            rank.end()
 
 
 @contextmanager
