@@ -378,9 +378,7 @@ def _gloo(
     rendezvous: Rendezvous, rank: int, store: dist.Store, deadline: float, device: torch.device
 ) -> Any:
     # By an address, and not by this host's name, which need not lead anywhere.
-    address = (
-        address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
-    )
+    address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
     options._timeout = timedelta(seconds=deadline)  # noqa: SLF001 # likewise
