@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -13,6 +13,7 @@ from torch import Tensor
 from syncd.coordination.host_memory import wait_for_copies
 from syncd.coordination.tensors import bytes_of, torch_dtype
 from syncd.coordination.weight_meta import (
+    AT_A_TIME,
     DIGEST,
     HEADER,
     Bucket,
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from syncd.coordination.broadcast import Broadcasting, WeightGroup
 
 T = TypeVar("T")
-
-#: Buckets that are under way at a time: one arrives while the other is looked at.
-_AT_A_TIME: Final = 2
 
 
 def greet(
@@ -143,25 +141,25 @@ class Arriving(Generic[T]):
         most = max(bucket.size for bucket in buckets)
         kept = [
             torch.empty(most, dtype=torch.uint8, device=self._group.device)
-            for _ in buckets[:_AT_A_TIME]
+            for _ in buckets[:AT_A_TIME]
             if into is None
         ]
 
         def begin(number: int) -> _UnderWay:
             bucket = buckets[number]
-            room = kept[number % _AT_A_TIME] if into is None else into[bucket.begin :]
+            room = kept[number % AT_A_TIME] if into is None else into[bucket.begin :]
             memory = room[: bucket.size]
             return _UnderWay(bucket, memory, self._group.broadcast(memory))
 
-        coming = deque(begin(number) for number in range(len(kept or buckets[:_AT_A_TIME])))
+        coming = deque(begin(number) for number in range(len(kept or buckets[:AT_A_TIME])))
         for number in range(len(buckets)):
             one = coming.popleft()
             one.broadcasting.wait()
             if self._has_digests:
                 self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
             yield one.bucket, one.memory
-            if number + _AT_A_TIME < len(buckets):
-                coming.append(begin(number + _AT_A_TIME))
+            if number + AT_A_TIME < len(buckets):
+                coming.append(begin(number + AT_A_TIME))
 
 
 def _go_on_if_all(group: WeightGroup, fault: str | None) -> None:
