@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -138,15 +139,19 @@ class WeightGroup:
         end = time.monotonic() + deadline
         where = f"{rendezvous.address} port {rendezvous.port}"
 
-        def form() -> tuple[Any, list[dist.Store]]:
-            server = [] if listening is None else [_serve(rendezvous, listening, deadline)]
+        def form() -> tuple[Any, dist.Store]:
             # What one of them waits for must not hold up the other.
             ours, theirs = (_connect(rendezvous, deadline) for _ in range(2))
-            backend = _MAKERS[rendezvous.backend](rendezvous, rank, theirs, deadline, device)
-            return backend, [ours, *server]
+            make = _MAKERS[rendezvous.backend]
+            return make(rendezvous, rank, theirs, deadline, device), ours
 
+        stores: list[dist.Store] = []
         try:
-            backend, stores = _within(end + _GRACE, form)
+            if listening is not None:
+                stores.append(_serve(rendezvous, listening, deadline))
+            backend, ours = _within(end + _GRACE, form)
+            stores.insert(0, ours)
+            return cls(rendezvous, rank, backend, stores, deadline=deadline, device=device)
         except TimeoutError:
             raise BroadcastError(
                 f"the weight group {rendezvous.group_name} was not formed at {where} within "
@@ -157,7 +162,9 @@ class WeightGroup:
                 f"the weight group {rendezvous.group_name} cannot be formed at {where}: "
                 f"{_in_words(error)}"
             ) from error
-        return cls(rendezvous, rank, backend, stores, deadline=deadline, device=device)
+        finally:
+            if sys.exception() is not None:
+                stores.clear()  # the port is free at once, whoever keeps the error
 
     @property
     def has_failed(self) -> bool:
@@ -395,8 +402,9 @@ def _nccl(
     options = nccl.Options()
     options._timeout = timedelta(seconds=deadline)  # noqa: SLF001 # torch has no other name for it
     options.group_name = rendezvous.group_name
-    with _blocking(), torch.cuda.device(device):
-        backend = nccl(store, rank, rendezvous.world_size, options)
+    with torch.cuda.device(device):
+        with _blocking():
+            backend = nccl(store, rank, rendezvous.world_size, options)
         # The communicator is made by the first operation: here, where that has a deadline.
         work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
         work.wait(timedelta(seconds=deadline))

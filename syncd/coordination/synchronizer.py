@@ -125,10 +125,13 @@ class Synchronizer:
         refused: str | None = None,
         reload: Reload | None = None,
         fault: str | None = None,
+        received: str | None = None,
     ) -> None:
         """Say all of what an explorer has to say; what is left out is taken back."""
         call = self._explorer.report
-        await self._run(partial(call, version, refused=refused, reload=reload, fault=fault))
+        await self._run(
+            partial(call, version, refused=refused, reload=reload, fault=fault, received=received)
+        )
 
     async def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
         """How many explorers have which status; the dead are not counted."""
@@ -261,6 +264,29 @@ class Synchronizer:
             await self._run(self.blocking.nccl_sync_succeeded)
         else:
             await self._run(self.blocking.nccl_sync_succeeded, step)
+
+    # -- the weight group --------------------------------------------------------------------------
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: object = None
+    ) -> None:
+        """Say where the weight groups that are formed from now on meet; the one that is open ends.
+
+        For the trainer alone.
+        """
+        call = self.blocking.setup_weight_sync_group
+        await self._run(call, master_address, master_port, state_dict_meta)
+
+    async def coordinate_weight_sync_setup(
+        self, timeout: float | None = None, *, device: str = "cpu"
+    ) -> None:
+        """Form the weight group; all participants call it, and nothing is transferred."""
+        call = self.blocking.coordinate_weight_sync_setup
+        await self._wait(partial(call, timeout, device=device))
+
+    async def coordinate_weight_sync_teardown(self, timeout: float | None = None) -> None:
+        """Leave the weight group: explorers at once, the trainer once they have."""
+        await self._wait(partial(self.blocking.coordinate_weight_sync_teardown, timeout))
 
     # -- what is needed to resume, and the end -----------------------------------------------------
 
