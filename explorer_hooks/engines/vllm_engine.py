@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -94,7 +95,7 @@ class VLLMEngine(InProcessEngine):
         if self._fits is None:
             self._fits = Fits(version.manifest, casts=True, whose="this vLLM")
 
-    @property
+    @cached_property
     def workers(self) -> int:
         """How many ranks of a weight group it is; 0 where it cannot take broadcasts."""
         return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
@@ -103,8 +104,8 @@ class VLLMEngine(InProcessEngine):
         """Have the workers receive a transfer, then load it, and generate a token.
 
         Raises:
-            BroadcastError: it did not arrive; the weights are as they were.
-            EngineMismatchError: likewise: it does not fit.
+            BroadcastError: it did not arrive; the weights are as they were. The cause is an
+                EngineMismatchError where it does not fit.
             EngineBrokenError: it arrived, and not all are known to have loaded it, or generate: the
                 weights are torn, until a version is loaded.
         """

@@ -101,8 +101,8 @@ class VLLMServer(ServerEngine):
         what it had.
 
         Raises:
-            BroadcastError: it did not arrive; the server has what it had.
-            EngineMismatchError: likewise: it does not fit.
+            BroadcastError: it did not arrive; the server has what it had. The cause is an
+                EngineMismatchError where it does not fit.
             EngineBrokenError: it arrived, and not all are known to have loaded it: the server stays
                 paused until it is given a version.
         """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Answer = dict[str, str | None]
+Answer = dict[str, object]
 
 
 class SyncdWorker:
@@ -37,8 +37,8 @@ class SyncdWorker:
     loaded by a call of its own: so that all workers have it before the first one changes.
 
     No method raises: vLLM leaves the answers of other workers unread behind an error, and takes
-    them for those of the next call. What went wrong is in the answer, as ``failed``, and the name
-    of the error, as ``error``.
+    them for those of the next call. What went wrong is in the answer, as ``failed``; and, as
+    ``misfits``, whether that is what was to be sent.
     """
 
     _syncd_membership: Membership | None = None
@@ -110,8 +110,8 @@ class Membership:
                 than a folder of this host fits unseen.
 
         Raises:
-            BroadcastError: it did not arrive everywhere; the group is left.
-            EngineMismatchError: it does not fit; nothing was sent, and the group is left.
+            BroadcastError: it did not arrive everywhere, or does not fit, which is its cause then;
+                the group is left.
         """
         self._received = None
         if self._fits is None:
@@ -122,10 +122,8 @@ class Membership:
             receiver = WeightReceiver(group, known=self._known)
             arriving = receiver.receive(self._check)
             first = next(arriving)  # once all have arrived; there is one
-        except BaseException as error:
+        except BaseException:
             self._kept.close()
-            if isinstance(error.__cause__, EngineMismatchError):
-                raise error.__cause__ from None
             raise
         self._known = receiver.meta
         self._received = chain((first,), arriving)
@@ -152,8 +150,9 @@ def _answer(call: Callable[[], None]) -> Answer:
     try:
         call()
     except SyncdError as error:
-        return {"failed": str(error), "error": type(error).__name__}
+        misfits = isinstance(error.__cause__, EngineMismatchError)
+        return {"failed": str(error), "misfits": misfits}
     except Exception as error:
         log.exception("a call of syncd's has failed")
-        return {"failed": repr(error), "error": type(error).__name__}
+        return {"failed": repr(error)}
     return {"failed": None}

@@ -42,10 +42,16 @@ def workers_of(parallel_config: object) -> int:
     """
     told = parallel_config if isinstance(parallel_config, dict) else vars(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
+        log.warning(
+            "a vLLM takes broadcasts where it is started with --worker-extension-cls %s: this one "
+            "follows the versions alone",
+            EXTENSION,
+        )
         return 0
     if told.get("data_parallel_size") != 1:
-        log.warning("a vLLM with data_parallel_size above 1 takes no broadcasts, but files")
-        return 0  # it returns the answers of one of its replicas alone
+        # It returns the answers of one of its replicas alone.
+        log.warning("a vLLM with --data-parallel-size above 1 follows the versions alone")
+        return 0
     size = told.get("world_size")
     return size if isinstance(size, int) else 0
 
@@ -71,8 +77,8 @@ class VLLMWorkers:
             deadline: seconds that joining, and then the transfer, may take each.
 
         Raises:
-            BroadcastError: not all of them have it; they have left the group.
-            EngineMismatchError: likewise: what was to be sent does not fit the model.
+            BroadcastError: not all of them have it; they have left the group. Its cause is an
+                EngineMismatchError where what was to be sent does not fit the model.
         """
         kwargs: dict[str, object] = {
             "rendezvous": encode(rendezvous).decode(),
@@ -87,9 +93,8 @@ class VLLMWorkers:
         if failed:
             self.leave()
             why = f"{self._whose}: {_told(failed)}"
-            if any(one.get("error") == EngineMismatchError.__name__ for one in failed):
-                raise EngineMismatchError(why)
-            raise BroadcastError(why)
+            misfits = any(one.get("misfits") for one in failed)
+            raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
 
     def load(self, timeout: float) -> None:
         """Have all of them load what they hold.
