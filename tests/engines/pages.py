@@ -13,5 +13,5 @@ def _blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-TRAIN, FOLLOW, BROADCAST, IN_PROCESS = _blocks("vllm.md")
+TRAIN, FOLLOW, IN_PROCESS = _blocks("vllm.md")
 (FOLLOW_SGLANG,) = _blocks("sglang.md")
