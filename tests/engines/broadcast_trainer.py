@@ -42,7 +42,7 @@ class Trainer:
             workers: of the only explorer.
             deadline: of the group, where it is a new one.
             more: ``signal``, by which it ends or stops itself between two buckets; ``cut``, for a
-                model that lacks a tensor.
+                model that lacks a tensor; ``anew``, for a new group in any case.
         """
         told = {"step": step, "seed": seed, "workers": workers, "deadline": deadline, **more}
         assert self.process.stdin is not None
@@ -106,6 +106,8 @@ def main() -> None:
     for counter, line in enumerate(sys.stdin):
         told = json.loads(line)
         listening = None
+        if told.get("anew"):
+            meeting = None
         if meeting is None:
             listening = listen(_ADDRESS, 0)
             name = secrets.token_hex(6)

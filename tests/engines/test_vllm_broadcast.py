@@ -101,8 +101,8 @@ def test_a_trainer_that_ends_between_two_buckets_leaves_it_what_it_had(
     engine: VLLMServer, version: LeasedVersion, vllm: VLLMProcess, number: signal.Signals
 ) -> None:
     with trainer() as sender, trainer() as another:
-        receive(engine, sender.begin(2, 2))
-        assert sender.failure() is None
+        receive(engine, another.begin(2, 2))
+        assert another.failure() is None
         before = said(vllm), vllm.label
         where = sender.begin(3, 3, deadline=SHORT, signal=number)
         with pytest.raises(BroadcastError):
@@ -112,7 +112,7 @@ def test_a_trainer_that_ends_between_two_buckets_leaves_it_what_it_had(
         load(engine, version)  # the files bring it on
         assert vllm.label == "step-1-version-1"
         assert said(vllm) != before[0]
-        where = another.begin(2, 2)
+        where = another.begin(2, 2, anew=True)
         if number == signal.SIGSTOP:
             os.kill(sender.process.pid, signal.SIGCONT)  # it must not get into the next transfer
         receive(engine, where)
