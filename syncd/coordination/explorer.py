@@ -323,10 +323,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                         or self._roster.trainer_status() is RunningStatus.STOPPED
                     )
                     transfer = self._transfer
-                    if transfer.has_joined or (joins() and not ends):
-                        if (offer := transfer.look()) is not None:
-                            missed = 0
-                            return offer
+                    looks = transfer.has_joined or (joins() and not ends)
+                    if looks and (offer := transfer.look()) is not None:
+                        missed = 0
+                        return offer
                     if not transfer.has_joined:  # else its other members wait for us
                         newest = self._versions.newest(current, sure=ends)
                         if newest is not None and newest != current:

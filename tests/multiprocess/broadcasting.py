@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import LeasedVersion
-from syncd.coordination.broadcast import Broadcasting, WeightGroup
+from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.coordination.transfer import ExplorerSide, Offers
 from syncd.protocol.errors import SyncdError
@@ -111,9 +111,7 @@ _STAGES: dict[str, tuple[type, str]] = {
 class Trainer(Told):
     """One rank."""
 
-    def __init__(
-        self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int
-    ) -> None:
+    def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int) -> None:
         self._job = job
         if world_size > 1:
             dist.init_process_group(
