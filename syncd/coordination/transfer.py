@@ -233,8 +233,13 @@ class ExplorerSide:
         self._me = me
         self._over: set[str] = set()
         self.agreed: Offer | None = None
-        if (past := offers.current()) is not None and past.decided is not None:
-            self._over.add(past.offer)  # it was for those who were there
+        try:
+            past = offers.current()
+        except OSError as error:
+            log.debug("an offer of before may end the first wait: %s", error)
+        else:
+            if past is not None and past.decided is not None:
+                self._over.add(past.offer)  # it was for those who were there
 
     def agree(self, wait: Wait, instead: Callable[[], bool] = lambda: False) -> int | None:
         """Wait for an offer and join it; its step, or None where nothing is transferred.
@@ -266,9 +271,7 @@ class ExplorerSide:
                         self.agreed = joined
                         return joined.step
                     joined, called_off = None, True
-                if joined is None and offer is not None and self._goes_by_files(offer):
-                    break
-                if joined is None and instead():
+                if joined is None and (self._goes_by_files(offer) or instead()):
                     break
                 if trainer is RunningStatus.STOPPED:
                     log.warning("the trainer has stopped: nothing is transferred")
@@ -291,9 +294,9 @@ class ExplorerSide:
         ours = any((one.name, one.session) == us for one in offer.members)
         return ours and offer.decided is None and offer.offer not in self._over
 
-    def _goes_by_files(self, offer: Offer) -> bool:
-        """Whether the trainer says so, and has not said it of this offer before."""
-        if offer.decided != "files" or offer.offer in self._over:
+    def _goes_by_files(self, offer: Offer | None) -> bool:
+        """Whether the trainer says so, and we have not heeded that before."""
+        if offer is None or offer.decided != "files" or offer.offer in self._over:
             return False
         self._over.add(offer.offer)
         return True
