@@ -234,8 +234,13 @@ class ExplorerSide:
         self._joined: Offer | None = None
         self._called_off = 0
         self.agreed: Offer | None = None
-        if (past := offers.current()) is not None and past.decided is not None:
-            self._over.add(past.offer)  # it was for those who were there
+        try:
+            past = offers.current()
+        except OSError as error:
+            log.debug("an offer of before may end the first wait: %s", error)
+        else:
+            if past is not None and past.decided is not None:
+                self._over.add(past.offer)  # it was for those who were there
 
     def agree(self, wait: Wait) -> int | None:
         """Wait for an offer and join it; its step, or None where nothing is transferred."""
