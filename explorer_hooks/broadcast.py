@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor
 
+from explorer_hooks.arriving import Arriving, as_tensor, greet
 from explorer_hooks.engines.in_place import HostStage, synchronize
 from explorer_hooks.engines.targets import Fit, Target, differ
 from syncd.checkpoint.boxes import whole as whole_box
 from syncd.coordination.host_memory import HostMemory
-from syncd.coordination.tensors import bytes_of, torch_dtype
-from syncd.coordination.weight_meta import (
-    DIGEST,
-    HEADER,
-    Bucket,
-    Header,
-    Image,
-    WeightMeta,
-    WeightSpec,
-)
-from syncd.protocol.errors import BroadcastError, EngineBrokenError
+from syncd.coordination.weight_meta import Image, WeightMeta
+from syncd.protocol.errors import EngineBrokenError
 
 if TYPE_CHECKING:
-    from syncd.coordination.broadcast import Broadcasting, WeightGroup
+    from syncd.coordination.broadcast import WeightGroup
 
 T = TypeVar("T")
-
-#: Buckets that are under way at a time: one arrives while the other is looked at.
-_AT_A_TIME: Final = 2
 
 
 class WeightReceiver:
@@ -84,7 +71,7 @@ class WeightReceiver:
         arriving.fill_image(memory.content)
         arriving.end()
         for offset, spec in zip(arriving.image.offsets, arriving.meta.tensors, strict=True):
-            yield spec.name, _tensor(memory.content[offset:][: spec.nbytes], spec)
+            yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
     def stream(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
         """Tensors as they arrive: of a model that is too big to be held twice.
@@ -164,132 +151,14 @@ class WeightReceiver:
                     "from the files"
                 ) from error
 
-    def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> _Arriving[T]:
-        """Learn what will be sent, and make ready for it; all members have when this returns."""
-        group = self._group
-        header = Header.decode(_told(group, HEADER))
-        meta = self.meta
-        knows = meta is not None and meta.digest == header.digest
-        told = None if group.agree(knows) else _told(group, header.meta_bytes)
-        try:
-            if meta is None or not knows:
-                meta = self.meta = _decoded(told, header)
-            image = Image.of(meta, header.bucket_bytes)
-            arriving = _Arriving(group, header, meta, image, prepare(meta, image))
-        # Whatever it is, the others must know that this one is not with them.
-        except Exception as error:
-            refused = BroadcastError(f"what the trainer sends cannot be taken: {error}")
-            try:
-                group.agree(ok=False)
-            except BroadcastError as also:
-                refused.add_note(str(also))
-            raise refused from error
-        _go_on_if_all(group, None)
+    def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> Arriving[T]:
+        arriving = greet(self._group, self.meta, prepare)
+        self.meta = arriving.meta
         return arriving
 
 
-class _UnderWay(NamedTuple):
-    """A bucket that arrives, and its memory."""
-
-    bucket: Bucket
-    memory: Tensor
-    broadcasting: Broadcasting
-
-
-class _Arriving(Generic[T]):
-    """One transfer, from the end of its handshake on.
-
-    Args:
-        group: that it comes by.
-        header, meta, image: what comes.
-        prepared: what the receiver has made for it.
-
-    Attributes:
-        fault: why it will be refused though it has arrived; None while all is well.
-    """
-
-    def __init__(
-        self, group: WeightGroup, header: Header, meta: WeightMeta, image: Image, prepared: T
-    ) -> None:
-        self.meta = meta
-        self.image = image
-        self.prepared = prepared
-        self.fault: str | None = None
-        self._group = group
-        self._has_digests = header.has_digests
-        self._digests: list[bytes] = []
-
-    def fill_image(self, content: Tensor) -> None:
-        """Receive all of it into one block of host memory, which is laid out as the image is."""
-        if self._group.device.type == "cpu":
-            for _ in self._buckets(content):
-                pass
-            return
-        for bucket, arrived in self._buckets():
-            content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
-        synchronize({self._group.device})
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole tensor when it has arrived, on the group's device; valid until the next."""
-        large = None
-        for bucket, arrived in self._buckets():
-            for piece in bucket.pieces:
-                spec = self.meta.tensors[piece.tensor]
-                flat = arrived[piece.at :][: piece.size]
-                if piece.size < spec.nbytes:
-                    if large is None:
-                        large = flat.new_empty(spec.nbytes)
-                    large[piece.first :][: piece.size].copy_(flat)
-                    if piece.first + piece.size < spec.nbytes:
-                        continue
-                    flat, large = large, None
-                yield spec.name, _tensor(flat, spec)
-
-    def end(self) -> None:
-        """Say that the last byte is here, and hear it of all others.
-
-        Raises:
-            BroadcastError: it is not, or not everywhere.
-        """
-        if self._has_digests:
-            told = _told(self._group, DIGEST * len(self._digests))
-            if told != b"".join(self._digests):
-                self.fault = "what has arrived is not what the trainer says that it has sent"
-        _go_on_if_all(self._group, self.fault)
-
-    def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket when it has arrived; without ``into`` it is valid until the next one.
-
-        Args:
-            into: memory of the whole image, on the group's device.
-        """
-        buckets = self.image.buckets
-        most = max(bucket.size for bucket in buckets)
-        kept = [
-            torch.empty(most, dtype=torch.uint8, device=self._group.device)
-            for _ in buckets[:_AT_A_TIME]
-            if into is None
-        ]
-
-        def begin(number: int) -> _UnderWay:
-            bucket = buckets[number]
-            room = kept[number % _AT_A_TIME] if into is None else into[bucket.begin :]
-            memory = room[: bucket.size]
-            return _UnderWay(bucket, memory, self._group.broadcast(memory))
-
-        coming = deque(begin(number) for number in range(len(kept or buckets[:_AT_A_TIME])))
-        for number in range(len(buckets)):
-            one = coming.popleft()
-            one.broadcasting.wait()
-            if self._has_digests:
-                self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
-            yield one.bucket, one.memory
-            if number + _AT_A_TIME < len(buckets):
-                coming.append(begin(number + _AT_A_TIME))
-
-
 @torch.no_grad()
-def _receive_parts(arriving: _Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
+def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
     """Copy of each tensor what its target is to have; complete on every device.
 
     Args:
@@ -311,7 +180,7 @@ def _receive_parts(arriving: _Arriving[T], found: Fit, views: Sequence[Tensor]) 
     synchronize({view.device for view in views} - {torch.device("cpu")})
 
 
-def _is_image(targets: Sequence[Target], arriving: _Arriving[T]) -> bool:
+def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
     """Whether the targets, laid out one after the other, are the image."""
     specs = arriving.meta.tensors
     # An empty tensor takes room in the image.
@@ -319,46 +188,6 @@ def _is_image(targets: Sequence[Target], arriving: _Arriving[T]) -> bool:
         [(target.name, target.box) for target in targets]
         == [(spec.name, whole_box(spec.shape)) for spec in specs]
     )
-
-
-def _go_on_if_all(group: WeightGroup, fault: str | None) -> None:
-    """Say whether all is well here, and return only where it is everywhere."""
-    agreed = group.agree(fault is None)
-    if fault is not None:
-        raise BroadcastError(f"a transfer is refused: {fault}")
-    if not agreed:
-        raise BroadcastError(
-            "another member of the weight group refuses the transfer: its own log says why"
-        )
-
-
-def _told(group: WeightGroup, size: int) -> bytes:
-    """So many bytes that rank 0 says."""
-    content = torch.empty(size, dtype=torch.uint8, device=group.device)
-    group.broadcast(content).wait()
-    return bytes(bytes_of(content.cpu()))
-
-
-def _decoded(told: bytes | None, header: Header) -> WeightMeta:
-    """The meta that a header announced.
-
-    Raises:
-        BroadcastError: it is not; or all others have it, and this one has not.
-        EngineMismatchError: it has a dtype that this torch has not.
-    """
-    if told is None:
-        raise BroadcastError("the meta of the transfer was not sent")
-    meta = WeightMeta.decode(told)
-    if meta.digest != header.digest:
-        raise BroadcastError("the meta of the transfer is not the one that was announced")
-    for spec in meta.tensors:
-        torch_dtype(spec.dtype)
-    return meta
-
-
-def _tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
-    """Bytes as the tensor that they are; no copy."""
-    return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

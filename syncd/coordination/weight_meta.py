@@ -30,6 +30,8 @@ from syncd.protocol.errors import BroadcastError
 ALIGNED: Final = 64
 #: Bytes in a bucket, unless said otherwise.
 BUCKET: Final = 256 * 1024 * 1024
+#: Buckets in memory at a time: one is filled, or emptied, while the other is under way.
+AT_A_TIME: Final = 2
 #: The most bytes of a meta as text: of a million tensors it has about half of it.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
@@ -151,6 +153,12 @@ class Header(NamedTuple):
     bucket_bytes: int
     has_digests: bool
 
+    @classmethod
+    def of(cls, meta: WeightMeta, bucket_bytes: int, *, has_digests: bool) -> Self:
+        """Of a transfer; of a bucket that could hold nothing, the least that can."""
+        size = len(meta.encode())
+        return cls(meta.digest, size, max(bucket_bytes, ALIGNED), has_digests)
+
     def encode(self) -> bytes:
         """As it travels."""
         return _HEADER.pack(_MAGIC, *self)
@@ -227,10 +235,10 @@ class Image:
 
         Args:
             meta: of the transfer.
-            bucket_bytes: the most in a bucket, rounded down to a multiple of :data:`ALIGNED`, of
-                which it is at least one.
+            bucket_bytes: the most in a bucket, at least :data:`ALIGNED`, and rounded down to a
+                multiple of that.
         """
-        most = max(bucket_bytes // ALIGNED, 1) * ALIGNED
+        most = bucket_bytes // ALIGNED * ALIGNED
         offsets: list[int] = []
         buckets: list[Bucket] = []
         begin = at = 0
