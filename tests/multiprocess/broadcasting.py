@@ -54,7 +54,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(50, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.half = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.low = nn.Linear(width, width, dtype=torch.bfloat16)
         self.head = nn.Linear(width, 50)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
@@ -120,7 +120,7 @@ class Trainer(Told):
         torch.manual_seed(0)
         self._model = Mixed(width)
         if world_size > 1:
-            for inner in (*self._model.blocks, self._model.half):
+            for inner in (*self._model.blocks, self._model.low):
                 fully_shard(inner)
             fully_shard(self._model)
 
