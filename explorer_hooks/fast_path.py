@@ -1,4 +1,4 @@
-"""An explorer's part in broadcasts (method ``nccl``): meets the others, and lets its engine take."""
+"""An explorer's part in broadcasts (method ``nccl``): where to meet, and the engine's turn."""
 
 from __future__ import annotations
 

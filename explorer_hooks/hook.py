@@ -32,6 +32,7 @@ from syncd.protocol.policy import (
     SyncStyle,
     Version,
     explorer_sync_is_due,
+    explorer_syncs,
 )
 from syncd.protocol.records import Reload
 from syncd.storage.fsio import Storage
@@ -121,9 +122,7 @@ class ExplorerHook:
                 on_remote=on_remote,
                 fast_path=self._fast_path,
             )
-            self._puller = Puller(
-                self._sync, self._pipeline, self._fast_path, self._cancel, poll
-            )
+            self._puller = Puller(self._sync, self._pipeline, self._fast_path, self._cancel, poll)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -280,15 +279,16 @@ class ExplorerHook:
             raise InvalidSettingsError("style fully_async: call start() before the first step")
         if not self.sync_is_due(step) or self._follower is not None:
             return self.version
+        waits = True
         try:
-            if self._syncs(step):
+            if waits := self._waits(step):
                 self._puller.sync(self._settings.sync_timeout)
             else:  # what it has missed may be there as files
                 self._puller.newest(0, asks=False, cancel=self._cancel)
         except RefusedError:
             pass  # it is in the log and in the report
         except WaitTimeoutError:
-            if self._syncs(step):
+            if waits:
                 raise
         except OSError as error:
             log.warning("%s goes on with what it has: %s", self._sync.name, error)
@@ -384,6 +384,14 @@ class ExplorerHook:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _waits(self, step: int) -> bool:
+        """Whether a sync that is due is waited for: of broadcasts the trainer may decide."""
+        return self._fast_path is None or explorer_syncs(
+            self._settings,
+            step,
+            trainer_requires_sync=self._sync.trainer_requires_weight_sync(),
+        )
 
     def _follower_died(self, error: BaseException) -> None:
         self._pipeline.follows_no_more(f"nothing follows the job any more: {error!r}")

@@ -216,8 +216,9 @@ class Pipeline:
             try:
                 held.verify()
             except (VerificationError, OSError) as error:
-                raise EngineBrokenError(f"{self._broken}; nor can it be given version "
-                    f"{held.sequence}: {error}") from error
+                raise EngineBrokenError(
+                    f"{self._broken}; nor can it be given version {held.sequence}: {error}"
+                ) from error
         self._reloader.restore(held)
         log.info("the engine serves version %d again", held.sequence)
         with self._changed:

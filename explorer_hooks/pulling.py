@@ -128,9 +128,7 @@ class Puller:
 
     # -- what is waited for ----------------------------------------------------------------------
 
-    def _wait(
-        self, timeout: float | None, *, asks: bool, cancel: Cancellation
-    ) -> Version | Offer:
+    def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
         """Wait for a newer version, or a transfer, whatever the trainer says."""
         floor = self._pipeline.floor
         if self._fast_path is None or timeout == 0:

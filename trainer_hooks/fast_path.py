@@ -1,4 +1,4 @@
-"""Weights by broadcast (method ``nccl``), and by the files where that fails: which sync goes how."""
+"""Weights by broadcast (method ``nccl``), or by the files: which sync goes how, and its sending."""
 
 from __future__ import annotations
 

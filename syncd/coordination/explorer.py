@@ -6,20 +6,17 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from syncd.coordination.member import Member, Seams
+from syncd.coordination.explorer_transfers import ExplorerTransfers
+from syncd.coordination.member import Seams
 from syncd.coordination.participant import back_to_running, become, require_sync
-from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
-from syncd.coordination.weight_sync import ExplorerGroup
 from syncd.protocol.errors import (
-    BroadcastError,
     InvalidSettingsError,
     JobUnavailableError,
     WaitTimeoutError,
 )
-from syncd.protocol.participants import Offer, Rendezvous
+from syncd.protocol.participants import Offer
 from syncd.protocol.policy import (
     RunningStatus,
     SyncMethod,
@@ -28,13 +25,8 @@ from syncd.protocol.policy import (
     after_broadcast,
     may_produce,
 )
-from syncd.protocol.records import ExplorerReport, Reload, SaveId
+from syncd.protocol.records import Reload, SaveId
 from syncd.storage.leases import Clock
-
-if TYPE_CHECKING:
-    import torch
-
-    from syncd.coordination.broadcast import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +60,7 @@ class _Request:
         self._answers = said
 
 
-class ExplorerSynchronizer(Member[ExplorerReport]):
+class ExplorerSynchronizer(ExplorerTransfers):
     """One explorer of a job. See :class:`~syncd.coordination.member.Member`.
 
     Args:
@@ -98,24 +90,12 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         super().__init__(
             job_dir,
-            "explorer",
             name,
             settings=settings,
             memory_dir=memory_dir,
+            workers=workers,
             seams=seams,
-            path=lambda layout: layout.explorer(name),
-            first=lambda session: ExplorerReport(
-                name=name,
-                session=session,
-                status=RunningStatus.STOPPED.value,
-                workers=workers,
-                time=0.0,
-            ),
         )
-        self._transfer = ExplorerSide(self._offers, self._roster, self._me)
-        self._met: Rendezvous | None = None
-        self._group = ExplorerGroup(self._meetings, self._offers, name, self._me.session.id)
-        self._stack.callback(self._group.close)
         self._warned: Version | None = None
 
     def set_explorer_status(
@@ -159,7 +139,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused: which newer version was refused, and why.
             reload: how the engine came to what it serves.
             fault: why this explorer cannot be relied on.
-            received: the save id of the weights that are served, where they came by a broadcast.
+            received: the save id of what is served, where it came by a broadcast.
             workers: how many ranks of a weight group it is from now on; None for as many as before.
             group: with that, the weight group that all of them have open.
         """
@@ -323,10 +303,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                         or self._roster.trainer_status() is RunningStatus.STOPPED
                     )
                     transfer = self._transfer
-                    if transfer.has_joined or (joins() and not ends):
-                        if (offer := transfer.look()) is not None:
-                            missed = 0
-                            return offer
+                    looks = transfer.has_joined or (joins() and not ends)
+                    if looks and (offer := transfer.look()) is not None:
+                        missed = 0
+                        return offer
                     if not transfer.has_joined:  # else its other members wait for us
                         newest = self._versions.newest(current, sure=ends)
                         if newest is not None and newest != current:
@@ -410,135 +390,6 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 newest = Version(newest.sequence, max(newest.step, offer.step))
         return may_produce(self.settings, held, newest)
 
-    def ready_to_nccl_sync(
-        self,
-        *,
-        timeout: float | None = None,
-        cancel: Cancellation | None = None,
-    ) -> int | None:
-        """Wait until the trainer and all other live explorers are ready for a transfer.
-
-        What is promised is said at the trainer's.
-
-        Args:
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
-
-        Returns:
-            The trainer's step; None where they are not ready in time, the trainer is gone, or it
-            has said that these weights come by the checkpoint path.
-        """
-        with self._wait(timeout, cancel) as wait:
-            return self._transfer.agree(wait)
-
-    def nccl_sync_succeeded(self, step: int) -> None:
-        """Say that the weights of a step have arrived; after the transfer.
-
-        Where they came through the weight group that :meth:`rendezvous` named, the next transfer
-        uses it again.
-        """
-        met = self._met
-        self._me.update(
-            step=step,
-            received=met.save_id if met else None,
-            group=met.group_name if met else None,
-        )
-
-    # -- the weight group --------------------------------------------------------------------------
-
-    def rendezvous(self, *, cancel: Cancellation | None = None) -> tuple[Rendezvous, int]:
-        """Where the workers meet those that :meth:`ready_to_nccl_sync` has agreed with.
-
-        Args:
-            cancel: ends the wait from another thread.
-
-        Returns:
-            That, and the rank of this explorer's first worker.
-
-        Raises:
-            BroadcastError: nothing was agreed, or the trainer has not said so within
-                ``broadcast_timeout``.
-            CancelledError: the wait was cancelled.
-            OSError: storage failed.
-        """
-        offer, self._transfer.agreed = self._transfer.agreed, None
-        self._met = None
-        if offer is None:
-            raise BroadcastError("no transfer was agreed: nobody comes to a weight group")
-        with self._wait(self.settings.broadcast_timeout, cancel) as wait:
-            self._met, rank = self._group.rendezvous(offer, wait)
-        return self._met, rank
-
-    def open_group(
-        self, device: torch.device, *, cancel: Cancellation | None = None
-    ) -> tuple[WeightGroup, Rendezvous]:
-        """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
-
-        Args:
-            device: where received tensors are.
-            cancel: ends the wait for the rendezvous from another thread.
-
-        Raises:
-            BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
-        """
-        met, rank = self.rendezvous(cancel=cancel)
-        deadline = self.settings.broadcast_timeout
-        return self._group.open(met, rank, deadline=deadline, device=device), met
-
-    def group_failed(self) -> None:
-        """Leave the weight group, and say so: the next transfer forms another."""
-        self._group.close()
-        self._met = None
-        if self._me.record.group is not None:
-            self._me.update(group=None)
-
-    def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: object = None
-    ) -> None:
-        """Only the trainer's: it says where a group meets, and explorers read that.
-
-        Raises:
-            InvalidSettingsError: always.
-        """
-        raise InvalidSettingsError(
-            f"explorer {self.name} does not say where weight groups meet: the trainer does"
-        )
-
-    def coordinate_weight_sync_setup(
-        self,
-        timeout: float | None = None,
-        *,
-        device: str = "cpu",
-        cancel: Cancellation | None = None,
-    ) -> None:
-        """Form the weight group with the trainer, who calls its own; nothing is transferred.
-
-        For an explorer of one worker, which is in this process.
-
-        Args:
-            timeout: seconds until the trainer has come; the settings' ``sync_timeout`` by default.
-            device: where received tensors are.
-            cancel: ends the wait from another thread.
-
-        Raises:
-            BroadcastError: it has not, or the group cannot be formed.
-        """
-        import torch  # noqa: PLC0415 # for who broadcasts
-
-        if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
-            raise BroadcastError("the trainer did not come to form a weight group")
-        _, met = self.open_group(torch.device(device), cancel=cancel)
-        self._me.update(group=met.group_name)
-
-    def coordinate_weight_sync_teardown(
-        self,
-        timeout: float | None = None,  # noqa: ARG002 # the trainer's waits for others
-        *,
-        cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
-    ) -> None:
-        """Leave the weight group, before the trainer does."""
-        self.group_failed()
-
     def _point(self, step: int) -> None:
         """Without a trainer an explorer may choose what is published: to evaluate old steps."""
         if self._roster.trainer_status() is not RunningStatus.STOPPED:
@@ -547,10 +398,3 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 "decides that"
             )
         super()._point(step)
-
-    def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        layout = self._layout
-        return super()._worth_a_look() | {
-            layout.offer.parent: frozenset({layout.offer.name, layout.rendezvous.name}),
-            layout.state: frozenset({layout.trainer_report.name, layout.latest.name}),
-        }

@@ -274,7 +274,7 @@ class Synchronizer:
 
         For the trainer alone.
         """
-        call = self.blocking.setup_weight_sync_group
+        call = self._trainer.setup_weight_sync_group
         await self._run(call, master_address, master_port, state_dict_meta)
 
     async def coordinate_weight_sync_setup(

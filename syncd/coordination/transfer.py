@@ -232,25 +232,30 @@ class ExplorerSide:
         self._me = me
         self._over: set[str] = set()
         self._joined: Offer | None = None
-        self._was_called_off = False
+        self._called_off = 0
         self.agreed: Offer | None = None
-        if (past := offers.current()) is not None and past.decided is not None:
-            self._over.add(past.offer)  # it was for those who were there
+        try:
+            past = offers.current()
+        except OSError as error:
+            log.debug("an offer of before may end the first wait: %s", error)
+        else:
+            if past is not None and past.decided is not None:
+                self._over.add(past.offer)  # it was for those who were there
 
     def agree(self, wait: Wait) -> int | None:
         """Wait for an offer and join it; its step, or None where nothing is transferred."""
         self.agreed = None
         require_sync(self._me, requests=self._me.record.requests + 1)
-        self._was_called_off = False
+        called_off, found = self._called_off, None
         try:
             while True:
                 trainer = self._roster.trainer_status()
-                if self.look() is not None or self._goes_by_files():
+                if (found := self.look()) is not None or self._goes_by_files():
                     break
                 if trainer is RunningStatus.STOPPED:
                     log.warning("the trainer has stopped: nothing is transferred")
                     break
-                given_up = self._was_called_off and not self.has_joined
+                given_up = self._called_off > called_off and not self.has_joined
                 if given_up and trainer is RunningStatus.RUNNING:
                     break  # it has given up, and not begun again with those who are left
                 if not wait.more():
@@ -258,10 +263,10 @@ class ExplorerSide:
                     break
         finally:
             try:
-                self.leave()
+                found = self.leave() or found
             finally:
                 back_to_running(self._me, joined=None)
-        return self.agreed.step if self.agreed is not None else None
+        return found.step if found is not None else None
 
     @property
     def has_joined(self) -> bool:
@@ -275,10 +280,10 @@ class ExplorerSide:
             The one that was joined, once it is decided that it takes place.
         """
         offer, joined = self._offers.current(), self._joined
-        if joined is not None and offer is not None and offer.offer != joined.offer:
-            # It was called off, as far as its trainer goes; or another trainer has come.
-            if (decided := self.leave()) is not None:
-                return decided
+        other = joined is not None and offer is not None and offer.offer != joined.offer
+        # It was called off, as far as its trainer goes; or another trainer has come.
+        if other and (decided := self.leave()) is not None:
+            return decided
         if self._joined is None and offer is not None and self._concerns_us(offer):
             self._joined = offer  # first: what is said may arrive, though an error is all we get
             self._me.update(joined=offer.offer)
@@ -288,7 +293,7 @@ class ExplorerSide:
             if offer.decided == "go":
                 self.agreed = joined
                 return joined
-            self._was_called_off = True
+            self._called_off += 1
         return None
 
     def leave(self) -> Offer | None:

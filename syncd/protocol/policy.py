@@ -331,9 +331,11 @@ def after_broadcast(held: Version, newest: Version) -> Version:
 
     Where the newest version is of the step that it has, or of one before, that brings nothing new.
     """
-    return Version(max(held.sequence, newest.sequence), held.step) if (
-        held.step >= newest.step
-    ) else held
+    return (
+        Version(max(held.sequence, newest.sequence), held.step)
+        if (held.step >= newest.step)
+        else held
+    )
 
 
 def _lag(held: Version | None, newest: Version | None) -> int:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import LeasedVersion
-from syncd.coordination.broadcast import Broadcasting, WeightGroup
+from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.coordination.transfer import ExplorerSide, Offers
 from syncd.protocol.errors import SyncdError
@@ -54,7 +54,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(50, width)
         self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
-        self.half = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.low = nn.Linear(width, width, dtype=torch.bfloat16)
         self.head = nn.Linear(width, 50)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
@@ -111,9 +111,7 @@ _STAGES: dict[str, tuple[type, str]] = {
 class Trainer(Told):
     """One rank."""
 
-    def __init__(
-        self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int
-    ) -> None:
+    def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int) -> None:
         self._job = job
         if world_size > 1:
             dist.init_process_group(
@@ -122,7 +120,7 @@ class Trainer(Told):
         torch.manual_seed(0)
         self._model = Mixed(width)
         if world_size > 1:
-            for inner in (*self._model.blocks, self._model.half):
+            for inner in (*self._model.blocks, self._model.low):
                 fully_shard(inner)
             fully_shard(self._model)
 

@@ -16,7 +16,6 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast
 from tests.multiprocess.processes import (
-    DEADLINE,
     LEASE_TIME,
     Daemon,
     latest,
