@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
 from explorer_hooks.engines.base import InProcessEngine
-from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.engines.in_place import HostStage, fill_directly
 from explorer_hooks.engines.targets import (
     Fit,
+    Given,
     Rename,
     Target,
     compare_tied,
@@ -131,23 +132,19 @@ class TorchModule(InProcessEngine):
             if self._prepared != _reading(version, targets):
                 self._read_ahead(version, targets)
             self._prepared = None
-            with self._lock:
-                cut_again(self._module)
+            with self._changing():
                 self._stage.copy(targets)
-                self._changed(version)
             return
-        with WeightsReader(version) as reader, self._lock:
+        with WeightsReader(version) as reader, self._changing():
             reader.open({target.name for target in targets})
-            cut_again(self._module)
             try:
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
                 error.add_note(
-                    f"{self._whose} has parts of version {version.sequence} (step {version.step}) "
-                    "now: load the version before again"
+                    f"{self._whose} has parts of {named(version)} now: load the version before "
+                    "again"
                 )
                 raise
-            self._changed(version)
 
     def close(self) -> None:
         """Let the host memory go; the module stays as it is."""
@@ -160,12 +157,18 @@ class TorchModule(InProcessEngine):
             self._stage.read(reader, targets)
         self._prepared = _reading(version, targets)
 
-    def _changed(self, version: LeasedVersion) -> None:
-        """What was computed of the old weights goes, before anyone computes with the new ones."""
-        torch.clear_autocast_cache()  # inside autocast they are kept, for all threads
-        self._loaded(version)
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, the module may change, and nobody computes."""
+        with self._lock:
+            cut_again(self._module)
+            yield
+            # What was computed of the old weights goes, before anyone computes with the new ones:
+            # inside autocast they are kept, for all threads.
+            torch.clear_autocast_cache()
+            self._loaded()
 
-    def _loaded(self, version: LeasedVersion) -> None:
+    def _loaded(self) -> None:
         """What else changes with the weights, under the lock. It cannot fail."""
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for others
@@ -180,7 +183,12 @@ class TorchModule(InProcessEngine):
         # A state dict of FSDP2 cuts what a forward has gathered: not in the middle of that.
         with self._lock if gathers(self._module) else nullcontext():
             tensors = self._tensors(version)
-        return find_targets(version, tensors, self._renamed, cast=self._cast, whose=self._whose)
+        return self._compared(version.manifest.tensors, tensors, named(version))
+
+    def _compared(self, entries: Iterable[Given], tensors: Mapping[str, Tensor], what: str) -> Fit:
+        return find_targets(
+            entries, tensors, self._renamed, cast=self._cast, what=what, whose=self._whose
+        )
 
     def _renamed(self, name: str) -> str | None:
         if not name.startswith(self._prefix):

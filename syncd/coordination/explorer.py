@@ -16,8 +16,16 @@ from syncd.protocol.errors import (
     JobUnavailableError,
     WaitTimeoutError,
 )
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
-from syncd.protocol.records import Reload
+from syncd.protocol.participants import Offer
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    Version,
+    after_broadcast,
+    may_produce,
+)
+from syncd.protocol.records import Reload, SaveId
 from syncd.storage.leases import Clock
 
 log = logging.getLogger(__name__)
@@ -121,6 +129,8 @@ class ExplorerSynchronizer(ExplorerTransfers):
         reload: Reload | None = None,
         fault: str | None = None,
         received: str | None = None,
+        workers: int | None = None,
+        group: str | None = None,
     ) -> None:
         """Say all of what an explorer's hook has to say; what is left out is taken back.
 
@@ -129,7 +139,9 @@ class ExplorerSynchronizer(ExplorerTransfers):
             refused: which newer version was refused, and why.
             reload: how the engine came to what it serves.
             fault: why this explorer cannot be relied on.
-            received: the save id of what is served, where it came by a broadcast.
+            received: the save id of the weights that are served, where they came by a broadcast.
+            workers: how many ranks of a weight group it is from now on; None for as many as before.
+            group: with that, the weight group that all of them have open.
         """
         self._me.update(
             sequence=version.sequence if version else None,
@@ -138,6 +150,7 @@ class ExplorerSynchronizer(ExplorerTransfers):
             reload=reload,
             fault=fault,
             received=received,
+            **({} if workers is None else {"workers": workers, "group": group}),
         )
 
     def wait_new_model_state_dict(
@@ -250,6 +263,73 @@ class ExplorerSynchronizer(ExplorerTransfers):
             finally:
                 self._end_wait(missed)
 
+    def wait_for_weights(
+        self,
+        current: Version | None,
+        *,
+        joins: Callable[[], bool],
+        ends_with_trainer: bool,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Version | Offer | None:
+        """Require a sync, and wait for a newer version or a transfer, whichever comes first.
+
+        Args:
+            current: nothing at or below its sequence is taken; None for any version.
+            joins: whether transfers are taken part in now.
+            ends_with_trainer: whether it ends, as :meth:`wait_new_model_state_dict` does, where the
+                trainer has stopped or says that nothing newer comes; else it asks again.
+            timeout: seconds; None for as long as it takes.
+            cancel: ends the wait from another thread.
+            look: called each time that there is nothing newer; what it raises ends the wait.
+
+        Returns:
+            A version; or the offer of a transfer, which is decided: all its members have to meet
+            (:meth:`rendezvous`); None where it ends with the trainer.
+
+        Raises:
+            WaitTimeoutError: neither in time.
+            CancelledError: the wait was cancelled.
+            InvalidTransitionError: this explorer is not running.
+            OSError: LATEST or the offer cannot be read.
+        """
+        with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
+            missed, said, request = 1, self._said(), _Request(self._clock, self._poll)
+            try:
+                while True:
+                    ends = ends_with_trainer and (
+                        self._said() not in {None, said}
+                        or self._roster.trainer_status() is RunningStatus.STOPPED
+                    )
+                    transfer = self._transfer
+                    looks = transfer.has_joined or (joins() and not ends)
+                    if looks and (offer := transfer.look()) is not None:
+                        missed = 0
+                        return offer
+                    if not transfer.has_joined:  # else its other members wait for us
+                        newest = self._versions.newest(current, sure=ends)
+                        if newest is not None and newest != current:
+                            missed = 0
+                            return newest
+                        if ends:
+                            self._warn_once(current)
+                            return None
+                        look()
+                    self._ask(request)
+                    if not wait.more():
+                        if (offer := transfer.leave()) is not None:
+                            return offer
+                        raise WaitTimeoutError(
+                            f"nothing newer than {current or 'nothing'}, and no transfer, within "
+                            f"{timeout:g} s in {self._versions.layout.root}"
+                        )
+            finally:
+                try:
+                    self._transfer.leave()
+                finally:
+                    self._end_wait(missed)
+
     def _ask(self, request: _Request) -> None:
         """Require a sync, if nobody has answered since it was required last."""
         if not request.is_due():
@@ -269,7 +349,7 @@ class ExplorerSynchronizer(ExplorerTransfers):
     def _end_wait(self, missed: int) -> None:
         count = self._me.record.nothing_new + missed
         if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
-            back_to_running(self._me, nothing_new=count)
+            back_to_running(self._me, nothing_new=count, joined=None)
         elif missed and self._me.record.status == RunningStatus.RUNNING.value:
             try:
                 self._me.update(nothing_new=count)
@@ -296,10 +376,19 @@ class ExplorerSynchronizer(ExplorerTransfers):
         """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
-        record = self._me.record
-        served = record.sequence is not None and record.step is not None
-        held = Version(record.sequence or 0, record.step or 0) if served else None
-        return may_produce(self.settings, held, self._versions.newest())
+        record, newest = self._me.record, self._versions.newest()
+        held: Version | None = None
+        if record.sequence is not None and record.step is not None:
+            held = Version(record.sequence, record.step)
+        if self.settings.method is SyncMethod.NCCL and newest is not None:
+            trainer = self._roster.trainer()
+            received = SaveId.parse(record.received) if record.received else None
+            if held and received and trainer and received.run == trainer.run_id:
+                held = after_broadcast(held, newest)
+            offer = self._offers.current()
+            if offer and trainer and offer.session == trainer.session and offer.decided != "off":
+                newest = Version(newest.sequence, max(newest.step, offer.step))
+        return may_produce(self.settings, held, newest)
 
     def _point(self, step: int) -> None:
         """Without a trainer an explorer may choose what is published: to evaluate old steps."""

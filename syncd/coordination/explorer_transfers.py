@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,7 +62,6 @@ class ExplorerTransfers(Member[ExplorerReport]):
         *,
         timeout: float | None = None,
         cancel: Cancellation | None = None,
-        instead: Callable[[], bool] = lambda: False,
     ) -> int | None:
         """Wait until the trainer and all other live explorers are ready for a transfer.
 
@@ -72,15 +70,13 @@ class ExplorerTransfers(Member[ExplorerReport]):
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
-            instead: asked at each look at which no offer is joined; where it says True, the wait
-                ends: there is a newer version to take, say.
 
         Returns:
             The trainer's step; None where they are not ready in time, the trainer is gone, or it
             has said that these weights come by the checkpoint path.
         """
         with self._wait(timeout, cancel) as wait:
-            return self._transfer.agree(wait, instead)
+            return self._transfer.agree(wait)
 
     def nccl_sync_succeeded(self, step: int) -> None:
         """Say that the weights of a step have arrived; after the transfer.
@@ -122,7 +118,7 @@ class ExplorerTransfers(Member[ExplorerReport]):
 
     def open_group(
         self, device: torch.device, *, cancel: Cancellation | None = None
-    ) -> tuple[WeightGroup, Rendezvous]:
+    ) -> WeightGroup:
         """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
 
         Args:
@@ -134,7 +130,7 @@ class ExplorerTransfers(Member[ExplorerReport]):
         """
         met, rank = self.rendezvous(cancel=cancel)
         deadline = self.settings.broadcast_timeout
-        return self._group.open(met, rank, deadline=deadline, device=device), met
+        return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
         """Leave the weight group, and say so: the next transfer forms another."""
@@ -166,8 +162,7 @@ class ExplorerTransfers(Member[ExplorerReport]):
 
         if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
             raise BroadcastError("the trainer did not come to form a weight group")
-        _, met = self.open_group(torch.device(device), cancel=cancel)
-        self._me.update(group=met.group_name)
+        self._me.update(group=self.open_group(torch.device(device), cancel=cancel).name)
 
     def coordinate_weight_sync_teardown(
         self,

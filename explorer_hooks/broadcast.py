@@ -1,0 +1,366 @@
+"""Weights on their way from a trainer into an engine, by broadcast."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, TypeVar
+
+import torch
+import xxhash
+from torch import Tensor
+
+from explorer_hooks.engines.in_place import HostStage, synchronize
+from explorer_hooks.engines.targets import Fit, Target, differ
+from syncd.checkpoint.boxes import whole as whole_box
+from syncd.coordination.host_memory import HostMemory
+from syncd.coordination.tensors import bytes_of, torch_dtype
+from syncd.coordination.weight_meta import (
+    DIGEST,
+    HEADER,
+    Bucket,
+    Header,
+    Image,
+    WeightMeta,
+    WeightSpec,
+)
+from syncd.protocol.errors import BroadcastError, EngineBrokenError
+
+if TYPE_CHECKING:
+    from syncd.coordination.broadcast import Broadcasting, WeightGroup
+
+T = TypeVar("T")
+
+#: Buckets that are under way at a time: one arrives while the other is looked at.
+_AT_A_TIME: Final = 2
+
+
+class WeightReceiver:
+    """Receives transfers; each call of a method below is one, with all other members of the group.
+
+    Promised: no byte of a tensor is sent before every receiver knows the names, dtypes and shapes
+    and has found that they fit; a transfer counts only where every member has the last byte and has
+    said so. After an error the group is of no use any more: leave it.
+
+    Not promised: that several threads may call it.
+
+    Args:
+        group: as this process's rank in it.
+        known: the meta of a transfer before, which is not sent again where it is still the same.
+
+    Attributes:
+        meta: of the transfer that was begun last, or what was known before.
+    """
+
+    def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:
+        self.meta = known
+        self._group = group
+
+    def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, in host memory, once every receiver has the last byte and has said so.
+
+        The first ``next()`` takes as long as the transfer; after it nothing can fail here. As much
+        host memory as the model has is held for as long as the iterator or a tensor of it is.
+
+        Args:
+            fits: is given the names, dtypes and shapes before any byte of a tensor is sent, and
+                raises where they cannot be loaded.
+
+        Yields:
+            Name and whole tensor, contiguous, on the CPU.
+
+        Raises:
+            BroadcastError: this or another receiver did not get it, or refused; nothing was
+                yielded.
+        """
+
+        def prepare(meta: WeightMeta, image: Image) -> HostMemory:
+            fits(meta)
+            return HostMemory(image.size, self._group.device)
+
+        arriving = self._greet(prepare)
+        memory = arriving.prepared
+        arriving.fill_image(memory.content)
+        arriving.end()
+        for offset, spec in zip(arriving.image.offsets, arriving.meta.tensors, strict=True):
+            yield spec.name, _tensor(memory.content[offset:][: spec.nbytes], spec)
+
+    def stream(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
+        """Tensors as they arrive: of a model that is too big to be held twice.
+
+        In memory are two buckets, and a tensor that is larger than a bucket. What was yielded may
+        be of a transfer that comes to nothing: only when the iterator has ended without an error
+        has every receiver all of it.
+
+        Args:
+            fits: as of :meth:`receive`.
+
+        Yields:
+            Name and whole tensor, contiguous, on the group's device; valid until the next one.
+
+        Raises:
+            BroadcastError: as of :meth:`receive`, but at any moment.
+        """
+        arriving = self._greet(lambda meta, _: fits(meta))
+        yield from arriving.tensors()
+        arriving.end()
+
+    def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
+        """What targets are to have, into host memory that is kept; they are not changed.
+
+        Of a tensor of which a target is a part, that part alone is kept.
+
+        Args:
+            stage: laid out anew; on an error it is closed, as bytes may still arrive in its memory.
+            fit: says what the tensors fill, or raises.
+
+        Returns:
+            The targets, for ``stage.copy``, once every receiver has the last byte.
+
+        Raises:
+            BroadcastError: as of :meth:`receive`; also where two tensors differ that are one here.
+        """
+
+        def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
+            found = fit(meta)
+            return found, stage.lay_out(found.targets)
+
+        try:
+            arriving = self._greet(prepare)
+            found, content = arriving.prepared
+            if _is_image(found.targets, arriving):
+                arriving.fill_image(content)
+            else:
+                _receive_parts(arriving, found, stage.views)
+            arriving.end()
+        except BaseException:
+            stage.close()
+            raise
+        return found.targets
+
+    def fill(
+        self, fit: Callable[[WeightMeta], Fit], changing: AbstractContextManager[object]
+    ) -> None:
+        """Fill targets themselves, tensor by tensor as they arrive; complete on every device.
+
+        Args:
+            fit: as of :meth:`receive_into`.
+            changing: entered before the first change, and left after the last.
+
+        Raises:
+            BroadcastError: as of :meth:`receive`; nothing was changed.
+            EngineBrokenError: it came to nothing in the middle: the targets have parts of it.
+        """
+        arriving = self._greet(lambda meta, _: fit(meta))
+        found = arriving.prepared
+        with changing:
+            try:
+                _receive_parts(arriving, found, [target.tensor for target in found.targets])
+                arriving.end()
+            except Exception as error:
+                raise EngineBrokenError(
+                    f"a broadcast ended after parts of it were filled in ({error}): load a version "
+                    "from the files"
+                ) from error
+
+    def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> _Arriving[T]:
+        """Learn what will be sent, and make ready for it; all members have when this returns."""
+        group = self._group
+        header = Header.decode(_told(group, HEADER))
+        meta = self.meta
+        knows = meta is not None and meta.digest == header.digest
+        told = None if group.agree(knows) else _told(group, header.meta_bytes)
+        try:
+            if meta is None or not knows:
+                meta = self.meta = _decoded(told, header)
+            image = Image.of(meta, header.bucket_bytes)
+            arriving = _Arriving(group, header, meta, image, prepare(meta, image))
+        # Whatever it is, the others must know that this one is not with them.
+        except Exception as error:
+            refused = BroadcastError(f"what the trainer sends cannot be taken: {error}")
+            try:
+                group.agree(ok=False)
+            except BroadcastError as also:
+                refused.add_note(str(also))
+            raise refused from error
+        _go_on_if_all(group, None)
+        return arriving
+
+
+class _UnderWay(NamedTuple):
+    """A bucket that arrives, and its memory."""
+
+    bucket: Bucket
+    memory: Tensor
+    broadcasting: Broadcasting
+
+
+class _Arriving(Generic[T]):
+    """One transfer, from the end of its handshake on.
+
+    Args:
+        group: that it comes by.
+        header, meta, image: what comes.
+        prepared: what the receiver has made for it.
+
+    Attributes:
+        fault: why it will be refused though it has arrived; None while all is well.
+    """
+
+    def __init__(
+        self, group: WeightGroup, header: Header, meta: WeightMeta, image: Image, prepared: T
+    ) -> None:
+        self.meta = meta
+        self.image = image
+        self.prepared = prepared
+        self.fault: str | None = None
+        self._group = group
+        self._has_digests = header.has_digests
+        self._digests: list[bytes] = []
+
+    def fill_image(self, content: Tensor) -> None:
+        """Receive all of it into one block of host memory, which is laid out as the image is."""
+        if self._group.device.type == "cpu":
+            for _ in self._buckets(content):
+                pass
+            return
+        for bucket, arrived in self._buckets():
+            content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
+        synchronize({self._group.device})
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each whole tensor when it has arrived, on the group's device; valid until the next."""
+        large = None
+        for bucket, arrived in self._buckets():
+            for piece in bucket.pieces:
+                spec = self.meta.tensors[piece.tensor]
+                flat = arrived[piece.at :][: piece.size]
+                if piece.size < spec.nbytes:
+                    if large is None:
+                        large = flat.new_empty(spec.nbytes)
+                    large[piece.first :][: piece.size].copy_(flat)
+                    if piece.first + piece.size < spec.nbytes:
+                        continue
+                    flat, large = large, None
+                yield spec.name, _tensor(flat, spec)
+
+    def end(self) -> None:
+        """Say that the last byte is here, and hear it of all others.
+
+        Raises:
+            BroadcastError: it is not, or not everywhere.
+        """
+        if self._has_digests:
+            told = _told(self._group, DIGEST * len(self._digests))
+            if told != b"".join(self._digests):
+                self.fault = "what has arrived is not what the trainer says that it has sent"
+        _go_on_if_all(self._group, self.fault)
+
+    def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
+        """Each bucket when it has arrived; without ``into`` it is valid until the next one.
+
+        Args:
+            into: memory of the whole image, on the group's device.
+        """
+        buckets = self.image.buckets
+        most = max(bucket.size for bucket in buckets)
+        kept = [
+            torch.empty(most, dtype=torch.uint8, device=self._group.device)
+            for _ in buckets[:_AT_A_TIME]
+            if into is None
+        ]
+
+        def begin(number: int) -> _UnderWay:
+            bucket = buckets[number]
+            room = kept[number % _AT_A_TIME] if into is None else into[bucket.begin :]
+            memory = room[: bucket.size]
+            return _UnderWay(bucket, memory, self._group.broadcast(memory))
+
+        coming = deque(begin(number) for number in range(len(kept or buckets[:_AT_A_TIME])))
+        for number in range(len(buckets)):
+            one = coming.popleft()
+            one.broadcasting.wait()
+            if self._has_digests:
+                self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
+            yield one.bucket, one.memory
+            if number + _AT_A_TIME < len(buckets):
+                coming.append(begin(number + _AT_A_TIME))
+
+
+@torch.no_grad()
+def _receive_parts(arriving: _Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
+    """Copy of each tensor what its target is to have; complete on every device.
+
+    Args:
+        arriving: the transfer.
+        found: what its tensors fill.
+        views: for each target the memory that is filled, of the target's shape.
+    """
+    parts = {target.name: (target, view) for target, view in zip(found.targets, views, strict=True)}
+    tied = {other: parts[one] for one, other in found.unknown if one in parts}
+    for name, whole in arriving.tensors():
+        if (part := parts.get(name)) is not None:
+            target, view = part
+            view.copy_(target.of(whole))
+        elif (part := tied.get(name)) is not None:
+            target, view = part
+            own = target.of(whole).to(view.device, view.dtype)
+            if not torch.equal(_bytes(own), _bytes(view)):
+                arriving.fault = differ(target.name, name, "the module")
+    synchronize({view.device for view in views} - {torch.device("cpu")})
+
+
+def _is_image(targets: Sequence[Target], arriving: _Arriving[T]) -> bool:
+    """Whether the targets, laid out one after the other, are the image."""
+    specs = arriving.meta.tensors
+    # An empty tensor takes room in the image.
+    return all(spec.nbytes for spec in specs) and (
+        [(target.name, target.box) for target in targets]
+        == [(spec.name, whole_box(spec.shape)) for spec in specs]
+    )
+
+
+def _go_on_if_all(group: WeightGroup, fault: str | None) -> None:
+    """Say whether all is well here, and return only where it is everywhere."""
+    agreed = group.agree(fault is None)
+    if fault is not None:
+        raise BroadcastError(f"a transfer is refused: {fault}")
+    if not agreed:
+        raise BroadcastError(
+            "another member of the weight group refuses the transfer: its own log says why"
+        )
+
+
+def _told(group: WeightGroup, size: int) -> bytes:
+    """So many bytes that rank 0 says."""
+    content = torch.empty(size, dtype=torch.uint8, device=group.device)
+    group.broadcast(content).wait()
+    return bytes(bytes_of(content.cpu()))
+
+
+def _decoded(told: bytes | None, header: Header) -> WeightMeta:
+    """The meta that a header announced.
+
+    Raises:
+        BroadcastError: it is not; or all others have it, and this one has not.
+        EngineMismatchError: it has a dtype that this torch has not.
+    """
+    if told is None:
+        raise BroadcastError("the meta of the transfer was not sent")
+    meta = WeightMeta.decode(told)
+    if meta.digest != header.digest:
+        raise BroadcastError("the meta of the transfer is not the one that was announced")
+    for spec in meta.tensors:
+        torch_dtype(spec.dtype)
+    return meta
+
+
+def _tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
+    """Bytes as the tensor that they are; no copy."""
+    return flat.view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Of any contiguous or other tensor; a copy only where it is not contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
