@@ -286,7 +286,7 @@ class ExplorerSynchronizer(ExplorerTransfers):
 
         Returns:
             A version; or the offer of a transfer, which is decided: all its members have to meet
-            (:meth:`meet`); None where it ends with the trainer.
+            (:meth:`rendezvous`); None where it ends with the trainer.
 
         Raises:
             WaitTimeoutError: neither in time.

@@ -118,7 +118,7 @@ class ExplorerTransfers(Member[ExplorerReport]):
 
     def open_group(
         self, device: torch.device, *, cancel: Cancellation | None = None
-    ) -> tuple[WeightGroup, Rendezvous]:
+    ) -> WeightGroup:
         """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
 
         Args:
@@ -130,7 +130,7 @@ class ExplorerTransfers(Member[ExplorerReport]):
         """
         met, rank = self.rendezvous(cancel=cancel)
         deadline = self.settings.broadcast_timeout
-        return self._group.open(met, rank, deadline=deadline, device=device), met
+        return self._group.open(met, rank, deadline=deadline, device=device)
 
     def group_failed(self) -> None:
         """Leave the weight group, and say so: the next transfer forms another."""
@@ -162,8 +162,7 @@ class ExplorerTransfers(Member[ExplorerReport]):
 
         if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
             raise BroadcastError("the trainer did not come to form a weight group")
-        _, met = self.open_group(torch.device(device), cancel=cancel)
-        self._me.update(group=met.group_name)
+        self._me.update(group=self.open_group(torch.device(device), cancel=cancel).name)
 
     def coordinate_weight_sync_teardown(
         self,
