@@ -61,7 +61,8 @@ def ready(job: Path, *names: str) -> None:
 def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
     """See that explorers come to serve a step, bit by bit."""
     for one in explorers:
-        assert one.ask("wait_for", step)["digest"] == truth["digest"]
+        served = one.ask("wait_for", step)
+        assert (served["digest"], served["step"]) == (truth["digest"], step), served
 
 
 def broadcasts_again(trainer: Ranks, step: int, *explorers: Peer) -> int:
