@@ -34,7 +34,7 @@ from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 
 CPU = torch.device("cpu")
 #: Bytes of a tensor: more than sockets hold, so that who sends needs who receives.
-SIZE = 32 << 20
+SIZE = 16 << 20
 
 
 def rendezvous(port: int, *names: str, generation: int = 1, name: str = "group") -> Rendezvous:
@@ -73,11 +73,12 @@ class Actor:
         self._listening = listen("127.0.0.1", port)
         return int(self._listening.getsockname()[1])
 
-    def join(self, met: Rendezvous, rank: int, deadline: float = DEADLINE) -> None:
+    def join(self, met: Rendezvous, rank: int, deadline: float = DEADLINE) -> str:
         listening, self._listening = self._listening, None
         self._group = WeightGroup.join(
             met, rank, deadline=deadline, device=CPU, listening=listening if rank == 0 else None
         )
+        return self._group.name
 
     def begin(self, deadline: float) -> None:
         """Begin a transfer with less time than there was to form the group: CI may be slow."""
@@ -143,9 +144,6 @@ class Actor:
             self._group = sync.open_group(CPU)
         return agreed, self.group.name, self.group.rank
 
-    def meet_as_second_worker(self, met: Rendezvous, rank: int) -> None:
-        self.join(met, rank)
-
     def where(self) -> tuple[Rendezvous, int]:
         """An explorer of several workers agrees, and learns where its workers meet."""
         assert isinstance(self._sync, ExplorerSynchronizer)
@@ -205,7 +203,8 @@ class Process:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        wait_until(lambda: self.state() is None, f"process {self.pid} is gone")
+        # Not a zombie either, which it is for as long as one of its threads is in the kernel.
+        wait_until(lambda: not Path(f"/proc/{self.pid}").exists(), f"{self.pid} is gone")
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -220,12 +219,11 @@ class Process:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             return None
-        return None if fields[0] in {"Z", "X"} else fields[0]
+        return fields[0]
 
     def end(self) -> None:
         if self.state() is not None:
-            os.kill(self.pid, signal.SIGKILL)
-            wait_until(lambda: self.state() is None, f"process {self.pid} is gone")
+            self.kill()
         self._connection.close()
 
 
