@@ -174,7 +174,12 @@ class Pipeline:
             leased = self._sync.hold(version)
         except VerificationError as error:
             raise self._refusal(version, error) from error
-        if self._has_received(leased):
+        try:
+            has_received = self._has_received(leased)
+        except BaseException:
+            self._let_go(leased)
+            raise
+        if has_received:
             self._adopt(leased)
             return False
         using = [leased]  # what is to be let go where it comes to nothing
@@ -384,15 +389,18 @@ class Pipeline:
         )
 
     def _has_received(self, version: LeasedVersion) -> bool:
-        """Whether the engine has a version's weights, or later ones of the run, by a broadcast.
+        """Whether the engine has a version's weights, or later ones, by a broadcast.
 
-        Not those of one that was rolled back to: someone wants the engine to go back.
+        Later are those of the trainer that works now than any of trainers before it. Not those of
+        one that was rolled back to: someone wants the engine to go back.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received
         if received is None or saved is None or version.manifest.rolled_back is not None:
             return False
-        return saved.run == received.run and not saved.is_newer_than(received)
+        if saved.run != received.run:
+            return self._sync.current_run() == received.run
+        return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
         """Hold a version that need not be loaded: what is served stays, whatever it is called."""

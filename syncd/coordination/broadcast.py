@@ -208,7 +208,7 @@ class WeightGroup:
                 # Whoever was stopped until the deadline must not say yes: the others have given up.
                 lambda: self._decide(store, key, ok=ok and self._left() > 0),
             )
-            if late:
+            if not verdict and self._left() <= 0:
                 raise self._fail(f"{self._named(late)} did not say in time that all has arrived")
             if not verdict:
                 return False
@@ -258,7 +258,7 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict, and which ranks had not spoken when it was made at the deadline here."""
+        """The verdict, and which ranks had not said yes when it was made."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:
@@ -267,9 +267,7 @@ class WeightGroup:
                 store.wait([key], torch_time(self._left()))
         # The first verdict counts. Where there is none by now, ours is: no.
         verdict = store.compare_set(key, "", _NO) == _YES.encode()
-        if verdict or not ok or self._left() > 0:
-            return verdict, []
-        ranks = range(self.world_size)
+        ranks = [] if verdict else range(self.world_size)
         return verdict, [rank for rank in ranks if not store.check([f"{key}/yes/{rank}"])]
 
     def _wait_for_readers(self, store: Store, key: str) -> None:

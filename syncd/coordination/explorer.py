@@ -295,19 +295,22 @@ class ExplorerSynchronizer(ExplorerTransfers):
             OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
-            missed, said, request = 1, self._said(), _Request(self._clock, self._poll)
+            said = self._said() if ends_with_trainer else None
+            missed, request = 1, _Request(self._clock, self._poll)
             try:
                 while True:
-                    ends = ends_with_trainer and (
-                        self._said() not in {None, said}
-                        or self._roster.trainer_status() is RunningStatus.STOPPED
-                    )
-                    transfer = self._transfer
-                    looks = transfer.has_joined or (joins() and not ends)
-                    if looks and (offer := transfer.look()) is not None:
-                        missed = 0
-                        return offer
-                    if not transfer.has_joined:  # else its other members wait for us
+                    ends = False
+                    try:
+                        has_stopped = self._roster.trainer_status() is RunningStatus.STOPPED
+                        if offer := self._offered(joins=joins(), has_stopped=has_stopped):
+                            missed = 0
+                            return offer
+                        if ends_with_trainer:
+                            ends = has_stopped or self._said() not in {None, said}
+                    except JobUnavailableError:
+                        if ends_with_trainer:
+                            raise
+                    if not self._transfer.has_joined:  # else its other members wait for us
                         newest = self._versions.newest(current, sure=ends)
                         if newest is not None and newest != current:
                             missed = 0
@@ -318,7 +321,7 @@ class ExplorerSynchronizer(ExplorerTransfers):
                         look()
                     self._ask(request)
                     if not wait.more():
-                        if (offer := transfer.leave()) is not None:
+                        if (offer := self._transfer.leave()) is not None:
                             return offer
                         raise WaitTimeoutError(
                             f"nothing newer than {current or 'nothing'}, and no transfer, within "
@@ -329,6 +332,18 @@ class ExplorerSynchronizer(ExplorerTransfers):
                     self._transfer.leave()
                 finally:
                     self._end_wait(missed)
+
+    def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
+        """One look at what is offered; a trainer that has stopped decides no more."""
+        transfer = self._transfer
+        offer = transfer.look() if joins or transfer.has_joined else None
+        return offer or (transfer.leave() if has_stopped else None)
+
+    def current_run(self) -> str | None:
+        """The run id of the trainer that works now; None where none does."""
+        trainer = self._roster.trainer()
+        working = trainer is not None and trainer.status != RunningStatus.STOPPED.value
+        return trainer.run_id if trainer is not None and working else None
 
     def _ask(self, request: _Request) -> None:
         """Require a sync, if nobody has answered since it was required last."""

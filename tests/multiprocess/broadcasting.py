@@ -252,6 +252,11 @@ def _ask(connection: Connection, command: str, *given: Any) -> Any:
 
 def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
     torch.set_num_threads(1)
+    import logging
+
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(relativeCreated)d {given[1]} {os.getpid()} %(message)s"
+    )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     told = make(*given)
     threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
