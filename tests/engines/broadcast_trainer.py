@@ -42,18 +42,24 @@ class Trainer:
             workers: of the only explorer.
             deadline: of the group, where it is a new one.
             more: ``signal``, by which it ends or stops itself between two buckets; ``cut``, for a
-                model that lacks a tensor; ``anew``, for a new group in any case.
+                model that lacks a tensor.
         """
-        told = {"step": step, "seed": seed, "workers": workers, "deadline": deadline, **more}
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(told) + "\n")
-        self.process.stdin.flush()
+        self._tell({"step": step, "seed": seed, "workers": workers, "deadline": deadline, **more})
         return parse(Rendezvous, self._line().encode(), "what the trainer said")
+
+    def leave(self) -> None:
+        """Have it leave the group that it has: the next transfer is in a new one."""
+        self._tell({})
 
     def failure(self) -> str | None:
         """Why the transfer that was begun has failed; None where it has not. Waits for its end."""
         failure: str | None = json.loads(self._line())["failed"]
         return failure
+
+    def _tell(self, told: dict[str, object]) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(told) + "\n")
+        self.process.stdin.flush()
 
     def _line(self) -> str:
         assert self.process.stdout is not None
@@ -105,9 +111,11 @@ def main() -> None:
     kept, meeting = KeptGroup(), None
     for counter, line in enumerate(sys.stdin):
         told = json.loads(line)
-        listening = None
-        if told.get("anew"):
+        if not told:
+            kept.close()
             meeting = None
+            continue
+        listening = None
         if meeting is None:
             listening = listen(_ADDRESS, 0)
             name = secrets.token_hex(6)

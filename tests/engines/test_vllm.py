@@ -17,9 +17,12 @@ from peft import LoraConfig, get_peft_model
 
 from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.engines.vllm_workers import EXTENSION
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import EngineMismatchError, ServerRefusedError, VerificationError
 from syncd.protocol.policy import Version
+from syncd.protocol.records import encode
+from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import FOLLOW, IN_PROCESS
 from tests.engines.tiny_models import model, publish_adapter, publish_model, save_model, state
 from tests.engines.vllm_process import MODEL, PYTHON, Answer, VLLMProcess, environment
@@ -224,13 +227,22 @@ INSIDE = """
 import sys
 if __name__ == "__main__":
     job_dir, base = sys.argv[1:]
+    from syncd.protocol.participants import Rendezvous
+    from syncd.protocol.records import parse
     from vllm import SamplingParams
 {block}
         params = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
-        (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
-        print("said", version.step, *answer.outputs[0].token_ids, flush=True)
+        def say():
+            (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
+            print("said", version.step, *answer.outputs[0].token_ids, flush=True)
+        say()
+        hook._engine.receive(parse(Rendezvous, sys.stdin.readline().encode(), "stdin"), 1, {limit})
+        say()
 """
-OPTIONS = "base, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=128"
+OPTIONS = (
+    "base, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=128, "
+    f"worker_extension_cls={EXTENSION!r}"
+)
 
 
 def test_an_llm_in_the_process_says_what_the_server_says(
@@ -244,18 +256,33 @@ def test_an_llm_in_the_process_says_what_the_server_says(
     program = tmp_path / "inside.py"
     block = IN_PROCESS.replace("LLM(base)", f"LLM({OPTIONS})")
     assert block != IN_PROCESS
-    program.write_text(INSIDE.format(block=textwrap.indent(block, "    ")))
+    program.write_text(INSIDE.format(block=textwrap.indent(block, "    "), limit=DEADLINE))
     base = save_model(tmp_path / "base", 0)
-    ended = subprocess.run(
-        (os.environ[PYTHON], program, job.layout.root, base),
-        timeout=LONG,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-6000:]
-    assert f"said 4 {' '.join(map(str, truth))}\n" in ended.stdout
+    with trainer() as sender, (tmp_path / "log").open("wb") as log:
+        inside = subprocess.Popen(
+            (os.environ[PYTHON], program, job.layout.root, base),
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert inside.stdout is not None
+            line = f"said 4 {' '.join(map(str, truth))}\n"
+            assert line in inside.stdout, (tmp_path / "log").read_text()[-6000:]
+            # And what is broadcast to it, as the server says it of files.
+            publish_model(job, 5, state(5))
+            with hook_of(job, vllm) as hook:
+                hook.pull(LONG)
+            where = encode(sender.begin(5, 5)).decode()
+            out, _ = inside.communicate(where, timeout=LONG)
+            assert sender.failure() is None
+        finally:
+            inside.kill()
+            inside.wait()
+    assert inside.returncode == 0, (tmp_path / "log").read_text()[-6000:]
+    assert f"said 4 {' '.join(map(str, said(vllm)[0]))}\n" in out
 
 
 KILLED = """

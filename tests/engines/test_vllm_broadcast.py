@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.engines.vllm_workers import EXTENSION, VLLMWorkers
+from explorer_hooks.engines.vllm_workers import VLLMWorkers
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
 from syncd.protocol.participants import Rendezvous
-from syncd.protocol.records import encode
-from tests.engines.broadcast_trainer import DEADLINE, trainer
-from tests.engines.test_vllm import OPTIONS, PROMPTS, said
-from tests.engines.tiny_models import publish_model, save_model, state
-from tests.engines.vllm_process import PYTHON, VLLMProcess, environment
+from tests.engines.broadcast_trainer import DEADLINE, Trainer, trainer
+from tests.engines.test_vllm import PROMPTS, said
+from tests.engines.tiny_models import publish_model, state
+from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG
 from tests.jobs import Job
 
@@ -28,6 +24,19 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 #: Of a group one of whose members is stopped for ever: enough for all else.
 SHORT = 10.0
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainer]:
+    with trainer() as made:
+        yield made
+
+
+@pytest.fixture
+def sender(trainers: Trainer) -> Trainer:
+    """A trainer that is in no group."""
+    trainers.leave()
+    return trainers
 
 
 @pytest.fixture
@@ -68,43 +77,42 @@ def load(engine: VLLMServer, version: LeasedVersion) -> None:
     engine.resume()
 
 
-def test_it_says_what_a_fresh_server_with_the_same_weights_says(
-    engine: VLLMServer, version: LeasedVersion, vllm: VLLMProcess, tmp_path: Path
+def test_it_says_what_it_says_with_the_same_weights_from_files(
+    engine: VLLMServer, version: LeasedVersion, vllm: VLLMProcess, sender: Trainer
 ) -> None:
+    """Which is what a fresh server says with them: tests/engines/test_vllm.py."""
     load(engine, version)
-    loaded, sent = said(vllm), []
-    with trainer() as sender:
-        groups = set()
-        for step, seed in ((2, 2), (3, 1), (4, 4)):
-            where = sender.begin(step, seed)
-            receive(engine, where)
-            assert sender.failure() is None
-            groups.add(where.group_name)
-            label = f"step-{step}-broadcast-{where.save_id}"
-            assert vllm.generate(PROMPTS[0]).labels == [label]
-            assert engine.still_serves(version)  # nobody has changed what it was given
-            assert not vllm.is_paused
-            sent.append(said(vllm))
+    loaded, sent, groups = said(vllm), [], set()
+    for step, seed in ((2, 2), (3, 1), (4, 4)):
+        where = sender.begin(step, seed)
+        receive(engine, where)
+        assert sender.failure() is None
+        groups.add(where.group_name)
+        label = f"step-{step}-broadcast-{where.save_id}"
+        assert vllm.generate(PROMPTS[0]).labels == [label]
+        assert engine.still_serves(version)  # nobody has changed what it was given
+        assert not vllm.is_paused
+        sent.append(said(vllm))
     assert len(groups) == 1
-    assert sent[1] == loaded  # as the same weights from files
+    assert sent[1] == loaded
     assert len({tuple(map(tuple, one)) for one in sent}) == 3
     load(engine, version)
     assert (said(vllm), vllm.label) == (loaded, "step-1-version-1")
-    vllm.restart(save_model(tmp_path / "fresh", 4))
-    vllm.wait_until_up()
-    assert said(vllm) == sent[2]
-    assert not engine.still_serves(version)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_trainer_that_ends_between_two_buckets_leaves_it_what_it_had(
-    engine: VLLMServer, version: LeasedVersion, vllm: VLLMProcess, number: signal.Signals
+    engine: VLLMServer,
+    version: LeasedVersion,
+    vllm: VLLMProcess,
+    sender: Trainer,
+    number: signal.Signals,
 ) -> None:
-    with trainer() as sender, trainer() as another:
-        receive(engine, another.begin(2, 2))
-        assert another.failure() is None
-        before = said(vllm), vllm.label
-        where = sender.begin(3, 3, deadline=SHORT, signal=number)
+    receive(engine, sender.begin(2, 2))
+    assert sender.failure() is None
+    before = said(vllm), vllm.label
+    with trainer() as dying:
+        where = dying.begin(3, 3, deadline=SHORT, signal=number)
         with pytest.raises(BroadcastError):
             receive(engine, where, SHORT)
         assert (said(vllm), vllm.label) == before
@@ -112,27 +120,27 @@ def test_a_trainer_that_ends_between_two_buckets_leaves_it_what_it_had(
         load(engine, version)  # the files bring it on
         assert vllm.label == "step-1-version-1"
         assert said(vllm) != before[0]
-        where = another.begin(2, 2, anew=True)
+        sender.leave()
+        where = sender.begin(2, 2)
         if number == signal.SIGSTOP:
-            os.kill(sender.process.pid, signal.SIGCONT)  # it must not get into the next transfer
+            os.kill(dying.process.pid, signal.SIGCONT)  # it must not get into the next transfer
         receive(engine, where)
-        assert another.failure() is None
+        assert sender.failure() is None
         assert said(vllm) == before[0]
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_sent(
-    engine: VLLMServer, vllm: VLLMProcess
+    engine: VLLMServer, vllm: VLLMProcess, sender: Trainer
 ) -> None:
     before = said(vllm), vllm.label
-    with trainer() as sender:
-        where = sender.begin(2, 2, cut=True)
-        with pytest.raises(BroadcastError, match=r"model\.norm\.weight is not in") as refused:
-            receive(engine, where)
-        assert isinstance(refused.value.__cause__, EngineMismatchError)
-        assert sender.failure() is not None
-        assert (said(vllm), vllm.label) == before
-        receive(engine, sender.begin(3, 3))
-        assert sender.failure() is None
+    where = sender.begin(2, 2, cut=True)
+    with pytest.raises(BroadcastError, match=r"model\.norm\.weight is not in") as refused:
+        receive(engine, where)
+    assert isinstance(refused.value.__cause__, EngineMismatchError)
+    assert sender.failure() is not None
+    assert (said(vllm), vllm.label) == before
+    receive(engine, sender.begin(3, 3))
+    assert sender.failure() is None
     assert said(vllm) != before[0]
 
 
@@ -140,6 +148,7 @@ def test_a_load_that_fails_leaves_it_paused_until_a_version_comes(
     engine: VLLMServer,
     version: LeasedVersion,
     vllm: VLLMProcess,
+    sender: Trainer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     load(engine, version)
@@ -151,61 +160,13 @@ def test_a_load_that_fails_leaves_it_paused_until_a_version_comes(
         plain(workers, timeout)
 
     monkeypatch.setattr(VLLMWorkers, "load", load_nothing)
-    with trainer() as sender, pytest.raises(EngineBrokenError, match="stays paused") as broken:
-        receive(engine, sender.begin(2, 2))
+    where = sender.begin(2, 2)
+    with pytest.raises(EngineBrokenError, match="stays paused") as broken:
+        receive(engine, where)
+    assert sender.failure() is None  # it had arrived
     assert isinstance(broken.value.__context__, EngineBrokenError)
     assert "nothing was received" in str(broken.value.__context__)
     assert vllm.is_paused
     assert not engine.still_serves(version)
     load(engine, version)
     assert (said(vllm), vllm.label) == (before, "step-1-version-1")
-
-
-INSIDE = f"""
-import sys
-if __name__ == "__main__":
-    base = sys.argv[1]
-    from vllm import LLM, SamplingParams
-    from explorer_hooks import VLLMEngine
-    from syncd.protocol.participants import Rendezvous
-    from syncd.protocol.records import parse
-    llm = LLM({OPTIONS}, worker_extension_cls={EXTENSION!r})
-    engine = VLLMEngine(llm)
-    print("ready", engine.workers, flush=True)
-    where = parse(Rendezvous, sys.stdin.readline().encode(), "stdin")
-    engine.receive(where, 1, {DEADLINE})
-    params = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
-    (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
-    engine.leave()
-    print("said", *answer.outputs[0].token_ids, flush=True)
-"""
-
-
-def test_an_llm_in_the_process_takes_what_a_server_takes(
-    engine: VLLMServer, vllm: VLLMProcess, tmp_path: Path
-) -> None:
-    program = tmp_path / "inside.py"
-    program.write_text(textwrap.dedent(INSIDE))
-    base = save_model(tmp_path / "base", 0)
-    inside = subprocess.Popen(
-        (os.environ[PYTHON], program, base),
-        env=environment(),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=(tmp_path / "log").open("wb"),
-        text=True,
-    )
-    try:
-        with trainer() as sender:
-            receive(engine, sender.begin(5, 5))
-            assert sender.failure() is None
-        with trainer() as sender:
-            assert inside.stdout is not None
-            ready = any(line == "ready 1\n" for line in inside.stdout)
-            assert ready, (tmp_path / "log").read_text()[-6000:]
-            out, _ = inside.communicate(encode(sender.begin(5, 5)).decode(), timeout=LONG)
-            assert sender.failure() is None
-    finally:
-        inside.kill()
-        inside.wait()
-    assert f"said {' '.join(map(str, said(vllm)[0]))}\n" in out
