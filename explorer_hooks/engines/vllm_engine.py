@@ -89,8 +89,7 @@ class VLLMEngine(InProcessEngine):
             EngineBrokenError: it generates none.
             Exception: what vLLM raises; its weights are torn.
         """
-        folder = str(version.folder)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")
         if self._fits is None:
             self._fits = Fits(version.manifest, casts=True, whose="this vLLM")

@@ -93,6 +93,7 @@ class VLLMServer(ServerEngine):
         """As any server's; its workers are counted when they are asked for."""
         super().attach()
         self._world = None
+        self._workers.half_loaded = self._model_is_torn
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Have the workers receive a transfer, and then load it.
@@ -204,8 +205,7 @@ class VLLMServer(ServerEngine):
             body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
             self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
         else:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self._server.ask(_RPC, body, timeout=self._load_timeout)
+            self._workers.load_folder(folder, self._load_timeout)
             self._unload_adapter()
 
     def _unload_adapter(self) -> None:

@@ -1,4 +1,4 @@
-"""All workers of a vLLM, asked for what :class:`~.vllm_worker.SyncdWorker` adds to them. No torch.
+"""All workers of a vLLM, and what :class:`~.vllm_worker.SyncdWorker` adds to them. No torch.
 
 vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used:
 its waits have no deadline, so that a trainer that dies in one leaves the server hanging; what has
@@ -57,16 +57,39 @@ def workers_of(parallel_config: object) -> int:
 
 
 class VLLMWorkers:
-    """The workers of one vLLM that has the extension.
+    """The workers of one vLLM; for broadcasts it must have the extension.
 
     Args:
         rpc: calls a method of all of them.
         whose: the vLLM, for messages.
+
+    Attributes:
+        half_loaded: whether the load before has failed, or may have.
     """
 
     def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
+        self.half_loaded = False
         self._rpc = rpc
         self._whose = whose
+
+    def load_folder(self, folder: str, timeout: float) -> None:
+        """Have all of them load a model folder, which needs no extension.
+
+        After a load that failed they load it twice: vLLM 0.32 counts what it has of a layer from
+        the one that failed as part of the next, and leaves out the rest of the layer, in silence.
+
+        Args:
+            folder: as they see it.
+            timeout: seconds, of each load.
+
+        Raises:
+            Exception: what the call itself raises: the model may be torn.
+        """
+        times = 2 if self.half_loaded else 1
+        self.half_loaded = True
+        for _ in range(times):
+            self._rpc("reload_weights", {"weights_path": folder}, timeout)
+        self.half_loaded = False
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Have all of them receive a transfer, and hold it: the model is not touched.
@@ -80,6 +103,8 @@ class VLLMWorkers:
             BroadcastError: not all of them have it; they have left the group. Its cause is an
                 EngineMismatchError where what was to be sent does not fit the model.
         """
+        if self.half_loaded:
+            raise BroadcastError(f"{self._whose} must load a version first: a load has failed")
         kwargs: dict[str, object] = {
             "rendezvous": encode(rendezvous).decode(),
             "rank_offset": rank_offset,
@@ -106,9 +131,11 @@ class VLLMWorkers:
             EngineBrokenError: not all of them did: the model is torn.
             Exception: what the call itself raises: nobody knows.
         """
+        self.half_loaded = True
         failed = self._ask("syncd_load", {}, timeout)
         if failed:
             raise EngineBrokenError(f"{self._whose} did not load what it was sent: {_told(failed)}")
+        self.half_loaded = False
 
     def leave(self) -> None:
         """Have them leave the group, and let go of what they hold; raises nothing."""

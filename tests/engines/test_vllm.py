@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 
 from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -170,7 +171,7 @@ def test_what_is_damaged_or_does_not_fit_never_reaches_it(
 def test_a_load_that_fails_in_the_server_is_taken_back(
     job: Job, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is gone between the last look at it and the server's."""
+    """Half of a layer is there, and then a file that is damaged since the last look at it."""
     # As of a server without --enable-scale-out.
     monkeypatch.setattr(vllm_server, "_GENERATE", "POST /nothing")
     publish_model(job, 1, state(1))
@@ -185,6 +186,9 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
             pause(engine)
             for path in job.layout.version(2).glob("*.safetensors"):
                 path.rename(path.with_name("elsewhere"))
+                some = {name: value for name, value in state(2).items() if "q_proj" in name}
+                save_file(some, path)
+                path.with_name("z.safetensors").write_bytes(b"no weights")
 
         monkeypatch.setattr(VLLMServer, "pause", pause_and_lose)
         with pytest.raises(ServerRefusedError, match="collective_rpc"):

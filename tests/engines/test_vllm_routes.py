@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from explorer_hooks.engines.made_versions import make_version
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.vllm_engine import VLLMEngine
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -204,3 +205,15 @@ def test_an_llm_is_asked_how_it_was_made() -> None:
     assert workers_of(told) == 4
     told.worker_extension_cls = ""
     assert workers_of(told) == 0
+
+
+def test_what_is_loaded_after_a_load_that_failed_is_loaded_twice(tmp_path: Path) -> None:
+    """Of the first time vLLM may leave out parts of layers that the failed one had begun."""
+    routes = Routes(*LABELS, label=f"{LOADING}-full-step-3-version-3")
+    engine = routes.engine()
+    engine.attach()
+    version = make_version(tmp_path / "v1", {})
+    for loads in (2, 1):
+        routes.asked.clear()
+        engine.load(version)
+        assert routes.asked.count("reload_weights") == loads

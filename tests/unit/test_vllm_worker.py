@@ -95,10 +95,10 @@ def test_all_workers_hold_what_was_sent_before_one_loads_it(model: nn.Module, fo
         for name, value in model.state_dict().items():
             assert worker.served[name].dtype == value.dtype
             assert torch.equal(worker.served[name], value)
+    engine.workers.leave()
+    engine.workers.leave()
     with pytest.raises(EngineBrokenError, match="nothing was received"):
-        engine.workers.load(DEADLINE)  # it is loaded once
-    engine.workers.leave()
-    engine.workers.leave()
+        engine.workers.load(DEADLINE)
 
 
 def test_what_does_not_fit_the_folder_is_sent_to_nobody(folder: Path) -> None:
@@ -121,6 +121,8 @@ def test_what_one_worker_fails_to_load_is_not_served(model: nn.Module, folder: P
         trainer.result()
     with pytest.raises(EngineBrokenError, match="no memory"):
         engine.workers.load(DEADLINE)
+    with pytest.raises(BroadcastError, match="must load a version first"):
+        engine.workers.receive(rendezvous, 1, DEADLINE)
 
 
 def test_a_rendezvous_that_is_none_is_refused_in_the_answer() -> None:
