@@ -225,22 +225,6 @@ class Synchronizer:
             )
         )
 
-    async def wait_for_weights(
-        self,
-        current: Version | None,
-        *,
-        joins: Callable[[], bool],
-        ends_with_trainer: bool,
-        timeout: float | None = None,
-    ) -> Version | Offer | None:
-        """Wait for a newer version than ``current`` or a transfer, whichever comes first."""
-        call = self._explorer.wait_for_weights
-        return await self._wait(
-            partial(
-                call, current, joins=joins, ends_with_trainer=ends_with_trainer, timeout=timeout
-            )
-        )
-
     async def current_run(self) -> str | None:
         """The run id of the trainer that works now; None where none does."""
         return await self._run(self._explorer.current_run)
