@@ -13,6 +13,7 @@ from torch import Tensor
 from syncd.coordination.host_memory import wait_for_copies
 from syncd.coordination.tensors import bytes_of, torch_dtype
 from syncd.coordination.weight_meta import (
+    AHEAD,
     AT_A_TIME,
     DIGEST,
     HEADER,
@@ -118,6 +119,10 @@ class Arriving(Generic[T]):
                         continue
                     flat, large = large, None
                 yield spec.name, as_tensor(flat, spec)
+        for spec in self.meta.tensors:
+            if not spec.nbytes:
+                none = torch.empty(0, dtype=torch.uint8, device=self._group.device)
+                yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
         """Say that the last byte is here, and hear it of all others.
@@ -138,28 +143,29 @@ class Arriving(Generic[T]):
             into: memory of the whole image, on the group's device.
         """
         buckets = self.image.buckets
-        most = max(bucket.size for bucket in buckets)
+        most = max((bucket.size for bucket in buckets), default=0)
+        ahead = AHEAD if into is not None else AT_A_TIME
         kept = [
             torch.empty(most, dtype=torch.uint8, device=self._group.device)
-            for _ in buckets[:AT_A_TIME]
+            for _ in buckets[:ahead]
             if into is None
         ]
 
         def begin(number: int) -> _UnderWay:
             bucket = buckets[number]
-            room = kept[number % AT_A_TIME] if into is None else into[bucket.begin :]
+            room = kept[number % ahead] if into is None else into[bucket.begin :]
             memory = room[: bucket.size]
             return _UnderWay(bucket, memory, self._group.broadcast(memory))
 
-        coming = deque(begin(number) for number in range(len(kept or buckets[:AT_A_TIME])))
+        coming = deque(begin(number) for number in range(min(ahead, len(buckets))))
         for number in range(len(buckets)):
             one = coming.popleft()
             one.broadcasting.wait()
             if self._has_digests:
                 self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
             yield one.bucket, one.memory
-            if number + AT_A_TIME < len(buckets):
-                coming.append(begin(number + AT_A_TIME))
+            if number + ahead < len(buckets):
+                coming.append(begin(number + ahead))
 
 
 def _go_on_if_all(group: WeightGroup, fault: str | None) -> None:

@@ -182,12 +182,9 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
     """Whether the targets, laid out one after the other, are the image."""
-    specs = arriving.meta.tensors
-    # An empty tensor takes room in the image.
-    return all(spec.nbytes for spec in specs) and (
-        [(target.name, target.box) for target in targets]
-        == [(spec.name, whole_box(spec.shape)) for spec in specs]
-    )
+    return [(target.name, target.box) for target in targets] == [
+        (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
+    ]
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -12,21 +12,24 @@ import torch
 import xxhash
 from torch import Tensor
 
+from syncd.checkpoint.plan import PlannedTensor
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.coordination.tensors import bytes_of
 from syncd.coordination.weight_meta import (
+    AHEAD,
     AT_A_TIME,
     BUCKET,
     Bucket,
     Header,
     Image,
+    Piece,
     WeightMeta,
 )
 from syncd.protocol.errors import BroadcastError, SaveFailedError
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.state.full_file import ties_embeddings
-from trainer_hooks.state.full_plan import FullPlan, agree_on_plan
+from trainer_hooks.state.full_plan import agree_on_plan
 from trainer_hooks.state.gather import flat_bytes, full_tensor
 from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
 from trainer_hooks.writing.model_files import unwrapped
@@ -57,13 +60,14 @@ class Sent(NamedTuple):
 class WeightSender:
     """Sends a model to the weight group: the tensors, and by the names, that its version would have.
 
-    Tensor by tensor is gathered from all ranks into one of two buckets, while the other is sent.
+    Tensor by tensor is gathered from all ranks, while those before it are sent. Large ones are sent
+    from where they were gathered, or from the model itself; small ones are packed together.
 
     Promised: what is sent is the model as it is during :meth:`send`. Rank 0 has in memory, besides
-    its part of the model, two buckets, which are kept from one transfer to the next, and one whole
-    tensor; the other ranks have one whole tensor for a moment, as torch gathers to all; all ranks
-    of FSDP1 a copy of their part. No rank waits for another in a collective that this one has left:
-    where the group fails in the middle, all is gathered all the same.
+    its part of the model, no more than two buckets and one whole tensor; the other ranks have one
+    whole tensor for a moment, as torch gathers to all; all ranks of FSDP1 a copy of their part. No
+    rank waits for another in a collective that this one has left: where the group fails in the
+    middle, all is gathered all the same.
 
     Not promised: LoRA adapters, which go by the checkpoint path.
 
@@ -102,13 +106,15 @@ class WeightSender:
         state = tensors_of(sharded_state_dict(self._model))
         with _told_as_ours():
             plan = agree_on_plan(state, ranks.rank, tied=ties_embeddings(unwrapped(self._model)))
+            # Small ones are packed together: they come last, where nothing large is between them.
+            tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
             outgoing = None
             if group is not None:
-                outgoing = self._outgoing(group, plan)
+                outgoing = self._outgoing(group, tensors)
                 outgoing.greet()
             # Where nobody takes it, it need not be gathered.
             if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
-                _gather(state, plan, ranks.rank, outgoing)
+                _gather(state, tensors, ranks.rank, outgoing)
         if outgoing is not None:
             try:
                 outgoing.end()
@@ -116,32 +122,35 @@ class WeightSender:
                 self._buffers.close()  # what is under way still reads them
                 raise
         buckets = 0 if outgoing is None else len(outgoing.image.buckets)
-        nbytes = sum(tensor.length for tensor in plan.tensors)
+        nbytes = sum(tensor.length for tensor in tensors)
         return Sent(nbytes, buckets, time.monotonic() - begun)
 
     def close(self) -> None:
         """Let the buckets go. Safe to call twice."""
         self._buffers.close()
 
-    def _outgoing(self, group: WeightGroup, plan: FullPlan) -> _Outgoing:
+    def _outgoing(self, group: WeightGroup, tensors: Sequence[PlannedTensor]) -> _Outgoing:
         has_digests = self._digests
         if has_digests is None:
             has_digests = group.device.type == "cpu"
         return _Outgoing(
-            group, plan, self._buffers, bucket_bytes=self._bucket_bytes, has_digests=has_digests
+            group, tensors, self._buffers, bucket_bytes=self._bucket_bytes, has_digests=has_digests
         )
 
 
 def _gather(
-    state: Mapping[str, Tensor], plan: FullPlan, rank: int, outgoing: _Outgoing | None
+    state: Mapping[str, Tensor],
+    tensors: Sequence[PlannedTensor],
+    rank: int,
+    outgoing: _Outgoing | None,
 ) -> None:
-    """Gather all tensors in the order of the plan, and hand them over on rank 0. Collective."""
-    for number, tensor in enumerate(plan.tensors):
+    """Gather the tensors in this order, and hand them over on rank 0. Collective."""
+    for number, tensor in enumerate(tensors):
         whole = full_tensor(state[tensor.name], rank=rank)
         if whole is not None and outgoing is not None:
             outgoing.put(number, whole)
         del whole  # or it would be held while the next one is gathered
-    for number, tensor in enumerate(plan.tensors):
+    for number, tensor in enumerate(tensors):
         for copy in tensor.copies:
             whole = full_tensor(state[str(copy.tied)], rank=rank)
             if whole is not None and outgoing is not None:
@@ -149,13 +158,27 @@ def _gather(
             del whole
 
 
+class _UnderWay(NamedTuple):
+    """A bucket that is being sent.
+
+    Attributes:
+        memory: of the bucket; held until it is sent.
+        is_buffer: whether that is memory that other buckets will use.
+        broadcasting: to be waited for.
+    """
+
+    memory: Tensor
+    is_buffer: bool
+    broadcasting: Broadcasting
+
+
 class _Outgoing:
     """Rank 0's side of one transfer. What fails is kept, until :meth:`end` raises it.
 
     Args:
         group: that it goes to.
-        plan: of the tensors.
-        buffers: for two buckets.
+        tensors: in the order in which they are put.
+        buffers: for what is packed.
         bucket_bytes, has_digests: as receivers are told.
 
     Attributes:
@@ -166,15 +189,15 @@ class _Outgoing:
     def __init__(
         self,
         group: WeightGroup,
-        plan: FullPlan,
+        tensors: Sequence[PlannedTensor],
         buffers: _Buffers,
         *,
         bucket_bytes: int,
         has_digests: bool,
     ) -> None:
         self._group = group
-        self._tensors = plan.tensors
-        self._meta = WeightMeta.of(plan.tensors)
+        self._tensors = tensors
+        self._meta = WeightMeta.of(tensors)
         self._header = Header.of(self._meta, bucket_bytes, has_digests=has_digests)
         self.image = Image.of(self._meta, self._header.bucket_bytes)
         self.error: BroadcastError | None = None
@@ -183,7 +206,7 @@ class _Outgoing:
         self._pieces = ((bucket, one) for bucket in self.image.buckets for one in bucket.pieces)
         self._room = torch.empty(0)
         self._sources: set[torch.device] = set()
-        self._under_way: deque[Broadcasting] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._digests: list[bytes] = []
         self._tied: dict[int, bytes] = {}
 
@@ -224,16 +247,16 @@ class _Outgoing:
     def _put(self, number: int, flat: Tensor) -> None:
         if self._tensors[number].copies:
             self._tied[number] = _digest(flat)
-        self._sources.add(flat.device)
-        for bucket, piece in self._pieces:
-            if piece is bucket.pieces[0]:
-                self._begin(bucket, flat.device)
-            room = self._room[piece.at :][: piece.size]
-            room.copy_(flat[piece.first :][: piece.size], non_blocking=True)
-            if piece is bucket.pieces[-1]:
-                self._send()
+        for bucket, piece in self._pieces if flat.numel() else ():
+            part = flat[piece.first :][: piece.size]
+            if len(bucket.pieces) == 1 and part.device == self._group.device:
+                self._send(part, is_buffer=False)
+            else:
+                self._pack(bucket, piece, part)
             if piece.first + piece.size == flat.numel():
                 break
+        if flat.numel() > self._header.bucket_bytes:
+            self._wait_while(lambda: True)  # it would be held while the next one is gathered
 
     def _compare(self, number: int, name: str, flat: Tensor) -> None:
         if _digest(flat) != self._tied[number]:
@@ -243,8 +266,7 @@ class _Outgoing:
             )
 
     def _end(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().wait()
+        self._wait_while(lambda: True)
         if self._header.has_digests:
             self._say(b"".join(self._digests))
         if not self._group.agree(self._fault is None):
@@ -252,19 +274,38 @@ class _Outgoing:
                 self._fault or "an explorer has not taken what was sent: its log says why"
             )
 
-    def _begin(self, bucket: Bucket, source: torch.device) -> None:
-        """Make room for a bucket: that of the last but one, once it is sent."""
-        if len(self._under_way) == AT_A_TIME:
-            self._under_way.popleft().wait()
-        most = max(one.size for one in self.image.buckets)
-        self._room = self._buffers.next(most, self._group.device, source)[: bucket.size]
+    def _pack(self, bucket: Bucket, piece: Piece, part: Tensor) -> None:
+        """Copy a piece into memory for a bucket, and send that once it is full."""
+        if piece is bucket.pieces[0]:
+            self._wait_while(lambda: sum(one.is_buffer for one in self._under_way) == AT_A_TIME)
+            self._room = self._buffers.next(bucket.size, self._group.device, part.device)
+            self._sources.clear()
+        self._room[piece.at :][: piece.size].copy_(part, non_blocking=True)
+        self._sources.add(part.device)
+        if piece is bucket.pieces[-1]:
+            if self._group.device.type == "cpu":
+                wait_for_copies(self._sources)
+            self._send(self._room, is_buffer=True)
 
-    def _send(self) -> None:
-        if self._group.device.type == "cpu":
-            wait_for_copies(self._sources)
+    def _send(self, memory: Tensor, *, is_buffer: bool) -> None:
+        """Send memory that stays as it is until that is waited for."""
         if self._header.has_digests:
-            self._digests.append(_digest(self._room))
-        self._under_way.append(self._group.broadcast(self._room))
+            self._digests.append(_digest(memory))
+        room = self._header.bucket_bytes - memory.numel()
+        self._wait_while(
+            lambda: (
+                len(self._under_way) == AHEAD
+                or sum(one.memory.numel() for one in self._under_way) > room
+            )
+        )
+        broadcasting = self._group.broadcast(memory)
+        self._under_way.append(_UnderWay(memory, is_buffer, broadcasting))
+
+    def _wait_while(self, true: Callable[[], bool]) -> None:
+        """Wait for what is under way, the oldest first."""
+        while self._under_way and true():
+            self._under_way[0].broadcasting.wait()
+            self._under_way.popleft()
 
     def _say(self, content: bytes) -> None:
         told = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._group.device)
@@ -283,47 +324,44 @@ class _Outgoing:
             self.error.__cause__ = error
 
 
-class _Buffer:
-    """The memory of one bucket.
-
-    Args:
-        size: bytes.
-        device: where it is.
-        source: what is copied into it comes from there.
-    """
-
-    def __init__(self, size: int, device: torch.device, source: torch.device) -> None:
-        self._like = (device, source.type)
-        # Held: on the host it is pinned for as long.
-        self._memory = HostMemory(size, source) if device.type == "cpu" else None
-        self.content = (
-            torch.empty(size, dtype=torch.uint8, device=device)
-            if self._memory is None
-            else self._memory.content
-        ).zero_()  # what lies between tensors is sent, too
-
-    def takes(self, size: int, device: torch.device, source: torch.device) -> bool:
-        """Whether it could have been made with these."""
-        return self._like == (device, source.type) and self.content.numel() >= size
-
-
 class _Buffers:
-    """The memory of two buckets, kept from one transfer to the next."""
+    """Memory that two buckets are packed in, kept from one transfer to the next."""
 
     def __init__(self) -> None:
         self._made: deque[_Buffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """The one that was not given last: so many bytes at least."""
+        """So many bytes of the one that was not given last.
+
+        Args:
+            size: bytes.
+            device: where they are.
+            source: what is copied into them comes from there.
+        """
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
-        if buffer is None or not buffer.takes(size, device, source):
+        if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
             buffer = _Buffer(size, device, source)
         self._made.append(buffer)
-        return buffer.content
+        return buffer.content[:size]
 
     def close(self) -> None:
         """Let them go; torch holds what it still sends."""
         self._made.clear()
+
+
+class _Buffer:
+    """Memory for a bucket, zero at first, as what lies between tensors is sent, too."""
+
+    def __init__(self, size: int, device: torch.device, source: torch.device) -> None:
+        self.like = (device, source.type)
+        self.size = size
+        # Held: on the host it is pinned for as long.
+        self._memory = HostMemory(size, source) if device.type == "cpu" else None
+        self.content = (
+            torch.zeros(size, dtype=torch.uint8, device=device)
+            if self._memory is None
+            else self._memory.content.zero_()
+        )
 
 
 @contextmanager

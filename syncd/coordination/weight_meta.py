@@ -30,8 +30,10 @@ from syncd.protocol.errors import BroadcastError
 ALIGNED: Final = 64
 #: Bytes in a bucket, unless said otherwise.
 BUCKET: Final = 256 * 1024 * 1024
-#: Buckets in memory at a time: one is filled, or emptied, while the other is under way.
+#: Buckets that are packed, or looked at, at a time: one is, while the other is under way.
 AT_A_TIME: Final = 2
+#: Broadcasts under way at a time, where nothing is packed or looked at meanwhile.
+AHEAD: Final = 8
 #: The most bytes of a meta as text: of a million tensors it has about half of it.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
@@ -189,7 +191,7 @@ class Piece(NamedTuple):
         tensor: its number in the meta.
         first: where they begin in the tensor, in bytes.
         at: where they begin in the bucket.
-        size: how many; 0 of an empty tensor alone.
+        size: how many.
     """
 
     tensor: int
@@ -219,7 +221,7 @@ class Image:
     Attributes:
         offsets: where each tensor of the meta begins.
         size: of all, in bytes.
-        buckets: in the order in which they travel.
+        buckets: in the order in which they travel. An empty tensor is in none.
     """
 
     offsets: tuple[int, ...]
@@ -230,8 +232,10 @@ class Image:
     def of(cls, meta: WeightMeta, bucket_bytes: int) -> Self:
         """Cut a transfer into buckets.
 
-        A tensor that a bucket can hold is in one bucket; a larger one begins a bucket, fills as
-        many as it needs, and the next one follows in its last.
+        A tensor of a sixteenth of what a bucket may have, or more, has buckets of its own, one
+        where that is enough: they are memory of the tensor itself, and nothing has to be packed.
+        Smaller ones are packed together, into a quarter of what a bucket may have: to copy them
+        costs less than as many broadcasts.
 
         Args:
             meta: of the transfer.
@@ -239,6 +243,7 @@ class Image:
                 multiple of that.
         """
         most = bucket_bytes // ALIGNED * ALIGNED
+        packed, alone = max(most // 4, ALIGNED), most // 16
         offsets: list[int] = []
         buckets: list[Bucket] = []
         begin = at = 0
@@ -246,22 +251,23 @@ class Image:
 
         def close() -> None:
             nonlocal begin, pieces
-            buckets.append(Bucket(begin, at - begin, tuple(pieces)))
+            if pieces:
+                size = pieces[-1].at + pieces[-1].size
+                buckets.append(Bucket(begin, size, tuple(pieces)))
             begin, pieces = at, []
 
         for number, tensor in enumerate(meta.tensors):
-            size = tensor.nbytes
-            if pieces and at - begin + _room(size) > most:
-                close()
             offsets.append(at)
-            first = 0
-            while size - first > most:
-                pieces.append(Piece(number, first, 0, most))
-                first += most
-                at += most
+            length = tensor.nbytes
+            is_alone = length >= alone
+            for first in range(0, length, most):
+                size = min(most, length - first)
+                if is_alone or at + size - begin > packed:
+                    close()
+                pieces.append(Piece(number, first, at - begin, size))
+                at += padded(size)
+            if is_alone:
                 close()
-            pieces.append(Piece(number, first, at - begin, size - first))
-            at += _room(size - first)
         close()
         return cls(tuple(offsets), at, tuple(buckets))
 
@@ -269,8 +275,3 @@ class Image:
 def padded(size: int) -> int:
     """A number of bytes, rounded up to a multiple of :data:`ALIGNED`."""
     return -(-size // ALIGNED) * ALIGNED
-
-
-def _room(size: int) -> int:
-    """What a tensor takes in the image; an empty one too, so that no bucket is empty."""
-    return max(padded(size), ALIGNED)

@@ -13,7 +13,6 @@ from explorer_hooks.engines.in_place import HostStage
 from explorer_hooks.engines.targets import Fit, find_targets, tensors_of
 from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.weight_meta import ALIGNED, BUCKET, WeightMeta
-from syncd.protocol.errors import BroadcastError, EngineBrokenError
 from tests.fsdp_models import Laden, tensors
 from tests.weight_groups import transfer
 from trainer_hooks.broadcast import WeightSender
