@@ -304,6 +304,10 @@ class Synchronizer:
         """How many explorers work, and how many of them take part in broadcasts."""
         return await self._run(self._trainer.takers)
 
+    async def have_received(self, save_id: SaveId) -> bool:
+        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
+        return await self._run(self._trainer.have_received, save_id)
+
     async def goes_by_files(self, step: int) -> None:
         """Say that the weights of a step come by the checkpoint path."""
         await self._run(self._trainer.goes_by_files, step)
