@@ -94,6 +94,10 @@ class Explorers:
         """Who is there to take weights; None where that cannot be seen now."""
         return self._tried(self._synchronizer.takers)
 
+    def have_received(self, save_id: SaveId) -> bool:
+        """Whether all who take broadcasts serve what was sent; False where that cannot be seen."""
+        return self._tried(lambda: self._synchronizer.have_received(save_id)) is True
+
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
         """Wait until all who take broadcasts are ready for one, and meet them.
 
@@ -104,7 +108,7 @@ class Explorers:
         timeout = synchronizer.settings.broadcast_timeout
         agreed = self._tried(lambda: synchronizer.ready_to_nccl_sync(step, timeout=timeout))
         if agreed is None:
-            raise BroadcastError(f"not all explorers were ready for it within {timeout:g} s")
+            raise BroadcastError(f"not all explorers were ready for it ({timeout:g} s at most)")
         try:
             return synchronizer.open_group(save_id, device)
         except OSError as error:

@@ -108,6 +108,12 @@ class FastPath:
         self._sender = WeightSender(model, bucket_bytes=settings.broadcast_bucket)
         self._group: WeightGroup | None = None
 
+    def has_arrived(self, sent: SaveId | None, step: int) -> bool:
+        """On rank 0: whether all who take broadcasts have had this step by one, and still do."""
+        if sent is None or sent.step != step or self._explorers is None:
+            return False
+        return self._explorers.have_received(sent)
+
     def open(self, step: int, save_id: SaveId) -> Way:
         """On rank 0: how a sync travels; by broadcast where all who take part are ready for it."""
         explorers = self._explorers

@@ -356,6 +356,8 @@ class TrainerHook:
                     "waited for any longer; what was announced before stays"
                 )
             )
+        if self._fast_path is not None:
+            self._fast_path.close()
         self._job.close()
         return errors
 

@@ -236,16 +236,22 @@ class Planner:
         """How explorers get a step that is due, and may be saved as a full checkpoint anyway."""
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
+        if self._fast_path.has_arrived(self.last_sync, step):
+            return self._nothing_new()
         way = self._fast_path.open(step, self._coming_id(step))
         if way is Way.BROADCAST:
             return Plan.BROADCAST
         if way is Way.NOT_AT_ALL:
             return Plan.NOTHING
-        if self._is_begun(self.synced, step):  # whoever asks has it, or will have it
-            if self._explorers is not None and not self._is_on_its_way(self.synced):
-                self._explorers.say_nothing_new()
-            return Plan.NOTHING
+        if self._is_begun(self.synced, step):
+            return Plan.NOTHING if self._is_on_its_way(self.synced) else self._nothing_new()
         return self._by_files(is_saved=is_saved)
+
+    def _nothing_new(self) -> Plan:
+        """Whoever asks has this step, or what was published of it."""
+        if self._explorers is not None:
+            self._explorers.say_nothing_new()
+        return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
         busy = bool(self._thread.under_way)

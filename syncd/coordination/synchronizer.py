@@ -225,22 +225,6 @@ class Synchronizer:
             )
         )
 
-    async def wait_for_weights(
-        self,
-        current: Version | None,
-        *,
-        joins: Callable[[], bool],
-        ends_with_trainer: bool,
-        timeout: float | None = None,
-    ) -> Version | Offer | None:
-        """Wait for a newer version than ``current`` or a transfer, whichever comes first."""
-        call = self._explorer.wait_for_weights
-        return await self._wait(
-            partial(
-                call, current, joins=joins, ends_with_trainer=ends_with_trainer, timeout=timeout
-            )
-        )
-
     async def current_run(self) -> str | None:
         """The run id of the trainer that works now; None where none does."""
         return await self._run(self._explorer.current_run)
@@ -319,6 +303,10 @@ class Synchronizer:
     async def takers(self) -> Takers:
         """How many explorers work, and how many of them take part in broadcasts."""
         return await self._run(self._trainer.takers)
+
+    async def have_received(self, save_id: SaveId) -> bool:
+        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
+        return await self._run(self._trainer.have_received, save_id)
 
     async def goes_by_files(self, step: int) -> None:
         """Say that the weights of a step come by the checkpoint path."""

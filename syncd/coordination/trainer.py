@@ -245,6 +245,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """How many explorers work, and how many of them take part in broadcasts."""
         return self._transfer.takers()
 
+    def have_received(self, save_id: SaveId) -> bool:
+        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
+        received = {
+            one.received
+            for one in self._roster.explorers()
+            if one.workers and one.status != RunningStatus.STOPPED.value
+        }
+        return received == {str(save_id)}
+
     def goes_by_files(self, step: int) -> None:
         """Say that the weights of a step come by the checkpoint path.
 

@@ -29,8 +29,10 @@ from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.coordination.transfer import ExplorerSide, Offers
 from syncd.protocol.errors import SyncdError
+from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Rendezvous
-from syncd.protocol.policy import SyncSettings, Version
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.records import ExplorerReport, parse
 from tests.hooks import over
 from tests.multiprocess.processes import DEADLINE, wait_until
 from trainer_hooks import SaveSettings, TrainerHook
@@ -252,11 +254,6 @@ def _ask(connection: Connection, command: str, *given: Any) -> Any:
 
 def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
     torch.set_num_threads(1)
-    import logging
-
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(relativeCreated)d {given[1]} {os.getpid()} %(message)s"
-    )
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     told = make(*given)
     threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
@@ -281,6 +278,23 @@ def _listen(told: Told, connection: Connection) -> None:
 
 
 # -- in the test -----------------------------------------------------------------------------------
+
+
+def report(job: Path, name: str) -> ExplorerReport:
+    path = JobLayout(job).explorer(name)
+    return parse(ExplorerReport, path.read_bytes(), path)
+
+
+def ready(job: Path, *names: str) -> None:
+    """Wait until these explorers would join an offer."""
+    for name in names:
+        wait_until(
+            lambda name=name: (  # type: ignore[misc] # mypy infers no type of a default
+                (one := report(job, name)).workers > 0
+                and one.status == RunningStatus.REQUIRE_SYNC.value
+            ),
+            f"{name} is ready for a broadcast",
+        )
 
 
 class Peer:

@@ -11,11 +11,10 @@ import pytest
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Offer
-from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast
+from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast, ready, report
 from tests.multiprocess.processes import (
     LEASE_TIME,
     Daemon,
@@ -35,27 +34,10 @@ def stage(tmp_path: Path) -> Iterator[Cast]:
         yield made
 
 
-def report(job: Path, name: str) -> ExplorerReport:
-    path = JobLayout(job).explorer(name)
-    return parse(ExplorerReport, path.read_bytes(), path)
-
-
 def members(job: Path) -> set[str]:
     """Who the last offer was made to."""
     path = JobLayout(job).offer
     return {member.name for member in parse(Offer, path.read_bytes(), path).members}
-
-
-def ready(job: Path, *names: str) -> None:
-    """Wait until these explorers would join an offer."""
-    for name in names:
-        wait_until(
-            lambda name=name: (  # type: ignore[misc] # mypy infers no type of a default
-                (one := report(job, name)).workers > 0
-                and one.status == RunningStatus.REQUIRE_SYNC.value
-            ),
-            f"{name} is ready for a broadcast",
-        )
 
 
 def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
