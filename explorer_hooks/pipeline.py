@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from explorer_hooks.engines.base import Engine
+from explorer_hooks.fast_path import FastPath, Transfer
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.reload import OnRemote, RefusedError, Reloader, refuses
 from explorer_hooks.staging import NotStagedError, Staging
@@ -18,7 +19,7 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, VerificationError
 from syncd.protocol.policy import Version
-from syncd.protocol.records import Reload
+from syncd.protocol.records import Reload, SaveId
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +40,11 @@ class Pipeline:
         staging: copies versions to this host first; off where the engine reads elsewhere too.
         before_load: is given the version that is about to be loaded.
         on_remote: takes versions of kind ``remote`` in place of the engine.
+        fast_path: how the engine takes broadcasts; None where it takes none.
 
     Attributes:
-        held: the version that the engine serves, held; None before the first.
+        held: the version that the engine serves, held; None before the first. Where the engine has
+            newer weights by a broadcast, the newest version before them, or of them.
         last: how it came to it.
         fault: why the explorer cannot be relied on.
     """
@@ -54,6 +57,7 @@ class Pipeline:
         staging: Staging | None,
         before_load: Callable[[LeasedVersion], object] | None,
         on_remote: OnRemote | None,
+        fast_path: FastPath | None = None,
     ) -> None:
         self._sync = sync
         self._reloader = Reloader(engine, on_remote)
@@ -67,6 +71,9 @@ class Pipeline:
         self._broken: str | None = None
         self._abandoned: str | None = None
         self._refused: tuple[Version, str] | None = None
+        self._fast_path = fast_path
+        self._received: SaveId | None = None
+        self._is_verified = True
         self._leaving: list[LeasedVersion] = []
         self._changed = threading.Condition()
         #: Had while versions are let go. Not the other one: storage may take for ever.
@@ -75,8 +82,11 @@ class Pipeline:
     @property
     def version(self) -> Version | None:
         """What the engine serves."""
-        held = self.held
-        return _label(held) if held else None
+        with self._changed:
+            held, received = self.held, self._received
+        if held is None:
+            return None
+        return Version(held.sequence, received.step if received else held.step)
 
     @property
     def fault(self) -> str | None:
@@ -96,8 +106,63 @@ class Pipeline:
             return served
         return self._refused[0]
 
-    def take(self, version: Version, cancel: Cancellation) -> Version:
+    @property
+    def joins(self) -> bool:
+        """Whether it takes part in broadcasts now.
+
+        Not before the first version: where a broadcast leaves an engine broken, that is what it is
+        given back.
+        """
+        fast_path = self._fast_path
+        return fast_path is not None and fast_path.fits and bool(self.held) and not self.is_broken
+
+    def receive(self, transfer: Transfer) -> None:
+        """Let the engine take the weights of a transfer, and report them.
+
+        Raises:
+            BroadcastError: it came to nothing; the engine is as it was.
+            EngineBrokenError: what the engine serves is not known.
+            Exception: what a callback raised.
+        """
+        held = self.held
+        assert held is not None  # noqa: S101 - else it would not have joined
+        try:
+            begun = time.monotonic()
+            if self._before_load is not None:
+                self._before_load(held)
+            told = Reload(
+                sequence=held.sequence,
+                step=transfer.save_id.step,
+                prepare=time.monotonic() - begun,
+            )
+            told = self._reloader.receive(transfer.take, told)
+        except EngineBrokenError as error:
+            self._broken = str(error)
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._broken = f"a broadcast was cut off by {type(error).__name__}"
+            raise
+        else:
+            with self._changed:
+                self.last, self._received = told, transfer.save_id
+                self._changed.notify_all()
+            log.info(
+                "%s serves step %d, by broadcast, in %.3f s, with a pause of %.3f s",
+                self._sync.name,
+                told.step,
+                told.seconds,
+                told.pause,
+            )
+        finally:
+            self.report()
+
+    def take(self, version: Version, cancel: Cancellation) -> bool:
         """Lease, verify, stage, apply and report a version.
+
+        Returns:
+            False where the engine has had its weights, or later ones of the same run, by a
+            broadcast: then it is held and reported, and nothing is loaded.
 
         Raises:
             VersionGoneError: it was retired, or is not visible yet.
@@ -109,6 +174,9 @@ class Pipeline:
             leased = self._sync.hold(version)
         except VerificationError as error:
             raise self._refusal(version, error) from error
+        if self._has_received(leased):
+            self._adopt(leased)
+            return False
         using = [leased]  # what is to be let go where it comes to nothing
         blames = True
         try:
@@ -133,7 +201,7 @@ class Pipeline:
                 self.report()
             raise
         self._served(leased, ready, told)
-        return version
+        return True
 
     def restore(self) -> None:
         """Where the engine is broken, let it serve again what it should.
@@ -141,11 +209,21 @@ class Pipeline:
         Raises:
             EngineBrokenError: it is still broken.
         """
-        if self._broken is not None and self.held is not None:
-            self._reloader.restore(self.held)
-            log.info("the engine serves version %d again", self.held.sequence)
-            self._broken = None
-            self.report()
+        held = self.held
+        if self._broken is None or held is None:
+            return
+        if not self._is_verified:
+            try:
+                held.verify()
+            except (VerificationError, OSError) as error:
+                raise EngineBrokenError(
+                    f"{self._broken}; nor can it be given version {held.sequence}: {error}"
+                ) from error
+        self._reloader.restore(held)
+        log.info("the engine serves version %d again", held.sequence)
+        with self._changed:
+            self._broken, self._received, self._is_verified = None, None, True
+        self.report()
 
     def look(self) -> None:
         """Now and then, see whether the engine still has what it was given.
@@ -224,6 +302,9 @@ class Pipeline:
                 refused=self._refused[1] if self._refused else None,
                 reload=self.last,
                 fault=self.fault,
+                received=str(self._received) if self._received else None,
+                workers=self._fast_path.workers if self._fast_path and self.joins else 0,
+                group=self._fast_path.group if self._fast_path else None,
             )
         except OSError as error:
             log.warning("%s cannot report: %s", self._sync.name, error)
@@ -282,7 +363,10 @@ class Pipeline:
         with self._changed:
             before, self.held = self.held, ready
             self.last, self._refused, self._broken = told, None, None
+            self._received, self._is_verified = None, True
             self._changed.notify_all()
+        if self._fast_path is not None:
+            self._fast_path.fits = True
         if self._staging is not None:
             self._staging.serves(ready.folder)
         # A copy on this host needs no lease.
@@ -298,6 +382,32 @@ class Pipeline:
             told.seconds,
             told.pause,
         )
+
+    def _has_received(self, version: LeasedVersion) -> bool:
+        """Whether the engine has a version's weights, or later ones of the run, by a broadcast.
+
+        Not those of one that was rolled back to: someone wants the engine to go back.
+        """
+        saved = SaveId.parse(version.manifest.save_id)
+        received = self._received
+        if received is None or saved is None or version.manifest.rolled_back is not None:
+            return False
+        return saved.run == received.run and not saved.is_newer_than(received)
+
+    def _adopt(self, version: LeasedVersion) -> None:
+        """Hold a version that need not be loaded: what is served stays, whatever it is called."""
+        with self._changed:
+            before, self.held = self.held, version
+            self._is_verified = False
+            if self._refused is not None and self._refused[0].sequence < version.sequence:
+                self._refused = None
+            self._changed.notify_all()
+        if before is not None:
+            self._let_go(before)
+        if self._staging is not None:
+            self._staging.tidy()
+        self.report()
+        log.info("%s has the weights of version %d already", self._sync.name, version.sequence)
 
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
         log.error("version %d is refused: %s", version.sequence, error)

@@ -103,7 +103,7 @@ class WeightTaker(Protocol):
 
         Raises:
             BroadcastError: it came to nothing; the engine has the weights that it had, and the
-                generation is dead to it.
+                generation is dead to it. Its cause is an EngineMismatchError where they do not fit.
             EngineBrokenError: what weights it has is not known.
         """
 

@@ -7,19 +7,16 @@ torch does that could wait for a peer longer than that is done in a thread that 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
-from syncd.coordination.addresses import address_towards
+from syncd.coordination.bounded import torch_time, within
+from syncd.coordination.group_backends import connect, in_words, make_backend, release, serve
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.participants import Rendezvous
 
@@ -27,24 +24,14 @@ if TYPE_CHECKING:
     import socket
 
     from torch import Tensor
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+    from torch._C._distributed_c10d import Store
 
 _YES: Final = "yes"
 _NO: Final = "no"
 #: Seconds between two looks whether a broadcast is done, at most.
 _LOOK: Final = 0.001
-#: Seconds between two looks whether what a closed group was at has ended.
-_REAP: Final = 0.1
 #: Seconds beyond the deadline for the store to say what was decided at it.
 _GRACE: Final = 1.0
-#: torch takes 0 for no limit, and rounds down.
-_SHORTEST: Final = 0.01
-#: A group's NCCL errors are the caller's, and not for a watchdog that would end the process.
-_BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
-_ENVIRONMENT: Final = threading.Lock()
 
 
 class Broadcasting:
@@ -89,7 +76,7 @@ class WeightGroup:
         rendezvous: Rendezvous,
         rank: int,
         backend: Any,
-        stores: list[dist.Store],
+        stores: list[Store],
         *,
         deadline: float,
         device: torch.device,
@@ -139,19 +126,21 @@ class WeightGroup:
         end = time.monotonic() + deadline
         where = f"{rendezvous.address} port {rendezvous.port}"
 
-        def form() -> tuple[Any, dist.Store]:
-            # What one of them waits for must not hold up the other.
-            ours, theirs = (_connect(rendezvous, deadline) for _ in range(2))
-            make = _MAKERS[rendezvous.backend]
-            return make(rendezvous, rank, theirs, deadline, device), ours
+        servers: list[Store] = []
 
-        stores: list[dist.Store] = []
+        def form() -> tuple[Any, Store]:
+            # Two connections: what waits on one of them must not hold up the other.
+            ours, theirs = (connect(rendezvous, deadline) for _ in range(2))
+            backend = make_backend(rendezvous, rank, theirs, deadline=deadline, device=device)
+            return backend, ours
+
         try:
             if listening is not None:
-                stores.append(_serve(rendezvous, listening, deadline))
-            backend, ours = _within(end + _GRACE, form)
-            stores.insert(0, ours)
-            return cls(rendezvous, rank, backend, stores, deadline=deadline, device=device)
+                servers.append(serve(rendezvous, listening, deadline))
+            backend, store = within(end + _GRACE, form)
+            return cls(
+                rendezvous, rank, backend, [store, *servers], deadline=deadline, device=device
+            )
         except TimeoutError:
             raise BroadcastError(
                 f"the weight group {rendezvous.group_name} was not formed at {where} within "
@@ -160,11 +149,10 @@ class WeightGroup:
         except (RuntimeError, OSError, ValueError) as error:
             raise BroadcastError(
                 f"the weight group {rendezvous.group_name} cannot be formed at {where}: "
-                f"{_in_words(error)}"
+                f"{in_words(error)}"
             ) from error
         finally:
-            if sys.exception() is not None:
-                stores.clear()  # the port is free at once, whoever keeps the error
+            servers.clear()  # of one that was not formed the port is free, whoever keeps the error
 
     @property
     def has_failed(self) -> bool:
@@ -188,15 +176,15 @@ class WeightGroup:
         self._check()
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        options.timeout = _time(self._left())
+        options.timeout = torch_time(self._left())
         try:
             work = self._backend.broadcast([tensor], options)
         except RuntimeError as error:
-            raise self._fail(f"a broadcast failed: {_in_words(error)}") from error
+            raise self._fail(f"a broadcast failed: {in_words(error)}") from error
         self._unfinished.append(work)
         return Broadcasting(lambda: self._finish(work))
 
-    def agree(self, ok: bool) -> bool:  # noqa: FBT001 # a vote
+    def agree(self, ok: bool) -> bool:
         """Say whether all is well here, and learn whether it is everywhere.
 
         Promised: all ranks that come back with an answer have the same one, and rank 0 comes back
@@ -215,19 +203,19 @@ class WeightGroup:
         self._agreements += 1
         store = self._stores[0]
         try:
-            verdict, late = _within(
+            verdict, late = within(
                 self._deadline + _GRACE,
                 # Whoever was stopped until the deadline must not say yes: the others have given up.
                 lambda: self._decide(store, key, ok=ok and self._left() > 0),
             )
-            if late:
+            if not verdict and self._left() <= 0:
                 raise self._fail(f"{self._named(late)} did not say in time that all has arrived")
             if not verdict:
                 return False
             if self.rank:
                 store.set(f"{key}/read/{self.rank}", _YES)
                 return True
-            _within(self._deadline + _GRACE, lambda: self._wait_for_readers(store, key))
+            within(self._deadline + _GRACE, lambda: self._wait_for_readers(store, key))
         except TimeoutError:
             raise self._fail(
                 "what was agreed was not known at the deadline: the trainer's host is stopped, or "
@@ -235,7 +223,7 @@ class WeightGroup:
             ) from None
         except RuntimeError as error:
             raise self._fail(
-                f"what was agreed is not known everywhere: {_in_words(error)}"
+                f"what was agreed is not known everywhere: {in_words(error)}"
             ) from error
         return True
 
@@ -246,9 +234,9 @@ class WeightGroup:
             backend, self._backend = self._backend, None
             self._stores.clear()  # rank 0's store ends with its last reference: its port is free
         if backend is not None:
-            threading.Thread(
-                target=_reap, args=([backend], self._unfinished), name="syncd-reaper", daemon=True
-            ).start()
+            backends = [backend]
+            del backend  # the last reference goes in the background
+            release(backends, self._unfinished)
 
     def _finish(self, work: dist.Work) -> None:
         """Wait for a broadcast.
@@ -266,28 +254,26 @@ class WeightGroup:
                 pause = min(_LOOK, pause + _LOOK / 50)
             work.wait()
         except RuntimeError as error:
-            raise self._fail(f"a broadcast failed: {_in_words(error)}") from error
+            raise self._fail(f"a broadcast failed: {in_words(error)}") from error
         self._unfinished.remove(work)
 
-    def _decide(self, store: dist.Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict, and which ranks had not spoken when it was made at the deadline here."""
+    def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
+        """The verdict, and which ranks had not said yes when it was made."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:
                 store.compare_set(key, "", _YES)
             with contextlib.suppress(dist.DistStoreError):  # the deadline
-                store.wait([key], _time(self._left()))
+                store.wait([key], torch_time(self._left()))
         # The first verdict counts. Where there is none by now, ours is: no.
         verdict = store.compare_set(key, "", _NO) == _YES.encode()
-        if verdict or not ok or self._left() > 0:
-            return verdict, []
-        ranks = range(self.world_size)
+        ranks = [] if verdict else range(self.world_size)
         return verdict, [rank for rank in ranks if not store.check([f"{key}/yes/{rank}"])]
 
-    def _wait_for_readers(self, store: dist.Store, key: str) -> None:
+    def _wait_for_readers(self, store: Store, key: str) -> None:
         others = range(1, self.world_size)
         if others:
-            store.wait([f"{key}/read/{rank}" for rank in others], _time(self._left()))
+            store.wait([f"{key}/read/{rank}" for rank in others], torch_time(self._left()))
         store.delete_key(key)
         store.delete_key(f"{key}/yes")
         for rank in range(self.world_size):
@@ -351,134 +337,3 @@ class KeptGroup:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-
-def backend_for(device: torch.device) -> str:
-    """The backend that broadcasts tensors of a device."""
-    return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-
-
-def _serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> dist.Store:
-    return dist.TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        is_master=True,
-        timeout=timedelta(seconds=deadline),
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
-
-
-def _connect(rendezvous: Rendezvous, deadline: float) -> dist.Store:
-    """A connection to rank 0's store, of whoever makes it alone: one waits for the answer."""
-    store = dist.TCPStore(
-        rendezvous.address,
-        rendezvous.port,
-        is_master=False,
-        timeout=timedelta(seconds=max(1.0, deadline)),
-        wait_for_workers=False,
-    )
-    return dist.PrefixStore(rendezvous.group_name, store)
-
-
-def _gloo(
-    rendezvous: Rendezvous, rank: int, store: dist.Store, deadline: float, device: torch.device
-) -> Any:
-    # By an address, and not by this host's name, which need not lead anywhere.
-    address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
-    options._timeout = timedelta(seconds=deadline)  # noqa: SLF001 # likewise
-    options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001 # likewise
-    return gloo(store, rank, rendezvous.world_size, options)
-
-
-def _nccl(
-    rendezvous: Rendezvous, rank: int, store: dist.Store, deadline: float, device: torch.device
-) -> Any:
-    if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
-        raise ValueError("it is NCCL's, and here is no GPU to take weights")
-    nccl: Any = dist.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timedelta(seconds=deadline)  # noqa: SLF001 # torch has no other name for it
-    options.group_name = rendezvous.group_name
-    with torch.cuda.device(device):
-        with _blocking():
-            backend = nccl(store, rank, rendezvous.world_size, options)
-        # The communicator is made by the first operation: here, where that has a deadline.
-        work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
-        work.wait(timedelta(seconds=deadline))
-    return backend
-
-
-_MAKERS: Final = {"gloo": _gloo, "nccl": _nccl}
-
-
-@contextlib.contextmanager
-def _blocking() -> Iterator[None]:
-    """Let the NCCL group that is made meanwhile have no watchdog, and leave all others theirs."""
-    with _ENVIRONMENT:
-        before = os.environ.get(_BLOCKING)
-        os.environ[_BLOCKING] = "1"
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_BLOCKING]
-            else:
-                os.environ[_BLOCKING] = before
-
-
-def _within(end: float, call: Callable[[], T]) -> T:
-    """What a call returns, or raises; it is left to itself where it takes longer.
-
-    Args:
-        end: until when, by the monotonic clock.
-        call: what may wait for a peer that has stopped; torch has no limit for some of that.
-
-    Raises:
-        TimeoutError: it has not returned.
-    """
-    done = threading.Event()
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001 # raised again, by who waits
-            errors.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=work, name="syncd-weight-group", daemon=True).start()
-    if not done.wait(max(0.0, end - time.monotonic())):
-        raise TimeoutError
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-def _reap(backends: list[Any], unfinished: list[dist.Work]) -> None:
-    """Let a backend go once nothing is under way in it: its destructor waits for that."""
-    backend = backends.pop()
-    if backend.name() == "nccl":
-        backend.abort()
-    while not all(work.is_completed() for work in unfinished):
-        time.sleep(_REAP)
-    unfinished.clear()
-    del backend
-
-
-def _time(seconds: float) -> timedelta:
-    return timedelta(seconds=max(_SHORTEST, seconds))
-
-
-def _in_words(error: Exception) -> str:
-    """What went wrong in torch, in one line, without its stack."""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, dist.DistNetworkError):
-        return f"the trainer's store is gone or cannot be reached ({said})"
-    if isinstance(error, dist.DistStoreError):
-        return f"the others did not come to the trainer's store in time ({said})"
-    return said

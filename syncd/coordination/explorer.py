@@ -6,28 +6,27 @@ import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from syncd.coordination.member import Member, Seams
+from syncd.coordination.explorer_transfers import ExplorerTransfers
+from syncd.coordination.member import Seams
 from syncd.coordination.participant import back_to_running, become, require_sync
-from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
-from syncd.coordination.weight_sync import ExplorerGroup
 from syncd.protocol.errors import (
-    BroadcastError,
     InvalidSettingsError,
     JobUnavailableError,
     WaitTimeoutError,
 )
-from syncd.protocol.participants import Rendezvous
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
-from syncd.protocol.records import ExplorerReport, Reload
+from syncd.protocol.participants import Offer
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    Version,
+    after_broadcast,
+    may_produce,
+)
+from syncd.protocol.records import Reload, SaveId
 from syncd.storage.leases import Clock
-
-if TYPE_CHECKING:
-    import torch
-
-    from syncd.coordination.broadcast import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class _Request:
         self._answers = said
 
 
-class ExplorerSynchronizer(Member[ExplorerReport]):
+class ExplorerSynchronizer(ExplorerTransfers):
     """One explorer of a job. See :class:`~syncd.coordination.member.Member`.
 
     Args:
@@ -91,24 +90,12 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> None:
         super().__init__(
             job_dir,
-            "explorer",
             name,
             settings=settings,
             memory_dir=memory_dir,
+            workers=workers,
             seams=seams,
-            path=lambda layout: layout.explorer(name),
-            first=lambda session: ExplorerReport(
-                name=name,
-                session=session,
-                status=RunningStatus.STOPPED.value,
-                workers=workers,
-                time=0.0,
-            ),
         )
-        self._transfer = ExplorerSide(self._offers, self._roster, self._me)
-        self._met: Rendezvous | None = None
-        self._group = ExplorerGroup(self._meetings, self._offers, name, self._me.session.id)
-        self._stack.callback(self._group.close)
         self._warned: Version | None = None
 
     def set_explorer_status(
@@ -142,6 +129,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         reload: Reload | None = None,
         fault: str | None = None,
         received: str | None = None,
+        workers: int | None = None,
+        group: str | None = None,
     ) -> None:
         """Say all of what an explorer's hook has to say; what is left out is taken back.
 
@@ -150,7 +139,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused: which newer version was refused, and why.
             reload: how the engine came to what it serves.
             fault: why this explorer cannot be relied on.
-            received: the save id of what is served, where it came by a broadcast.
+            received: the save id of the weights that are served, where they came by a broadcast.
+            workers: how many ranks of a weight group it is from now on; None for as many as before.
+            group: with that, the weight group that all of them have open.
         """
         self._me.update(
             sequence=version.sequence if version else None,
@@ -159,6 +150,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             reload=reload,
             fault=fault,
             received=received,
+            **({} if workers is None else {"workers": workers, "group": group}),
         )
 
     def wait_new_model_state_dict(
@@ -271,6 +263,73 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             finally:
                 self._end_wait(missed)
 
+    def wait_for_weights(
+        self,
+        current: Version | None,
+        *,
+        joins: Callable[[], bool],
+        ends_with_trainer: bool,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Version | Offer | None:
+        """Require a sync, and wait for a newer version or a transfer, whichever comes first.
+
+        Args:
+            current: nothing at or below its sequence is taken; None for any version.
+            joins: whether transfers are taken part in now.
+            ends_with_trainer: whether it ends, as :meth:`wait_new_model_state_dict` does, where the
+                trainer has stopped or says that nothing newer comes; else it asks again.
+            timeout: seconds; None for as long as it takes.
+            cancel: ends the wait from another thread.
+            look: called each time that there is nothing newer; what it raises ends the wait.
+
+        Returns:
+            A version; or the offer of a transfer, which is decided: all its members have to meet
+            (:meth:`rendezvous`); None where it ends with the trainer.
+
+        Raises:
+            WaitTimeoutError: neither in time.
+            CancelledError: the wait was cancelled.
+            InvalidTransitionError: this explorer is not running.
+            OSError: LATEST or the offer cannot be read.
+        """
+        with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
+            missed, said, request = 1, self._said(), _Request(self._clock, self._poll)
+            try:
+                while True:
+                    ends = ends_with_trainer and (
+                        self._said() not in {None, said}
+                        or self._roster.trainer_status() is RunningStatus.STOPPED
+                    )
+                    transfer = self._transfer
+                    looks = transfer.has_joined or (joins() and not ends)
+                    if looks and (offer := transfer.look()) is not None:
+                        missed = 0
+                        return offer
+                    if not transfer.has_joined:  # else its other members wait for us
+                        newest = self._versions.newest(current, sure=ends)
+                        if newest is not None and newest != current:
+                            missed = 0
+                            return newest
+                        if ends:
+                            self._warn_once(current)
+                            return None
+                        look()
+                    self._ask(request)
+                    if not wait.more():
+                        if (offer := transfer.leave()) is not None:
+                            return offer
+                        raise WaitTimeoutError(
+                            f"nothing newer than {current or 'nothing'}, and no transfer, within "
+                            f"{timeout:g} s in {self._versions.layout.root}"
+                        )
+            finally:
+                try:
+                    self._transfer.leave()
+                finally:
+                    self._end_wait(missed)
+
     def _ask(self, request: _Request) -> None:
         """Require a sync, if nobody has answered since it was required last."""
         if not request.is_due():
@@ -290,7 +349,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def _end_wait(self, missed: int) -> None:
         count = self._me.record.nothing_new + missed
         if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
-            back_to_running(self._me, nothing_new=count)
+            back_to_running(self._me, nothing_new=count, joined=None)
         elif missed and self._me.record.status == RunningStatus.RUNNING.value:
             try:
                 self._me.update(nothing_new=count)
@@ -317,142 +376,19 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
-        record = self._me.record
-        served = record.sequence is not None and record.step is not None
-        held = Version(record.sequence or 0, record.step or 0) if served else None
-        return may_produce(self.settings, held, self._versions.newest())
-
-    def ready_to_nccl_sync(
-        self,
-        *,
-        timeout: float | None = None,
-        cancel: Cancellation | None = None,
-        instead: Callable[[], bool] = lambda: False,
-    ) -> int | None:
-        """Wait until the trainer and all other live explorers are ready for a transfer.
-
-        What is promised is said at the trainer's.
-
-        Args:
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
-            instead: asked at each look at which no offer is joined; where it says True, the wait
-                ends: there is a newer version to take, say.
-
-        Returns:
-            The trainer's step; None where they are not ready in time, the trainer is gone, or it
-            has said that these weights come by the checkpoint path.
-        """
-        with self._wait(timeout, cancel) as wait:
-            return self._transfer.agree(wait, instead)
-
-    def nccl_sync_succeeded(self, step: int) -> None:
-        """Say that the weights of a step have arrived; after the transfer.
-
-        Where they came through the weight group that :meth:`rendezvous` named, the next transfer
-        uses it again.
-        """
-        met = self._met
-        self._me.update(
-            step=step,
-            received=met.save_id if met else None,
-            group=met.group_name if met else None,
-        )
-
-    # -- the weight group --------------------------------------------------------------------------
-
-    def rendezvous(self, *, cancel: Cancellation | None = None) -> tuple[Rendezvous, int]:
-        """Where the workers meet those that :meth:`ready_to_nccl_sync` has agreed with.
-
-        Args:
-            cancel: ends the wait from another thread.
-
-        Returns:
-            That, and the rank of this explorer's first worker.
-
-        Raises:
-            BroadcastError: nothing was agreed, or the trainer has not said so within
-                ``broadcast_timeout``.
-            CancelledError: the wait was cancelled.
-            OSError: storage failed.
-        """
-        offer, self._transfer.agreed = self._transfer.agreed, None
-        self._met = None
-        if offer is None:
-            raise BroadcastError("no transfer was agreed: nobody comes to a weight group")
-        with self._wait(self.settings.broadcast_timeout, cancel) as wait:
-            self._met, rank = self._group.rendezvous(offer, wait)
-        return self._met, rank
-
-    def open_group(
-        self, device: torch.device, *, cancel: Cancellation | None = None
-    ) -> tuple[WeightGroup, Rendezvous]:
-        """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
-
-        Args:
-            device: where received tensors are.
-            cancel: ends the wait for the rendezvous from another thread.
-
-        Raises:
-            BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
-        """
-        met, rank = self.rendezvous(cancel=cancel)
-        deadline = self.settings.broadcast_timeout
-        return self._group.open(met, rank, deadline=deadline, device=device), met
-
-    def group_failed(self) -> None:
-        """Leave the weight group, and say so: the next transfer forms another."""
-        self._group.close()
-        self._met = None
-        if self._me.record.group is not None:
-            self._me.update(group=None)
-
-    def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: object = None
-    ) -> None:
-        """Only the trainer's: it says where a group meets, and explorers read that.
-
-        Raises:
-            InvalidSettingsError: always.
-        """
-        raise InvalidSettingsError(
-            f"explorer {self.name} does not say where weight groups meet: the trainer does"
-        )
-
-    def coordinate_weight_sync_setup(
-        self,
-        timeout: float | None = None,
-        *,
-        device: str = "cpu",
-        cancel: Cancellation | None = None,
-    ) -> None:
-        """Form the weight group with the trainer, who calls its own; nothing is transferred.
-
-        For an explorer of one worker, which is in this process.
-
-        Args:
-            timeout: seconds until the trainer has come; the settings' ``sync_timeout`` by default.
-            device: where received tensors are.
-            cancel: ends the wait from another thread.
-
-        Raises:
-            BroadcastError: it has not, or the group cannot be formed.
-        """
-        import torch  # noqa: PLC0415 # for who broadcasts
-
-        if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
-            raise BroadcastError("the trainer did not come to form a weight group")
-        _, met = self.open_group(torch.device(device), cancel=cancel)
-        self._me.update(group=met.group_name)
-
-    def coordinate_weight_sync_teardown(
-        self,
-        timeout: float | None = None,  # noqa: ARG002 # the trainer's waits for others
-        *,
-        cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
-    ) -> None:
-        """Leave the weight group, before the trainer does."""
-        self.group_failed()
+        record, newest = self._me.record, self._versions.newest()
+        held: Version | None = None
+        if record.sequence is not None and record.step is not None:
+            held = Version(record.sequence, record.step)
+        if self.settings.method is SyncMethod.NCCL and newest is not None:
+            trainer = self._roster.trainer()
+            received = SaveId.parse(record.received) if record.received else None
+            if held and received and trainer and received.run == trainer.run_id:
+                held = after_broadcast(held, newest)
+            offer = self._offers.current()
+            if offer and trainer and offer.session == trainer.session and offer.decided != "off":
+                newest = Version(newest.sequence, max(newest.step, offer.step))
+        return may_produce(self.settings, held, newest)
 
     def _point(self, step: int) -> None:
         """Without a trainer an explorer may choose what is published: to evaluate old steps."""
@@ -462,10 +398,3 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 "decides that"
             )
         super()._point(step)
-
-    def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        layout = self._layout
-        return super()._worth_a_look() | {
-            layout.offer.parent: frozenset({layout.offer.name, layout.rendezvous.name}),
-            layout.state: frozenset({layout.trainer_report.name, layout.latest.name}),
-        }

@@ -18,10 +18,11 @@ from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
     Version,
+    after_broadcast,
     must_wait_for_explorers,
     unanswered,
 )
-from syncd.protocol.records import SaveId, TrainerReport
+from syncd.protocol.records import ExplorerReport, SaveId, TrainerReport
 
 if TYPE_CHECKING:
     import torch
@@ -192,18 +193,29 @@ class TrainerSynchronizer(Member[TrainerReport]):
         if self.settings.max_explorer_lag is None:
             return True
         with self._wait(timeout, cancel) as wait:
-            while must_wait_for_explorers(self.settings, self._versions.newest(), self._served()):
+            while self._must_wait():
                 if not wait.more():
                     log.warning("the slowest explorer still lags; training goes on")
                     return False
         return True
 
-    def _served(self) -> list[Version | None]:
-        return [
-            None if one.sequence is None or one.step is None else Version(one.sequence, one.step)
+    def _must_wait(self) -> bool:
+        newest = self._versions.newest()
+        held = [
+            self._served(one, newest)
             for one in self._roster.explorers()
             if one.status != RunningStatus.STOPPED.value and one.refused is None
         ]
+        return must_wait_for_explorers(self.settings, newest, held)
+
+    def _served(self, one: ExplorerReport, newest: Version | None) -> Version | None:
+        if one.sequence is None or one.step is None:
+            return None
+        held = Version(one.sequence, one.step)
+        received = SaveId.parse(one.received) if one.received else None
+        if received is None or newest is None or received.run != self._me.record.run_id:
+            return held
+        return after_broadcast(held, newest)
 
     def ready_to_nccl_sync(
         self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -232,58 +231,81 @@ class ExplorerSide:
         self._roster = roster
         self._me = me
         self._over: set[str] = set()
+        self._joined: Offer | None = None
+        self._called_off = 0
         self.agreed: Offer | None = None
-        if (past := offers.current()) is not None and past.decided is not None:
-            self._over.add(past.offer)  # it was for those who were there
+        try:
+            past = offers.current()
+        except OSError as error:
+            log.debug("an offer of before may end the first wait: %s", error)
+        else:
+            if past is not None and past.decided is not None:
+                self._over.add(past.offer)  # it was for those who were there
 
-    def agree(self, wait: Wait, instead: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait for an offer and join it; its step, or None where nothing is transferred.
-
-        Args:
-            wait: how long, and what ends it.
-            instead: whether there is something better than to wait for an offer: that ends it,
-                unless one is joined already.
-        """
+    def agree(self, wait: Wait) -> int | None:
+        """Wait for an offer and join it; its step, or None where nothing is transferred."""
         self.agreed = None
         require_sync(self._me, requests=self._me.record.requests + 1)
-        joined: Offer | None = None
-        called_off = False
+        called_off, found = self._called_off, None
         try:
             while True:
                 trainer = self._roster.trainer_status()
-                offer = self._offers.current()
-                if joined is not None and offer is not None and offer.offer != joined.offer:
-                    # It was called off, as far as its trainer goes; or another trainer has come.
-                    if (step := self._leave(joined)) is not None:
-                        return step
-                    joined = None
-                if joined is None and offer is not None and self._concerns_us(offer):
-                    joined = offer  # first: what is said may arrive, though an error is all we get
-                    self._me.update(joined=offer.offer)
-                elif joined is not None and offer is not None and offer.decided is not None:
-                    self._over.add(joined.offer)
-                    if offer.decided == "go":
-                        self.agreed = joined
-                        return joined.step
-                    joined, called_off = None, True
-                if joined is None and offer is not None and self._goes_by_files(offer):
-                    break
-                if joined is None and instead():
+                if (found := self.look()) is not None or self._goes_by_files():
                     break
                 if trainer is RunningStatus.STOPPED:
                     log.warning("the trainer has stopped: nothing is transferred")
                     break
-                if called_off and joined is None and trainer is RunningStatus.RUNNING:
+                given_up = self._called_off > called_off and not self.has_joined
+                if given_up and trainer is RunningStatus.RUNNING:
                     break  # it has given up, and not begun again with those who are left
                 if not wait.more():
                     log.error("the trainer was not ready for a transfer in time")
                     break
-            return self._leave(joined)
-        except BaseException:
-            self._leave(joined)
-            raise
         finally:
-            back_to_running(self._me, joined=None)
+            try:
+                found = self.leave() or found
+            finally:
+                back_to_running(self._me, joined=None)
+        return found.step if found is not None else None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has joined an offer that is not over."""
+        return self._joined is not None
+
+    def look(self) -> Offer | None:
+        """One look at what is offered: an open offer to us is joined, if none is.
+
+        Returns:
+            The one that was joined, once it is decided that it takes place.
+        """
+        offer, joined = self._offers.current(), self._joined
+        other = joined is not None and offer is not None and offer.offer != joined.offer
+        # It was called off, as far as its trainer goes; or another trainer has come.
+        if other and (decided := self.leave()) is not None:
+            return decided
+        if self._joined is None and offer is not None and self._concerns_us(offer):
+            self._joined = offer  # first: what is said may arrive, though an error is all we get
+            self._me.update(joined=offer.offer)
+        elif self._joined is not None and offer is not None and offer.decided is not None:
+            joined, self._joined = self._joined, None
+            self._over.add(joined.offer)
+            if offer.decided == "go":
+                self.agreed = joined
+                return joined
+            self._called_off += 1
+        return None
+
+    def leave(self) -> Offer | None:
+        """Give up what was joined; returns it where it was decided just before: take part."""
+        joined, self._joined = self._joined, None
+        if joined is None:
+            return None
+        self._over.add(joined.offer)
+        if self._offers.decide(joined.offer, "off", self._me.session.id) != "go":
+            return None
+        self.agreed = joined
+        return joined
 
     def _concerns_us(self, offer: Offer) -> bool:
         """Whether an offer is open, and made to us."""
@@ -291,19 +313,11 @@ class ExplorerSide:
         ours = any((one.name, one.session) == us for one in offer.members)
         return ours and offer.decided is None and offer.offer not in self._over
 
-    def _goes_by_files(self, offer: Offer) -> bool:
-        """Whether the trainer says so, and has not said it of this offer before."""
-        if offer.decided != "files" or offer.offer in self._over:
+    def _goes_by_files(self) -> bool:
+        """Whether the trainer says so now, and has not said it of this offer before."""
+        offer = self._offers.current()
+        if self.has_joined or offer is None or offer.decided != "files":
             return False
+        is_new = offer.offer not in self._over
         self._over.add(offer.offer)
-        return True
-
-    def _leave(self, joined: Offer | None) -> int | None:
-        """Give up; but where it was decided just before, take part."""
-        if joined is None or joined.offer in self._over:
-            return None
-        self._over.add(joined.offer)
-        if self._offers.decide(joined.offer, "off", self._me.session.id) != "go":
-            return None
-        self.agreed = joined
-        return joined.step
+        return is_new

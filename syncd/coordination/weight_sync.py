@@ -128,10 +128,8 @@ class TrainerGroup:
         deadline: float,
         device: torch.device,
     ) -> WeightGroup:
-        from syncd.coordination.broadcast import (  # noqa: PLC0415 # torch, for who broadcasts
-            WeightGroup,
-            backend_for,
-        )
+        from syncd.coordination.broadcast import WeightGroup  # noqa: PLC0415 # it needs torch
+        from syncd.coordination.group_backends import backend_for  # noqa: PLC0415 # likewise
 
         before = self._meetings.current()
         generation = 1 if before is None else before.generation + 1
@@ -205,9 +203,7 @@ class ExplorerGroup:
 
         Args and errors are those of :meth:`.broadcast.WeightGroup.join`.
         """
-        from syncd.coordination.broadcast import (  # noqa: PLC0415 # torch, for who broadcasts
-            KeptGroup,
-        )
+        from syncd.coordination.broadcast import KeptGroup  # noqa: PLC0415 # it needs torch
 
         self._kept = self._kept or KeptGroup()
         return self._kept.open(rendezvous, rank, deadline=deadline, device=device)

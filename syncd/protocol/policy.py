@@ -326,8 +326,22 @@ def must_wait_for_explorers(
     return most is not None and any(_lag(version, newest) > most for version in held)
 
 
+def after_broadcast(held: Version, newest: Version) -> Version:
+    """What an explorer counts as serving whose weights came by a broadcast of the present run.
+
+    Where the newest version is of the step that it has, or of one before, that brings nothing new.
+    """
+    return (
+        Version(max(held.sequence, newest.sequence), held.step)
+        if (held.step >= newest.step)
+        else held
+    )
+
+
 def _lag(held: Version | None, newest: Version | None) -> int:
-    """Steps by which a newer version is ahead; whoever holds the newest lags by nothing."""
+    """Steps by which a newer version is ahead, or a broadcast that came after the same version."""
+    if held is not None and newest is not None and held.sequence == newest.sequence:
+        return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:
         return 0
     # At least one: after a trainer has resumed, what is newer may be of a lower step.
