@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import threading
@@ -28,6 +29,13 @@ _CONNECT: Final = 1.0
 #: A group's NCCL errors are the caller's, and not for a watchdog that would end the process.
 _BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT: Final = threading.Lock()
+
+#: Held by who ends a backend. A thread that is in torch when the interpreter ends takes the
+#: process with it (std::terminate): by then none may be.
+_ENDING: Final = threading.Lock()
+_exiting: Final = threading.Event()
+#: Seconds that the interpreter's end waits for that: in a fork nobody may be there to let it go.
+_PATIENCE: Final = 10.0
 
 Name = Literal["nccl", "gloo"]
 
@@ -104,14 +112,30 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
 
     def work() -> None:
         backend = backends.pop()
-        if backend.name() == "nccl":
-            backend.abort()
-        while not all(one.is_completed() for one in unfinished):
+        is_aborted = backend.name() != "nccl"  # gloo cannot be
+        while True:
+            with _ENDING:
+                if _exiting.is_set():
+                    break
+                if not is_aborted:
+                    backend.abort()
+                    is_aborted = True
+                if all(one.is_completed() for one in unfinished):
+                    unfinished.clear()
+                    del backend
+                    return
             time.sleep(_REAP)
-        unfinished.clear()
-        del backend
+        threading.Event().wait()  # for ever: what this frame holds ends with the process
 
     threading.Thread(target=work, name="syncd-weight-group-end", daemon=True).start()
+
+
+@atexit.register
+def _end_no_more() -> None:
+    held = _ENDING.acquire(timeout=_PATIENCE)
+    _exiting.set()
+    if held:
+        _ENDING.release()
 
 
 def in_words(error: Exception) -> str:

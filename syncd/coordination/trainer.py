@@ -327,7 +327,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         step = self._me.record.step or 0
         if self.ready_to_nccl_sync(step, timeout=timeout, cancel=cancel) is None:
             raise BroadcastError("not all explorers came to form a weight group")
-        self.open_group(SaveId(self._me.session.id, step, 0), torch.device(device))
+        self.open_group(SaveId(self._me.record.run_id, step, 0), torch.device(device))
 
     def coordinate_weight_sync_teardown(
         self, timeout: float | None = None, *, cancel: Cancellation | None = None

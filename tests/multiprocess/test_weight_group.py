@@ -181,6 +181,17 @@ def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
         assert not one("left_behind")
 
 
+def test_a_program_that_ends_in_the_middle_of_a_transfer_ends_well(start: Members) -> None:
+    for _ in range(2):  # it is a race
+        trainer, explorer = start(), start()
+        form(trainer, explorer)
+        explorer.stop()
+        trainer("begin", SHORT / 4)
+        trainer.tell("send", 1, 2)
+        assert gave_up(trainer.hear())
+        assert trainer.leave() == 0  # not by std::terminate
+
+
 def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
     start: Members,
 ) -> None:

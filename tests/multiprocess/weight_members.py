@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
@@ -179,8 +179,10 @@ class Answer:
 class Process:
     """A member as its test sees it."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, reap: Callable[[int], int]) -> None:
         self._connection = connection
+        self._reap = reap
+        self._has_ended = False
         self.pid: int = connection.recv()
 
     def tell(self, method: str, *given: Any, **more: Any) -> None:
@@ -203,26 +205,28 @@ class Process:
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
-        # Not a zombie either, which it is for as long as one of its threads is in the kernel.
-        wait_until(lambda: not Path(f"/proc/{self.pid}").exists(), f"{self.pid} is gone")
+        self.status()
+
+    def leave(self) -> int:
+        """Let it end as programs do; its exit status."""
+        self._connection.close()
+        return self.status()
+
+    def status(self) -> int:
+        """The exit status, once it has ended."""
+        self._has_ended = True
+        return self._reap(self.pid)
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
-        wait_until(lambda: self.state() == "T", f"process {self.pid} is stopped")
+        stat = Path(f"/proc/{self.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def state(self) -> str | None:
-        """As Linux has it; None where there is no such process any more."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return fields[0]
-
     def end(self) -> None:
-        if self.state() is not None:
+        if not self._has_ended:  # its number may be another's by now
             self.kill()
         self._connection.close()
 
@@ -236,9 +240,16 @@ class Members:
         self.started: list[Process] = []
 
     def __call__(self) -> Process:
-        self._zygote.send("fork")
-        self.started.append(Process(self._listener.accept()))
+        self._zygote.send(None)
+        self.started.append(Process(self._listener.accept(), self._reap))
         return self.started[-1]
+
+    def _reap(self, pid: int) -> int:
+        self._zygote.send(pid)
+        assert self._zygote.poll(DEADLINE), f"process {pid} does not end"
+        status = self._zygote.recv()
+        assert isinstance(status, int)
+        return status
 
     def end(self) -> None:
         """End all that were started."""
@@ -288,15 +299,15 @@ def _act(address: str) -> None:
 def main() -> None:
     address = sys.argv[1]
     torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them here
     with Client(address, "AF_UNIX") as asked:
         while True:
             try:
-                asked.recv()
+                pid = asked.recv()
             except EOFError:
                 return
-            if os.fork() == 0:
+            if pid is not None:
+                asked.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            elif os.fork() == 0:
                 asked.close()
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 _act(address)
-                os._exit(0)
+                return
