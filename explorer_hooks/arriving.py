@@ -53,13 +53,8 @@ def greet(
         arriving = Arriving(group, header, meta, image, prepare(meta, image))
     # Whatever it is, the others must know that this one is not with them.
     except Exception as error:
-        refused = BroadcastError(f"what the trainer sends cannot be taken: {error}")
-        try:
-            group.agree(ok=False)
-        except BroadcastError as also:
-            refused.add_note(str(also))
-        raise refused from error
-    _go_on_if_all(group, None)
+        raise _refused(group, f"what the trainer sends cannot be taken: {error}") from error
+    _go_on_if_all(group)
     return arriving
 
 
@@ -133,8 +128,10 @@ class Arriving(Generic[T]):
         if self._has_digests:
             told = _told(self._group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
-                self.fault = "what has arrived is not what the trainer says that it has sent"
-        _go_on_if_all(self._group, self.fault)
+                self.fault = "it is not what the trainer says that it has sent"
+        if self.fault is not None:
+            raise _refused(self._group, f"what has arrived is not taken: {self.fault}")
+        _go_on_if_all(self._group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
         """Each bucket when it has arrived; without ``into`` it is valid until the next one.
@@ -168,12 +165,19 @@ class Arriving(Generic[T]):
                 coming.append(begin(number + ahead))
 
 
-def _go_on_if_all(group: WeightGroup, fault: str | None) -> None:
-    """Say whether all is well here, and return only where it is everywhere."""
-    agreed = group.agree(fault is None)
-    if fault is not None:
-        raise BroadcastError(f"a transfer is refused: {fault}")
-    if not agreed:
+def _refused(group: WeightGroup, why: str) -> BroadcastError:
+    """Say that all is not well here."""
+    refused = BroadcastError(why)
+    try:
+        group.agree(ok=False)
+    except BroadcastError as error:  # what the others do now is not known, and changes nothing
+        refused.add_note(str(error))
+    return refused
+
+
+def _go_on_if_all(group: WeightGroup) -> None:
+    """Say that all is well here, and return only where it is everywhere."""
+    if not group.agree(ok=True):
         raise BroadcastError(
             "another member of the weight group refuses the transfer: its own log says why"
         )

@@ -62,5 +62,4 @@ def transfer(
             group.close()
 
     with ThreadPoolExecutor(1 + len(receive)) as pool:
-        ranks = [pool.submit(member, rank, work) for rank, work in enumerate((send, *receive))]
-    return ranks
+        return [pool.submit(member, rank, work) for rank, work in enumerate((send, *receive))]

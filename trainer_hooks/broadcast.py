@@ -58,7 +58,7 @@ class Sent(NamedTuple):
 
 
 class WeightSender:
-    """Sends a model to the weight group: the tensors, and by the names, that its version would have.
+    """Sends a model to the weight group: the tensors that its version would have, by their names.
 
     Tensor by tensor is gathered from all ranks, while those before it are sent. Large ones are sent
     from where they were gathered, or from the model itself; small ones are packed together.

@@ -134,7 +134,8 @@ class WeightMeta:
 def _spec(told: object) -> WeightSpec:
     if isinstance(told, list) and len(told) == 3:
         name, dtype, shape = told[0], told[1], shape_of(told[2])
-        if name_fault(name) is None and dtype in ITEMSIZE and shape is not None:
+        is_dtype = isinstance(dtype, str) and dtype in ITEMSIZE
+        if name_fault(name) is None and is_dtype and shape is not None:
             return WeightSpec(name, dtype, shape)
         raise BroadcastError(f"the meta of a transfer: {shown(name)} is no tensor that can be sent")
     raise BroadcastError("the meta of a transfer has something that is no tensor")

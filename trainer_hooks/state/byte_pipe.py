@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.protocol.errors import SaveFailedError
 from trainer_hooks.state.full_plan import FullPlan
 from trainer_hooks.state.gather import flat_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 LIMIT: Final = 256 * 1024 * 1024
 #: How many pieces that is, so that some are filled while others are written.

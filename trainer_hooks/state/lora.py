@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from syncd.checkpoint.adapter import PREFIX
@@ -25,6 +24,9 @@ from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.lora_merge import merged_parts
 from trainer_hooks.state.plain_model import on_meta, plain_model
 from trainer_hooks.state.state_dict import tensors_of, trained_names
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 #: Ways to begin LoRA that change the base model's weights: what the adapter is added to is then not
 #: what ``base_model_name_or_path`` names, and is not made again to the bit.
