@@ -107,6 +107,8 @@ def test_an_explorer_that_dies_costs_the_others_one_broadcast(job: Path, stage: 
 def _until_both_are_ready(
     job: Path, trainer: Ranks, step: int, one: Peer, other: Peer, *names: str
 ) -> int:
+    if step > 1:  # else there is nothing yet that it could begin with
+        ready(job, *names)
     reaches(trainer.step(step), step, one, other)
     ready(job, *names)
     return step + 1
