@@ -120,7 +120,7 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
                 if not is_aborted:
                     backend.abort()
                     is_aborted = True
-                if all(one.is_completed() for one in unfinished):
+                if all(map(_has_ended, unfinished)):
                     unfinished.clear()
                     del backend
                     return
@@ -128,6 +128,13 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
         threading.Event().wait()  # for ever: what this frame holds ends with the process
 
     threading.Thread(target=work, name="syncd-weight-group-end", daemon=True).start()
+
+
+def _has_ended(work: dist.Work) -> bool:
+    try:
+        return work.is_completed()
+    except RuntimeError:
+        return True  # CUDA's own errors come from here
 
 
 @atexit.register
