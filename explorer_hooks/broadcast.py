@@ -55,7 +55,7 @@ class WeightReceiver:
                 raises where they cannot be loaded.
 
         Yields:
-            Name and whole tensor, contiguous, on the CPU.
+            Name and whole tensor, contiguous, on the CPU: views of one block of memory.
 
         Raises:
             BroadcastError: this or another receiver did not get it, or refused; nothing was
