@@ -111,7 +111,9 @@ class Explorers:
             raise BroadcastError(f"not all explorers were ready for it ({timeout:g} s at most)")
         try:
             return synchronizer.open_group(save_id, device)
-        except OSError as error:
+        except BroadcastError:
+            raise
+        except (OSError, SyncdError) as error:
             raise BroadcastError(f"explorers cannot be told where to meet: {error}") from error
 
     def transferred(self) -> None:

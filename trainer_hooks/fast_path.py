@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from syncd.coordination.broadcast import WeightGroup
-from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
+from syncd.protocol.errors import BroadcastError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from trainer_hooks.broadcast import WeightSender
@@ -144,7 +144,7 @@ class FastPath:
         group, self._group = self._group, None
         try:
             self._sender.send(group)
-        except (BroadcastError, SaveFailedError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is: the ranks must go on alike
             self._failed(step, error)
             if self._explorers is not None:
                 self._explorers.goes_by_files(step)
@@ -159,8 +159,13 @@ class FastPath:
         """Let the buckets go. Safe to call twice."""
         self._sender.close()
 
-    def _failed(self, step: int, error: SyncdError) -> None:
-        log.warning("step %d is not broadcast, and goes by the files: %s", step, error)
+    def _failed(self, step: int, error: Exception) -> None:
+        log.warning(
+            "step %d is not broadcast, and goes by the files: %s",
+            step,
+            error,
+            exc_info=not isinstance(error, SyncdError),
+        )
         self.cadence.failed()
         self.failures += 1
         if self._explorers is not None:

@@ -140,6 +140,9 @@ class Trainer(Told):
         digest = digest_of(self._model)
         return {"digest": digest, **self._hook.after_step(step)}
 
+    def wait_for_data(self) -> dict[str, float]:
+        return self._hook.sync_while_waiting()
+
     def over(self) -> None:
         over(self._hook)
 

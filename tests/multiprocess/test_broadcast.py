@@ -11,7 +11,7 @@ import pytest
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Offer
-from syncd.protocol.records import parse
+from syncd.protocol.records import TrainerReport, parse
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast, ready, report
@@ -107,6 +107,8 @@ def test_an_explorer_that_dies_costs_the_others_one_broadcast(job: Path, stage: 
 def _until_both_are_ready(
     job: Path, trainer: Ranks, step: int, one: Peer, other: Peer, *names: str
 ) -> int:
+    if step > 1:  # else there is nothing yet that it could begin with
+        ready(job, *names)
     reaches(trainer.step(step), step, one, other)
     ready(job, *names)
     return step + 1
@@ -226,6 +228,50 @@ def test_explorers_that_call_after_their_steps_are_waited_for(job: Path, stage: 
         assert explorer.answer()["step"] == 4
         trainer[0].leave()
         explorer.leave()
+
+
+def test_explorers_that_ask_get_a_broadcast_and_none_twice(job: Path, stage: Cast) -> None:
+    with Daemon(job):
+        driven = {"style": "explorer_driven"}
+        explorer = stage.explorer(job, "explorer", **driven)
+        trainer = stage.trainer(job, **driven)
+        wait_until(lambda: report(job, "explorer").requests, "it asks")
+        reaches(trainer.step(1), 1, explorer)
+        ready(job, "explorer")
+        truth = trainer.step(2)
+        reaches(truth, 2, explorer)
+        assert truth["sync/broadcasts"] == 1
+        wait_until(lambda: report(job, "explorer").received, "it says so")
+        ready(job, "explorer")
+        for _ in range(3):  # it has these weights, and goes on asking
+            asked = report(job, "explorer").requests
+            assert trainer[0].ask("wait_for_data")["sync/broadcasts"] == 1
+            wait_until(lambda: report(job, "explorer").requests > asked, "it asks")  # noqa: B023 # at once
+        reaches(trainer.step(3), 3, explorer)
+
+
+def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) -> None:
+    with Daemon(job):
+        driven = {"style": "trainer_driven"}
+        explorer = stage.explorer(job, "explorer", follows=False, **driven)
+        trainer = stage.trainer(job, sync_interval=2, **driven)
+        assert explorer.ask("after_step", 1)["step"] is None  # the trainer does not wait
+        trainer.step(2)
+        wait_for_step(job, 2)
+        assert explorer.ask("after_step", 2)["step"] == 2  # as there is something to take
+        trainer.step(3)
+        trainer[0].tell("step", 4)
+        wait_until(lambda: trainer_status(job) == "require_sync", "the trainer waits")
+        served = explorer.ask("after_step", 3)
+        truth = trainer[0].answer()
+        assert (served["step"], served["digest"]) == (4, truth["digest"])
+        assert truth["sync/broadcasts"] == 1
+        assert explorer.ask("after_step", 4)["step"] == 4
+
+
+def trainer_status(job: Path) -> str:
+    path = JobLayout(job).trainer_report
+    return parse(TrainerReport, path.read_bytes(), path).status
 
 
 def test_without_explorers_steps_are_saved_now_and_then(job: Path, stage: Cast) -> None:

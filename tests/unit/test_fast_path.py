@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from torch import nn
 
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.fast_path import Transfer
@@ -19,7 +20,8 @@ from syncd.protocol.records import SaveId, encode
 from syncd.protocol.requests import RollbackRequest
 from tests.explorers import leased, publish, report
 from tests.jobs import Job
-from trainer_hooks.fast_path import Cadence
+from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import Cadence, FastPath
 
 # -- the trainer's -----------------------------------------------------------------------------
 
@@ -50,6 +52,20 @@ def test_broadcasts_that_fail_are_tried_less_and_less_often() -> None:
     cadence.succeeded()
     cadence.failed()
     assert cadence.may_try()
+
+
+def test_whatever_a_sending_ends_with_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(*_: object) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    monkeypatch.setattr(WeightSender, "send", send)
+    settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
+    path = FastPath(nn.Linear(2, 2), settings, None)
+    assert not path.send(3)
+    assert (path.failures, path.broadcasts) == (1, 0)
+    assert "step 3 is not broadcast, and goes by the files: nobody foresaw it" in caplog.text
 
 
 # -- the explorer's ----------------------------------------------------------------------------
