@@ -99,6 +99,7 @@ class Discovery:
             name, _ = self._at
             self._at = None
             self._hanging.add(name)
+            self._looker = None  # whenever it comes back, it says so, and goes
         path = self._root / name
         log.error(
             "%s cannot be looked at: its storage does not answer",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -276,6 +277,56 @@ def test_a_folder_whose_storage_hangs_keeps_nobody_from_finding_the_others(
         assert look.jobs == {"a", "hangs", "z"}
     finally:
         answers.set()
+        look.close()
+
+
+def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_path: Path) -> None:
+    for name in ("hangs", "next"):
+        (tmp_path / name / ".syncd").mkdir(parents=True)
+    asked, answers, went_on, left = (threading.Event() for _ in range(4))
+    lookers: list[threading.Thread] = []
+
+    def rule(method: str, given: tuple[object, ...]) -> None:
+        looks_into = Path(str(given[0])).parent.name if method == "status" else ""
+        if looks_into == "hangs" and not lookers:
+            lookers.append(threading.current_thread())
+            asked.set()
+            assert answers.wait(LONG)
+        elif looks_into == "next" and threading.current_thread() in lookers:
+            went_on.set()  # as if it had not been left behind
+            assert left.wait(LONG)
+
+    class Answers(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            answers.set()
+            while lookers[0].is_alive() and not went_on.wait(0.01):
+                pass
+
+    clock = Clock()
+    look = Discovery(
+        tmp_path,
+        STATE_POINTER,
+        changed=lambda: None,
+        every=0.01,
+        storage=RuledStorage(rule),
+        clock=clock,
+    )
+    log, said = logging.getLogger("syncd.daemon.discovery"), Answers(logging.ERROR)
+    log.addHandler(said)
+    look.start()
+    try:
+        assert asked.wait(LONG)
+        clock.advance(60.0)
+        look.supervise()
+        left.set()
+        deadline = time.monotonic() + LONG
+        while look.jobs != {"hangs", "next"} and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert look.jobs == {"hangs", "next"}
+    finally:
+        log.removeHandler(said)
+        answers.set()
+        left.set()
         look.close()
 
 
