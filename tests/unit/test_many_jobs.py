@@ -297,7 +297,7 @@ def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_pa
             assert left.wait(LONG)
 
     class Answers(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002 # logging's name
             answers.set()
             while lookers[0].is_alive() and not went_on.wait(0.01):
                 pass
