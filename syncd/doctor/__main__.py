@@ -1,4 +1,4 @@
-"""A helper of ``syncd doctor`` on the same host: ``python -m syncd.doctor JOB ROOM NUMBER``."""
+"""A helper of ``syncd doctor``: ``python -m syncd.doctor JOB ROOM NUMBER PARENT``, on one host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IDLE = 600.0
 def main() -> None:
     """Serve one run of doctor, until it ends."""
     job, room, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    parent = os.getppid()
+    parent = int(sys.argv[4])  # told, and not asked for: it may be gone by now
     # Ctrl-C is for the process that was started by hand: it ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     storage = Storage(job)

@@ -53,8 +53,9 @@ def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list
 @contextmanager
 def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
     """One of them; gives whether it has ended."""
+    told = [str(room.job), str(room.path), str(number), str(os.getpid())]
     process = subprocess.Popen(  # noqa: S603 - our own, by our own interpreter
-        [sys.executable, "-m", "syncd.doctor", str(room.job), str(room.path), str(number)]
+        [sys.executable, "-m", "syncd.doctor", *told]
     )
     try:
         yield lambda: process.poll() is not None

@@ -179,6 +179,18 @@ def test_a_run_that_is_asked_to_stop_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "talk").mkdir()
+    with subprocess.Popen(["true"]) as gone:  # noqa: S607 # of the path, as it is everywhere
+        pass
+    told = [sys.executable, "-m", "syncd.doctor", str(tmp_path), str(tmp_path), "1", str(gone.pid)]
+    helper = subprocess.run(
+        told, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False
+    )
+    assert helper.returncode == 1
+    assert "has ended" in helper.stderr
+
+
 def test_a_daemon_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
     job = Job(tmp_path / "job")
     with Daemon(job.layout.root, lease_time=30) as daemon:
