@@ -22,6 +22,7 @@ from syncd.daemon.services import share_what_is_made
 from syncd.daemon.turns import Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.events import JOB_THREAD, Event
+from syncd.storage.repeats import Repeats
 from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class RootServices:
             answered=self._guard.watch(str(root)),
         )
         self._served: dict[str, _Served] = {}
+        self._repeats = Repeats()
         self._stopping = False
         self._reload_asked = False
 
@@ -165,12 +167,17 @@ class RootServices:
                 log.info("%s is gone, and served no more", path, extra=Event.JOB_GONE(job=path))
                 served.keeper.stop()
         for name in sorted(found - self._served.keys()):
-            self._served[name] = self._serve(self._root / name)
+            served = self._serve(self._root / name)
+            if served is None:
+                break
+            self._served[name] = served
         if len(self._served) != before or not before:
             self._notice.status(f"{len(self._served)} jobs in {self._root}")
         self._notice.ready()
 
-    def _serve(self, path: Path) -> _Served:
+    def _serve(self, path: Path) -> _Served | None:
+        """Serve a job; None where this process may have no more threads now."""
+
         def make(config: DaemonConfig) -> Service:
             return Service(
                 path,
@@ -184,8 +191,19 @@ class RootServices:
         keeper = Keeper(path, self._config, make, self._guard)
         # A daemon thread: one that storage holds must not keep the process.
         thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the others must not be ended by it
+            if self._repeats.due(path):
+                log.error(
+                    "%s cannot be served now: %s",
+                    path,
+                    error,
+                    extra=Event.JOB_UNAVAILABLE(job=path, reason=error),
+                )
+            return None
+        self._repeats.forget(path)
         log.info("%s is a job, and served from now on", path, extra=Event.JOB_FOUND(job=path))
-        thread.start()
         return _Served(keeper, thread)
 
     def _give_up_what_hangs(self) -> None:

@@ -28,6 +28,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.events import Event
 from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
+from syncd.protocol.records import Format, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
@@ -115,9 +116,7 @@ class Service:
                     key="lease_time", value=config.lease_time, in_force=self._lease_time
                 ),
             )
-        self._participants = Participants(
-            self._storage, self._layout, self._lease_time, tick=self._tick
-        )
+        self._participants = self._participants_of_job()
         self._watcher = Watcher({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
 
     def stop(self) -> None:
@@ -207,6 +206,12 @@ class Service:
                 f"{self._layout.format} is not there: is its storage mounted?"
             )
         check_folders(self._storage, self._layout)
+        path = self._layout.format
+        lease_time = parse(Format, self._storage.read(path), path).lease_time
+        if lease_time != self._lease_time:
+            # Another job came in its place, and the living must not be judged by the one before.
+            self._lease_time = lease_time
+            self._participants = self._participants_of_job()
         self._away = False
         with Session(self._layout, self._lease_time, prefix=DAEMON_SESSION) as session:
             judge = Judge(self._storage, self._lease_time)
@@ -288,6 +293,9 @@ class Service:
         else:
             self._repeats.forget(self._said)
             self._said = ""
+
+    def _participants_of_job(self) -> Participants:
+        return Participants(self._storage, self._layout, self._lease_time, tick=self._tick)
 
     def _look_for_participants(self) -> None:
         if self._config.exit_when_idle:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import urllib.request
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 
 from explorer_hooks.reader import Reader
-from syncd.daemon.config import RunConfig
+from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.publish import Publisher
 from syncd.daemon.root_services import RootServices
+from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
 from tests.jobs import Job
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -213,3 +217,58 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
         serving.join(DEADLINE)
     assert not serving.is_alive()
     assert most == [3]
+
+
+def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_later(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Job(root / "first")
+    first.save(1)
+    services = RootServices(root, RunConfig(tick=0.1))
+    serving = threading.Thread(target=services.run)
+    serving.start()
+    try:
+        wait_for_step(first.layout.root, 1)
+        before = threading.stack_size(2**50)  # more than any machine has room for
+        try:
+            second = Job(root / "second")
+            second.save(1)
+            wait_until(
+                lambda: f"{second.layout.root} cannot be served now" in caplog.text, "it is said"
+            )
+        finally:
+            threading.stack_size(before)
+        for job in (first, second):
+            job.save(2)
+            wait_for_step(job.layout.root, 2)
+    finally:
+        services.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
+
+
+def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) -> None:
+    layout = JobLayout(tmp_path / "job")
+
+    def held() -> str:
+        try:
+            return layout.daemon_lock.read_text()
+        except OSError:
+            return ""
+
+    layout.root.mkdir()
+    open_job(Storage(), layout, lease_time=2)
+    service = Service(layout.root, DaemonConfig(lease_time=2, tick=0.1))
+    serving = threading.Thread(target=service.run)
+    serving.start()
+    try:
+        wait_until(lambda: "duration=2.0" in held(), "it is served")
+        layout.root.rename(away := tmp_path / "away")
+        shutil.rmtree(away, ignore_errors=True)
+        layout.root.mkdir()
+        open_job(Storage(), layout, lease_time=40)
+        wait_until(lambda: "duration=40.0" in held(), "so is the next one")
+    finally:
+        service.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
