@@ -147,6 +147,7 @@ def serve(
     *,
     idle: float,
     given_up: Callable[[], bool] = lambda: False,
+    begins: Callable[[float], object] = lambda _: None,
 ) -> tuple[Finding, ...]:
     """Do what the other process asks for, until it says that it is over.
 
@@ -155,6 +156,7 @@ def serve(
         here: what does it.
         idle: seconds without a call after which the other counts as gone.
         given_up: whether to end at once.
+        begins: told of each call for how many seconds it may look.
 
     Returns:
         What was found.
@@ -168,6 +170,7 @@ def serve(
             if request.call is None:
                 channel.say(Answer())
                 return request.end.findings if request.end else ()
+            begins(request.call.seconds)
             try:
                 answer = here.perform(request.call)
             except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -272,35 +273,58 @@ class Examination:
         Raises:
             _HungError: it took longer than any probe may.
         """
-        done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        until = time.monotonic() + self._limits.probe
+        return _bounded(name, work, lambda: until)
 
-        def do() -> None:
-            try:
-                done.put((work(), None))
-            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-                done.put((None, error))
 
-        threading.Thread(target=do, name="syncd-doctor", daemon=True).start()
+def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
+    """As :meth:`Examination._bounded`, until a time that may be put off meanwhile."""
+    done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+
+    def do() -> None:
         try:
-            result, error = done.get(timeout=self._limits.probe)
+            done.put((work(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            done.put((None, error))
+
+    threading.Thread(target=do, name="syncd-doctor", daemon=True).start()
+    while (left := until() - time.monotonic()) > 0:
+        try:
+            result, error = done.get(timeout=left)
         except queue.Empty:
-            raise _HungError(name) from None
+            continue
         if error is not None:
             raise error
         return cast("T", result)
+    raise _HungError(name)
 
 
 def join(storage: Storage, layout: JobLayout, watching: Watching, limits: Limits) -> list[Finding]:
     """Be the other host: do what the one that examines asks for; returns what it has found.
 
+    Where storage does not answer this host, that is all that is found.
+
     Raises:
         JobUnavailableError: nobody examines this job, or ended in the middle.
     """
     watching.begins("the other host, which is waited for")
-    room, channel = visit(storage, layout, limits.meeting)
-    watching.begins("what the other host asks for")
-    here = Here(storage, room, lambda: facts_of(layout.root))
-    findings = list(serve(channel, here, idle=limits.probe))
+    until = time.monotonic() + limits.meeting + limits.probe
+
+    def goes_on(seconds: float = 0.0) -> bool:
+        nonlocal until
+        until = time.monotonic() + seconds + limits.probe
+        return False
+
+    def work() -> tuple[Finding, ...]:
+        room, channel = visit(storage, layout, limits.meeting)
+        watching.begins("what the other host asks for")
+        here = Here(storage, room, lambda: facts_of(layout.root))
+        return serve(channel, here, idle=limits.probe, given_up=goes_on, begins=goes_on)
+
+    try:
+        findings = list(_bounded("hosts", work, lambda: until))
+    except _HungError as error:
+        findings = [job_verdicts.hung(error.probe, limits.probe)]
     for finding in findings:
         watching.found(finding)
     return findings

@@ -181,7 +181,7 @@ def test_a_run_that_is_asked_to_stop_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Path) -> None:
     (tmp_path / "talk").mkdir()
-    with subprocess.Popen(["true"]) as gone:  # noqa: S607 # of the path, as it is everywhere
+    with subprocess.Popen(["true"]) as gone:  # of the path, as it is everywhere
         pass
     told = [sys.executable, "-m", "syncd.doctor", str(tmp_path), str(tmp_path), "1", str(gone.pid)]
     helper = subprocess.run(

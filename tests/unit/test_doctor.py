@@ -20,7 +20,7 @@ import pytest
 from syncd.doctor import alone, job, job_verdicts, together, verdicts
 from syncd.doctor.calls import Call, Facts
 from syncd.doctor.channel import TALK, Channel, There, serve
-from syncd.doctor.examination import Examination, Limits, Watching
+from syncd.doctor.examination import Examination, Limits, Watching, join
 from syncd.doctor.facts import facts_of, mount_of
 from syncd.doctor.finding import Finding, Verdict
 from syncd.doctor.party import Here, Party
@@ -556,6 +556,24 @@ def test_storage_that_hangs_is_a_finding_and_the_end(job: Job) -> None:
         Hanging.goes_on.set()
     assert [(one.name, one.verdict) for one in found[-2:]] == [("cleanup", WARN), ("sync", FAIL)]
     assert "did not answer within 10 s" in found[-1].words
+
+
+def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: Job) -> None:
+    class Hanging(FastStorage):
+        goes_on = threading.Event()
+
+        def names(self, path: Path) -> list[str]:
+            if path == job.layout.doctor:
+                self.goes_on.wait(PATIENCE)
+            return super().names(path)
+
+    job.layout.doctor.mkdir()
+    try:
+        found = join(Hanging(), job.layout, Watching(), Limits(look=0.5, answer=0.5, meeting=0.5))
+        assert not Hanging.goes_on.is_set()
+    finally:
+        Hanging.goes_on.set()
+    assert [(one.name, one.verdict) for one in found] == [("hosts", FAIL)]
 
 
 def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
