@@ -167,10 +167,10 @@ class RootServices:
                 log.info("%s is gone, and served no more", path, extra=Event.JOB_GONE(job=path))
                 served.keeper.stop()
         for name in sorted(found - self._served.keys()):
-            served = self._serve(self._root / name)
-            if served is None:
+            begun = self._serve(self._root / name)
+            if begun is None:
                 break
-            self._served[name] = served
+            self._served[name] = begun
         if len(self._served) != before or not before:
             self._notice.status(f"{len(self._served)} jobs in {self._root}")
         self._notice.ready()
