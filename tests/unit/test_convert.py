@@ -18,6 +18,7 @@ from syncd.checkpoint.convert import convert_step, full_steps, look_at_step
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import cli
+from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SaveNotReadyError
 from syncd.protocol.layout import JobLayout
@@ -156,8 +157,11 @@ def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) 
         path.unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"of an old save")
     assert told(convert(job, "--json")) == {2: "converted"}
-    assert not (folder / "model.safetensors.index.json").exists()
+    # vLLM, where no index is, loads every file of such a name.
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", "manifest.json", "model.safetensors"]
 
 
 def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: Job) -> None:
@@ -292,6 +296,44 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(job: Job, clo
         for _ in range(40):
             clock.advance(8.0)
             loop.run_once()
+    assert not job.leftovers()
+
+
+def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
+    job: Job, clock: Clock
+) -> None:
+    full(job, 2, 2.0)
+    collector = Collector(FastStorage(), job.layout, 900.0, clock=clock)
+    looked: list[str] = []
+
+    def rule(called: str, _: tuple[Any, ...]) -> None:
+        # The room is new; it is about to have something in it; shards are opened, for minutes.
+        if called in {"sync_folder", "create", "open_read"} and called not in looked:
+            if list(job.layout.actor(2).glob(".tmp-*")):
+                looked.append(called)
+                clock.advance(300.0)
+                collector.run_once(())
+
+    run(RuledStorage(rule), job.layout, 2, clock=clock)
+    assert looked == ["sync_folder", "create", "open_read"]
+    assert weights(job, 2)
+    assert not job.leftovers()
+
+
+def test_of_two_that_begin_at_once_one_at_least_is_refused(job: Job) -> None:
+    full(job, 2, 2.0)
+    before = everything(job)
+    other = job.layout.actor(2) / ".tmp-huggingface-0123"
+
+    def rule(called: str, _: tuple[Any, ...]) -> None:
+        # Both have looked, and seen none.
+        if called == "mkdir" and not other.exists():
+            other.mkdir()
+
+    with pytest.raises(JobUnavailableError, match="another process"):
+        run(RuledStorage(rule), job.layout, 2)
+    other.rmdir()
+    assert everything(job) == before
     assert not job.leftovers()
 
 
