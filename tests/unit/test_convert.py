@@ -308,11 +308,11 @@ def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
 
     def rule(called: str, _: tuple[Any, ...]) -> None:
         # The room is new; it is about to have something in it; shards are opened, for minutes.
-        if called in {"sync_folder", "create", "open_read"} and called not in looked:
-            if list(job.layout.actor(2).glob(".tmp-*")):
-                looked.append(called)
-                clock.advance(300.0)
-                collector.run_once(())
+        counts = called in {"sync_folder", "create", "open_read"} and called not in looked
+        if counts and list(job.layout.actor(2).glob(".tmp-*")):
+            looked.append(called)
+            clock.advance(300.0)
+            collector.run_once(())
 
     run(RuledStorage(rule), job.layout, 2, clock=clock)
     assert looked == ["sync_folder", "create", "open_read"]
