@@ -137,11 +137,16 @@ def test_a_step_that_is_saved_again_is_converted_again(job: Job) -> None:
     full(job, 2, 2.0)
     assert convert(job, *FILES).exit_code == 0
     assert len(list((job.layout.actor(2) / "huggingface").glob("*.safetensors"))) == 3
-    full(job, 2, 5.0, run="again")
-    assert told(convert(job, "--json")) == {2: "converted"}
-    assert float(weights(job, 2)["a"][0]) == 5.0
-    names = sorted(p.name for p in (job.layout.actor(2) / "huggingface").iterdir())
-    assert names == ["config.json", "manifest.json", "model.safetensors"]
+    folder = job.layout.actor(2) / "huggingface"
+    for value, run in ((5.0, "again"), (6.0, "once more")):
+        full(job, 2, value, run=run)
+        # Nobody takes the weights of the save before for those of this one.
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert told(convert(job, "--json")) == {2: "converted"}
+        assert float(weights(job, 2)["a"][0]) == value
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["config.json", "manifest.json", "model.safetensors"]
+        (folder / "manifest.json").unlink()  # as those that the trainer writes itself
 
 
 def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) -> None:
@@ -240,7 +245,12 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
     if before != "nothing":
         old = 100 if before == "several files" else 10_000
         run(FastStorage(), template.layout, 2, max_file_size=old)
+        kept_weights = tmp_path / "huggingface"
+        converted = template.layout.actor(2) / "huggingface"
+        shutil.copytree(converted, kept_weights)
         full(template, 2, 5.0, run="again")
+        # As if it had been converted while it was saved again.
+        shutil.copytree(kept_weights, converted, dirs_exist_ok=True)
     value = 2.0 if before == "nothing" else 5.0
     for number in range(200):
         job = Job(tmp_path / str(number))
