@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ from syncd.protocol.layout import (
     parse_step_folder,
 )
 from syncd.protocol.records import Manifest
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -333,14 +334,23 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
         if not name.startswith(_ROOM):
             continue
         room = actor / name
-        inside = {".": storage.status(room)}
-        inside |= {path: storage.status(room / path) for path in storage.names(room)}
+        inside = {path: _fresh_status(storage, room / path) for path in (".", *storage.names(room))}
         found[room] = frozenset(
             (path, status.st_size, status.st_mtime_ns)
             for path, status in inside.items()
             if status is not None
         )
     return found
+
+
+def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
+    """Through an open: what a client of a network filesystem remembers may be a minute old."""
+    try:
+        return storage.look_into(path, storage.fstat)
+    except OSError as error:
+        if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
+            raise
+    return storage.status(path)
 
 
 def _refresh_all(storage: Storage, room: Path) -> None:

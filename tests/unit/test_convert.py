@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
 from tests.jobs import Job
+from tests.lagging import LaggingStorage
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 from trainer_hooks.writing.writer import Contents, RankWriter
 
@@ -307,6 +309,24 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(job: Job, clo
             clock.advance(8.0)
             loop.run_once()
     assert not job.leftovers()
+
+
+def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long(
+    job: Job, clock: Clock
+) -> None:
+    full(job, 2, 2.0)
+    room = job.layout.actor(2) / ".tmp-huggingface-0123"
+    room.mkdir()
+    (room / ".tmp-began").touch()
+    here = LaggingStorage(job.layout.root, clock, lag=60.0)  # as with actimeo=60
+
+    def goes_on(seconds: float) -> None:
+        clock.advance(seconds)
+        os.utime(room / ".tmp-began", (1.0, 1.0))
+
+    with pytest.raises(JobUnavailableError, match="another process"):
+        run(here, job.layout, 2, sleep=goes_on)
+    assert room.exists()
 
 
 def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
