@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from explorer_hooks.engines.fitting import TensorSpec, compare_tensors, tensor_specs
+from explorer_hooks.engines.fitting import TensorSpec, differences, named, refuse, tensor_specs
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.model_folder import INDEX, says_tied
 from syncd.checkpoint.plan import is_output_embedding
@@ -62,8 +62,19 @@ class Fits:
             EngineMismatchError: says which ones differ, and how.
         """
         if version.kind == "full":
-            given = self._alike(tensor_specs(version.manifest))
-            compare_tensors(version, given, self._wanted, self._whose)
+            self.check_tensors(tensor_specs(version.manifest), named(version))
+
+    def check_tensors(self, given: Mapping[str, TensorSpec], what: str) -> None:
+        """Compare every name, dtype and shape of what comes from anywhere.
+
+        Args:
+            given: all of its tensors.
+            what: it is, for messages.
+
+        Raises:
+            EngineMismatchError: says which ones differ, and how.
+        """
+        refuse(what, self._whose, differences(self._alike(given), self._wanted, self._whose))
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Tensors as far as they count: a tied output embedding may be there or not."""

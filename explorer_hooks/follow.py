@@ -24,7 +24,7 @@ from explorer_hooks.follow_engines import CommandEngine, LinkEngine
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.policy import SyncSettings, SyncStyle, Version
+from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,11 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
 )
 @click.option("--ask", is_flag=True, help="Require syncs, of a trainer that is explorer_driven.")
 @click.option(
+    "--broadcast",
+    is_flag=True,
+    help="Take broadcasts of a trainer with method nccl; the --engine must be started for them.",
+)
+@click.option(
     "--memory-dir", type=_FOLDER, help="The job's second directory, where its versions are."
 )
 def command(
@@ -100,6 +105,7 @@ def command(
     base: Path | None,
     timeout: float,
     ask: bool,
+    broadcast: bool,
     memory_dir: Path | None,
 ) -> None:
     """Follow JOB for a server that something else runs: --engine, --command, or --link.
@@ -117,6 +123,8 @@ def command(
         raise click.UsageError("--engine says what is at --url: give both.")
     if budget is not None and stage is None:
         raise click.UsageError("--budget says how much of --stage may be used: give both.")
+    if broadcast and server is None:
+        raise click.UsageError("--broadcast sends weights to an --engine: give one.")
     staging = None
     if stage is not None:
         staging = Staging(stage, budget, keep_last=link is not None)
@@ -136,7 +144,10 @@ def command(
     else:
         fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
         engine = _engine(run, link, timeout, fits, staging)
-    settings = SyncSettings(style=SyncStyle.EXPLORER_DRIVEN if ask else SyncStyle.FULLY_ASYNC)
+    settings = SyncSettings(
+        style=SyncStyle.EXPLORER_DRIVEN if ask else SyncStyle.FULLY_ASYNC,
+        method=SyncMethod.NCCL if broadcast else SyncMethod.CHECKPOINT,
+    )
     with (
         ExplorerHook(
             job,

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from explorer_hooks.background import Follower, follow
-from explorer_hooks.engines.base import Engine
+from explorer_hooks.engines.base import Engine, WeightTaker
+from explorer_hooks.fast_path import FastPath
 from explorer_hooks.pipeline import Pipeline
 from explorer_hooks.pulling import Puller
 from explorer_hooks.reader import LeasedVersion
@@ -31,6 +32,7 @@ from syncd.protocol.policy import (
     SyncStyle,
     Version,
     explorer_sync_is_due,
+    explorer_syncs,
 )
 from syncd.protocol.records import Reload
 from syncd.storage.fsio import Storage
@@ -54,10 +56,12 @@ class ExplorerHook:
         job_dir: the job directory.
         name: this explorer's, unique in the job.
         engine: what to load into.
-        settings: who syncs when; ``memory`` and ``checkpoint`` are served, all styles.
+        settings: who syncs when. With method ``nccl`` an engine that can takes broadcasts, and
+            versions where these fail; any other follows the versions.
         staging: copies versions to this host first, while the engine still serves.
         memory_dir: the second job directory, where versions are (method ``memory``).
-        before_load: is given the version that is about to be loaded, to finish work in flight.
+        before_load: is given the version that is about to be loaded, to finish work in flight;
+            before a broadcast, whose weights have no version yet, the newest one that is held.
         on_remote: is given the path of each version of kind ``remote``, and the version; without,
             such versions are refused, unless the engine takes them.
         poll: seconds between two looks where the filesystem sends no events, at most.
@@ -66,7 +70,7 @@ class ExplorerHook:
     Raises:
         NameTakenError: a live explorer has the name; to know may take a lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
-        InvalidSettingsError: the name cannot be part of a file name, or method ``nccl``.
+        InvalidSettingsError: the name cannot be part of a file name.
     """
 
     def __init__(
@@ -83,11 +87,12 @@ class ExplorerHook:
         poll: float = POLL,
         storage: Storage | None = None,
     ) -> None:
-        self._settings = settings = settings or SyncSettings()
-        if settings.method is SyncMethod.NCCL:
-            raise InvalidSettingsError(
-                "ExplorerHook does not serve method nccl yet: use checkpoint or memory"
-            )
+        self._settings, why = (settings or SyncSettings()).normalised(
+            lora="full" not in engine.kinds, tinker=on_remote is not None
+        )
+        settings = self._settings
+        if why is not None:
+            log.warning("%s", why)
         self._engine = engine
         self._poll = poll
         self._cancel = Cancellation()
@@ -99,13 +104,25 @@ class ExplorerHook:
             name,
             settings=settings,
             memory_dir=memory_dir,
+            workers=0,  # until there is something to go back to
             seams=Seams(storage=storage, poll=poll),
         )
+        self._fast_path: FastPath | None = None
         try:
+            if settings.method is SyncMethod.NCCL:
+                if isinstance(engine, WeightTaker):
+                    self._fast_path = FastPath(self._sync, engine)
+                else:
+                    log.warning("%s: its engine takes no broadcasts, but versions alone", name)
             self._pipeline = Pipeline(
-                self._sync, engine, staging=staging, before_load=before_load, on_remote=on_remote
+                self._sync,
+                engine,
+                staging=staging,
+                before_load=before_load,
+                on_remote=on_remote,
+                fast_path=self._fast_path,
             )
-            self._puller = Puller(self._sync, self._pipeline, self._cancel, poll)
+            self._puller = Puller(self._sync, self._pipeline, self._fast_path, self._cancel, poll)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -123,7 +140,8 @@ class ExplorerHook:
     def folder(self) -> Path | None:
         """The folder that the engine's version was read from; it stays until the next is applied.
 
-        With a stage folder, that of the copy.
+        With a stage folder, that of the copy. After a broadcast, that of the newest version that
+        was published by then, or of the broadcast's own weights.
         """
         held = self._pipeline.held
         return held.folder if held else None
@@ -261,10 +279,17 @@ class ExplorerHook:
             raise InvalidSettingsError("style fully_async: call start() before the first step")
         if not self.sync_is_due(step) or self._follower is not None:
             return self.version
+        waits = True
         try:
-            self._puller.sync(self._settings.sync_timeout)
+            if waits := self._waits(step):
+                self._puller.sync(self._settings.sync_timeout)
+            else:  # what it has missed may be there as files
+                self._puller.newest(0, asks=False, cancel=self._cancel)
         except RefusedError:
             pass  # it is in the log and in the report
+        except WaitTimeoutError:
+            if waits:
+                raise
         except OSError as error:
             log.warning("%s goes on with what it has: %s", self._sync.name, error)
         return self.version
@@ -311,10 +336,9 @@ class ExplorerHook:
             NotFollowingError: what followed has ended.
             CancelledError: the hook was cancelled, or closed.
         """
-        least = newer_than.sequence if newer_than else 0
         found = self._pipeline.wait(
             lambda version: (
-                (version is not None and version.sequence > least)
+                _is_other(version, newer_than)
                 or self._follower_error() is not None
                 or self._cancel.is_done
             ),
@@ -322,7 +346,7 @@ class ExplorerHook:
         )
         self._raise_if_dead()
         self._cancel.check()
-        if found is None or found.sequence <= least:
+        if found is None or not _is_other(found, newer_than):
             newer = f" newer than {newer_than}" if newer_than else ""
             raise WaitTimeoutError(f"{self._sync.name} serves nothing{newer} within {timeout:g} s")
         return found
@@ -352,12 +376,22 @@ class ExplorerHook:
             stack.callback(self._sync.close)
             stack.callback(self._pipeline.close)
             stack.callback(self._engine.close)
+            if self._fast_path is not None:
+                stack.callback(self._fast_path.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _waits(self, step: int) -> bool:
+        """Whether a sync that is due is waited for: of broadcasts the trainer may decide."""
+        return self._fast_path is None or explorer_syncs(
+            self._settings,
+            step,
+            trainer_requires_sync=self._sync.trainer_requires_weight_sync(),
+        )
 
     def _follower_died(self, error: BaseException) -> None:
         self._pipeline.follows_no_more(f"nothing follows the job any more: {error!r}")
@@ -390,3 +424,10 @@ class ExplorerHook:
             f"what followed the job for {self._sync.name} has ended, and its engine stays at "
             f"{self.version or 'what it began with'}: {error!r}; start() again, or pull"
         ) from error
+
+
+def _is_other(version: Version | None, than: Version | None) -> bool:
+    """Whether a version is served that came after another one; by broadcast only steps differ."""
+    return version is not None and (
+        than is None or (version != than and version.sequence >= than.sequence)
+    )

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 from explorer_hooks.engines.base import Engine
+from explorer_hooks.fast_path import FastPath, Transfer
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.reload import OnRemote, RefusedError, Reloader, refuses
+from explorer_hooks.serving import Serving
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, VerificationError
+from syncd.protocol.errors import EngineBrokenError, VerificationError
 from syncd.protocol.policy import Version
-from syncd.protocol.records import Reload
+from syncd.protocol.records import Reload, SaveId
 
 log = logging.getLogger(__name__)
 
 #: Seconds between two looks whether the engine still has its version.
 _STILL: Final = 5.0
-#: Seconds between two looks of who waits for what is served, at most.
-_LOOK: Final = 0.1
 
 
-class Pipeline:
-    """What an engine serves, and how it comes to the next version.
-
-    One thread at a time brings versions; any thread may look at what is served.
+class Pipeline(Serving):
+    """How an engine comes to the next version. One thread at a time brings it.
 
     Args:
         sync: this explorer, registered: it holds versions, and reports.
@@ -39,11 +35,7 @@ class Pipeline:
         staging: copies versions to this host first; off where the engine reads elsewhere too.
         before_load: is given the version that is about to be loaded.
         on_remote: takes versions of kind ``remote`` in place of the engine.
-
-    Attributes:
-        held: the version that the engine serves, held; None before the first.
-        last: how it came to it.
-        fault: why the explorer cannot be relied on.
+        fast_path: how the engine takes broadcasts; None where it takes none.
     """
 
     def __init__(
@@ -54,50 +46,64 @@ class Pipeline:
         staging: Staging | None,
         before_load: Callable[[LeasedVersion], object] | None,
         on_remote: OnRemote | None,
+        fast_path: FastPath | None = None,
     ) -> None:
-        self._sync = sync
-        self._reloader = Reloader(engine, on_remote)
-        self._looked = -math.inf
-        self._before_load = before_load
-        self._staging = staging if engine.is_local else None
-        if staging is not self._staging:
+        if staging is not None and not engine.is_local:
             log.warning("the engine does not read on this host alone: nothing is staged")
-        self.held: LeasedVersion | None = None
-        self.last: Reload | None = None
-        self._broken: str | None = None
-        self._abandoned: str | None = None
-        self._refused: tuple[Version, str] | None = None
-        self._leaving: list[LeasedVersion] = []
-        self._changed = threading.Condition()
-        #: Had while versions are let go. Not the other one: storage may take for ever.
-        self._letting_go = threading.RLock()
+            staging = None
+        super().__init__(sync, staging, fast_path)
+        self._reloader = Reloader(engine, on_remote)
+        self._before_load = before_load
+        self._looked = -math.inf
+        self._is_verified = True
 
-    @property
-    def version(self) -> Version | None:
-        """What the engine serves."""
+    def receive(self, transfer: Transfer) -> None:
+        """Let the engine take the weights of a transfer, and report them.
+
+        Raises:
+            BroadcastError: it came to nothing; the engine is as it was.
+            EngineBrokenError: what the engine serves is not known.
+            Exception: what a callback raised.
+        """
         held = self.held
-        return _label(held) if held else None
+        assert held is not None  # noqa: S101 - else it would not have joined
+        try:
+            begun = time.monotonic()
+            if self._before_load is not None:
+                self._before_load(held)
+            told = Reload(
+                sequence=held.sequence,
+                step=transfer.save_id.step,
+                prepare=time.monotonic() - begun,
+            )
+            told = self._reloader.receive(transfer.take, told)
+        except EngineBrokenError as error:
+            self._broken = str(error)
+            raise
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._broken = f"a broadcast was cut off by {type(error).__name__}"
+            raise
+        else:
+            with self._changed:
+                self.last, self._received = told, transfer.save_id
+                self._changed.notify_all()
+            log.info(
+                "%s serves step %d, by broadcast, in %.3f s, with a pause of %.3f s",
+                self._sync.name,
+                told.step,
+                told.seconds,
+                told.pause,
+            )
+        finally:
+            self.report()
 
-    @property
-    def fault(self) -> str | None:
-        """Why the explorer cannot be relied on; None while all is well."""
-        return self._broken or self._abandoned
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether what the engine serves is not known."""
-        return self._broken is not None
-
-    @property
-    def floor(self) -> Version | None:
-        """What is served, or the newer one that was refused: what comes next is above it."""
-        served = self.version
-        if self._refused is None or (served and served.sequence > self._refused[0].sequence):
-            return served
-        return self._refused[0]
-
-    def take(self, version: Version, cancel: Cancellation) -> Version:
+    def take(self, version: Version, cancel: Cancellation) -> bool:
         """Lease, verify, stage, apply and report a version.
+
+        Returns:
+            False where the engine has had its weights, or later ones of the same run, by a
+            broadcast: then it is held and reported, and nothing is loaded.
 
         Raises:
             VersionGoneError: it was retired, or is not visible yet.
@@ -109,6 +115,14 @@ class Pipeline:
             leased = self._sync.hold(version)
         except VerificationError as error:
             raise self._refusal(version, error) from error
+        try:
+            has_received = self._has_received(leased)
+        except BaseException:
+            self._let_go(leased)
+            raise
+        if has_received:
+            self._adopt(leased)
+            return False
         using = [leased]  # what is to be let go where it comes to nothing
         blames = True
         try:
@@ -133,7 +147,7 @@ class Pipeline:
                 self.report()
             raise
         self._served(leased, ready, told)
-        return version
+        return True
 
     def restore(self) -> None:
         """Where the engine is broken, let it serve again what it should.
@@ -141,11 +155,21 @@ class Pipeline:
         Raises:
             EngineBrokenError: it is still broken.
         """
-        if self._broken is not None and self.held is not None:
-            self._reloader.restore(self.held)
-            log.info("the engine serves version %d again", self.held.sequence)
-            self._broken = None
-            self.report()
+        held = self.held
+        if self._broken is None or held is None:
+            return
+        if not self._is_verified:
+            try:
+                held.verify()
+            except (VerificationError, OSError) as error:
+                raise EngineBrokenError(
+                    f"{self._broken}; nor can it be given version {held.sequence}: {error}"
+                ) from error
+        self._reloader.restore(held)
+        log.info("the engine serves version %d again", held.sequence)
+        with self._changed:
+            self._broken, self._received, self._is_verified = None, None, True
+        self.report()
 
     def look(self) -> None:
         """Now and then, see whether the engine still has what it was given.
@@ -164,78 +188,6 @@ class Pipeline:
             )
             self.report()
             raise EngineBrokenError(self._broken)
-
-    @contextmanager
-    def hold_again(self) -> Iterator[LeasedVersion]:
-        """What is served now, held once more, whatever is served after.
-
-        Raises:
-            InvalidSettingsError: nothing is served yet.
-        """
-        with self._changed:  # while it cannot be let go
-            held = self.held
-            if held is None:
-                raise InvalidSettingsError(f"{self._sync.name} serves nothing yet: pull() first")
-            if self._staging is not None and held.source != held.folder:
-                again = self._staging.hold_again(held)
-            else:
-                again = self._sync.hold(_label(held))
-        try:
-            yield again
-        finally:
-            self._let_go(again)
-
-    def wait(
-        self, until: Callable[[Version | None], bool], timeout: float | None
-    ) -> Version | None:
-        """Wait until what is served is enough, or the time is up; returns what is served then.
-
-        What ``until`` looks at besides is looked at ten times a second: a signal handler may change
-        it between a look and a wait of the same thread, and must take no lock to say so.
-        """
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            while not until(self.version) and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(min(left, _LOOK))
-            return self.version
-
-    def follows(self) -> None:
-        """Something follows the job in the background from now on."""
-        if self._abandoned is not None:
-            self._abandoned = None
-            self.report()
-
-    def follows_no_more(self, why: str) -> None:
-        """What followed the job has died."""
-        with self._changed:
-            self._abandoned = why
-            self._changed.notify_all()
-        self.report()
-
-    def report(self) -> None:
-        """Say what this explorer does; an engine goes on serving where that cannot be said.
-
-        Raises:
-            NameTakenError: another explorer took the name while this one counted as dead.
-        """
-        try:
-            self._sync.report(
-                self.version,
-                refused=self._refused[1] if self._refused else None,
-                reload=self.last,
-                fault=self.fault,
-            )
-        except OSError as error:
-            log.warning("%s cannot report: %s", self._sync.name, error)
-
-    def close(self) -> None:
-        """Let go of what is held."""
-        with self._changed:
-            held, self.held = self.held, None
-        if held is not None:
-            self._let_go(held)
-        if self._staging is not None:
-            self._staging.tidy()
 
     def _ready(self, leased: LeasedVersion, cancel: Cancellation) -> tuple[LeasedVersion, Reload]:
         """Verify, stage and check: the version as it is to be loaded, and what that took."""
@@ -282,7 +234,10 @@ class Pipeline:
         with self._changed:
             before, self.held = self.held, ready
             self.last, self._refused, self._broken = told, None, None
+            self._received, self._is_verified = None, True
             self._changed.notify_all()
+        if self._fast_path is not None:
+            self._fast_path.fits = True
         if self._staging is not None:
             self._staging.serves(ready.folder)
         # A copy on this host needs no lease.
@@ -299,23 +254,37 @@ class Pipeline:
             told.pause,
         )
 
+    def _has_received(self, version: LeasedVersion) -> bool:
+        """Whether the engine has a version's weights, or later ones, by a broadcast.
+
+        Later are those of the trainer that works now than any of trainers before it. Not those of
+        one that was rolled back to: someone wants the engine to go back.
+        """
+        saved = SaveId.parse(version.manifest.save_id)
+        received = self._received
+        if received is None or saved is None or version.manifest.rolled_back is not None:
+            return False
+        if saved.run != received.run:
+            return self._sync.current_run() == received.run
+        return not saved.is_newer_than(received)
+
+    def _adopt(self, version: LeasedVersion) -> None:
+        """Hold a version that need not be loaded: what is served stays, whatever it is called."""
+        with self._changed:
+            before, self.held = self.held, version
+            self._is_verified = False
+            if self._refused is not None and self._refused[0].sequence < version.sequence:
+                self._refused = None
+            self._changed.notify_all()
+        if before is not None:
+            self._let_go(before)
+        if self._staging is not None:
+            self._staging.tidy()
+        self.report()
+        log.info("%s has the weights of version %d already", self._sync.name, version.sequence)
+
     def _refusal(self, version: Version, error: BaseException) -> RefusedError:
         log.error("version %d is refused: %s", version.sequence, error)
         self._refused = version, f"version {version.sequence}: {error}"
         self.report()
         return RefusedError(error)
-
-    def _let_go(self, *versions: LeasedVersion) -> None:
-        """Release versions, and those that storage did not let go of before."""
-        with self._letting_go:
-            self._leaving.extend(versions)
-            try:
-                while self._leaving:
-                    self._leaving[-1].release()
-                    self._leaving.pop()
-            except OSError as error:
-                log.warning("a lease stays until the next pull: %s", error)
-
-
-def _label(version: LeasedVersion) -> Version:
-    return Version(version.sequence, version.step)

@@ -1,4 +1,4 @@
-"""Waiting for what is newer, and taking it: one thread at a time."""
+"""Waiting for what is newer, as files or by broadcast, and taking it: one thread at a time."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from explorer_hooks.fast_path import FastPath
 from explorer_hooks.pipeline import Pipeline
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
+    BroadcastError,
     EngineBrokenError,
     JobUnavailableError,
     VersionGoneError,
     WaitTimeoutError,
 )
+from syncd.protocol.participants import Offer
 from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
@@ -34,15 +37,22 @@ class Puller:
     Args:
         sync: this explorer.
         pipeline: what takes versions.
+        fast_path: how broadcasts are taken part in; None where they are not.
         cancel: ends everything, now and from now on.
         poll: seconds between two looks.
     """
 
     def __init__(
-        self, sync: ExplorerSynchronizer, pipeline: Pipeline, cancel: Cancellation, poll: float
+        self,
+        sync: ExplorerSynchronizer,
+        pipeline: Pipeline,
+        fast_path: FastPath | None,
+        cancel: Cancellation,
+        poll: float,
     ) -> None:
         self._sync = sync
         self._pipeline = pipeline
+        self._fast_path = fast_path
         self._cancel = cancel
         self._poll = poll
         #: Had by whoever pulls. Of a thread: whose signal handler may close what it waits for.
@@ -63,16 +73,11 @@ class Puller:
         with self._turn(deadline, cancel):
             while True:
                 left = None if timeout is None else max(0.0, deadline - time.monotonic())
-                newest = self._sync.wait_for_newer(
-                    self._pipeline.floor,
-                    asks=asks,
-                    timeout=left,
-                    cancel=cancel,
-                    look=self._look,
-                )
+                newest = self._wait(left, asks=asks, cancel=cancel)
                 was_broken = self._pipeline.is_broken
                 try:
-                    return self._pipeline.take(newest, cancel)
+                    if self._take(newest, cancel):
+                        return self._served()
                 except VersionGoneError as error:
                     self._look_again(error, deadline, cancel)
                 except Exception:
@@ -90,17 +95,13 @@ class Puller:
         with self._turn(deadline, self._cancel):
             self._restore()
             while True:
-                floor = self._pipeline.floor
+                left = max(0.0, deadline - time.monotonic())
                 try:
-                    newest = self._sync.wait_new_model_state_dict(
-                        floor, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
-                    )
-                    if newest is not None and newest != floor:
-                        self._pipeline.take(newest, self._cancel)
+                    newest = self._wait_until_told(left)
+                    if newest is None or self._take(newest, self._cancel):
+                        return
                 except (VersionGoneError, JobUnavailableError) as error:
                     self._look_again(error, deadline, self._cancel)
-                else:
-                    return
 
     def step(self, step: int, timeout: float) -> Version:
         """Have a step published, and take its version.
@@ -120,9 +121,66 @@ class Puller:
                 if version == self._pipeline.version:
                     return version
                 try:
-                    return self._pipeline.take(version, self._cancel)
+                    self._pipeline.take(version, self._cancel)
+                    return self._served()
                 except VersionGoneError as error:
                     self._look_again(error, deadline, self._cancel)
+
+    # -- what is waited for ----------------------------------------------------------------------
+
+    def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
+        """Wait for a newer version, or a transfer, whatever the trainer says."""
+        floor = self._pipeline.floor
+        if self._fast_path is None or timeout == 0:
+            return self._sync.wait_for_newer(
+                floor, asks=asks, timeout=timeout, cancel=cancel, look=self._look
+            )
+        newest = self._sync.wait_for_weights(
+            floor,
+            joins=self._joins,
+            ends_with_trainer=False,
+            timeout=timeout,
+            cancel=cancel,
+            look=self._look,
+        )
+        assert newest is not None  # noqa: S101 - it does not end with the trainer
+        return newest
+
+    def _wait_until_told(self, timeout: float) -> Version | Offer | None:
+        """Wait for either; None where the trainer has stopped, or says that nothing comes."""
+        floor = self._pipeline.floor
+        if self._fast_path is None:
+            newest = self._sync.wait_new_model_state_dict(
+                floor, timeout=timeout, cancel=self._cancel
+            )
+            return None if newest == floor else newest
+        return self._sync.wait_for_weights(
+            floor,
+            joins=self._joins,
+            ends_with_trainer=True,
+            timeout=timeout,
+            cancel=self._cancel,
+        )
+
+    def _joins(self) -> bool:
+        return self._pipeline.joins
+
+    def _take(self, newest: Version | Offer, cancel: Cancellation) -> bool:
+        """Take what was waited for; whether the engine has other weights now."""
+        if isinstance(newest, Version):
+            return self._pipeline.take(newest, cancel)
+        assert self._fast_path is not None  # noqa: S101 - nobody else joins
+        try:
+            self._pipeline.receive(self._fast_path.meet(cancel))
+        except BroadcastError as error:
+            log.warning("step %d did not come by broadcast: %s", newest.step, error)
+            return False
+        return True
+
+    def _served(self) -> Version:
+        version = self._pipeline.version
+        assert version is not None  # noqa: S101 - it was just taken
+        return version
 
     @contextmanager
     def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:

@@ -156,6 +156,7 @@ class Reader:
                 "step": step,
                 "nothing_new": nothing_new,
                 "refused": refused,
+                "workers": 0,  # it takes no part in broadcasts
                 "time": time.time(),
             }
         )

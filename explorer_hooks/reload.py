@@ -9,7 +9,12 @@ from collections.abc import Callable
 from explorer_hooks.engines.base import Engine
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import CancelledError, EngineBrokenError, JobUnavailableError
+from syncd.protocol.errors import (
+    BroadcastError,
+    CancelledError,
+    EngineBrokenError,
+    JobUnavailableError,
+)
 from syncd.protocol.records import Reload
 
 log = logging.getLogger(__name__)
@@ -108,6 +113,38 @@ class Reloader:
             except Exception as error:
                 self._go_back(before, error)
                 raise
+        pause = time.monotonic() - begun
+        return told.model_copy(update={"pause": pause, "load": loaded - loading})
+
+    def receive(self, take: Callable[[], None], told: Reload) -> Reload:
+        """Let the engine take weights by a broadcast.
+
+        Args:
+            take: the engine's part in it; all or nothing, as far as it raises what is said below.
+            told: what is to be said of the way there until now.
+
+        Returns:
+            That, with the seconds of the pause and of the transfer.
+
+        Raises:
+            BroadcastError: it came to nothing; the engine is as it was.
+            EngineBrokenError: what the engine serves is not known, or it does not serve.
+        """
+        begun = time.monotonic()
+        with _Resumed(self._engine):
+            self._engine.pause()
+            loading = time.monotonic()
+            try:
+                take()
+                loaded = time.monotonic()
+                self._engine.reset_cache()
+            except (BroadcastError, EngineBrokenError):
+                raise
+            except Exception as error:
+                raise EngineBrokenError(
+                    f"the engine failed while it took a broadcast: {error}; what it serves is not "
+                    "known"
+                ) from error
         pause = time.monotonic() - begun
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 

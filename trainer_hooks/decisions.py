@@ -27,7 +27,8 @@ class Plan(IntFlag):
     full checkpoint is made of the save that this step has already. ``AGAIN``: the same, and its
     weights are written again. ``HUGGING_FACE``: with its full weights; without ``FULL``, beside a
     full checkpoint that is there. ``SYNC_SKIPPED``, ``FULL_SKIPPED``: it is due, and stays so,
-    since the writer is busy.
+    since the writer is busy. ``BROADCAST``: the weights are sent to the weight group that rank
+    0 has opened; said after that, they have arrived.
     """
 
     NOTHING = 0
@@ -39,6 +40,7 @@ class Plan(IntFlag):
     FULL_SKIPPED = 32
     AGAIN = 64
     UNDECIDED = 128
+    BROADCAST = 256
 
 
 class Decisions:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.coordination.transfer import Takers
+from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
@@ -15,6 +16,12 @@ from syncd.protocol.policy import (
     TrainerDecision,
     trainer_decision,
 )
+from syncd.protocol.records import SaveId
+
+if TYPE_CHECKING:
+    import torch
+
+    from syncd.coordination.broadcast import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +83,52 @@ class Explorers:
     def weights_announced(self, step: int) -> None:
         """Whoever asked is answered: the pointer names the step."""
         self._tried(lambda: self._synchronizer.set_model_state_dict(None, step))
+
+    def say_nothing_new(self) -> None:
+        """Whoever waits has what there is."""
+        self._tried(self._synchronizer.notify_no_new_model_state_dict)
+
+    # -- broadcasts ------------------------------------------------------------------------------
+
+    def takers(self) -> Takers | None:
+        """Who is there to take weights; None where that cannot be seen now."""
+        return self._tried(self._synchronizer.takers)
+
+    def have_received(self, save_id: SaveId) -> bool:
+        """Whether all who take broadcasts serve what was sent; False where that cannot be seen."""
+        return self._tried(lambda: self._synchronizer.have_received(save_id)) is True
+
+    def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
+        """Wait until all who take broadcasts are ready for one, and meet them.
+
+        Raises:
+            BroadcastError: they are not, in time; or the group cannot be formed.
+        """
+        synchronizer = self._synchronizer
+        timeout = synchronizer.settings.broadcast_timeout
+        agreed = self._tried(lambda: synchronizer.ready_to_nccl_sync(step, timeout=timeout))
+        if agreed is None:
+            raise BroadcastError(f"not all explorers were ready for it ({timeout:g} s at most)")
+        try:
+            return synchronizer.open_group(save_id, device)
+        except BroadcastError:
+            raise
+        except (OSError, SyncdError) as error:
+            raise BroadcastError(f"explorers cannot be told where to meet: {error}") from error
+
+    def transferred(self) -> None:
+        """The weights have arrived: whoever asked is answered."""
+        self._tried(self._synchronizer.nccl_sync_succeeded)
+
+    def group_failed(self) -> None:
+        """The next broadcast needs another weight group."""
+        self._tried(self._synchronizer.group_failed)
+
+    def goes_by_files(self, step: int) -> None:
+        """Say that a step's weights come by the checkpoint path."""
+        self._tried(lambda: self._synchronizer.goes_by_files(step))
+
+    # -- back-pressure, and the end ----------------------------------------------------------------
 
     def wait_for_slowest(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from syncd.protocol.errors import SaveFailedError, SyncdError
-from syncd.protocol.policy import SyncSettings
+from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.background import raise_first
 from trainer_hooks.decisions import Decisions, Plan
+from trainer_hooks.fast_path import FastPath
 from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
 from trainer_hooks.saves import Saves, Trained
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 #: save_timeouts that anything waits for one save (for each rank where they write in turns): one to
 #: write it, one for the other ranks.
 _PATIENCE: Final = 2
+#: broadcast_timeouts that a broadcast takes at most: until all are ready, to meet, to transfer.
+_BROADCAST_WAITS: Final = 3
 #: Seconds: longer than any training; what locks take has a bound.
 _FOREVER: Final = 1e9
 #: Seconds for a save that is given up to be put away.
@@ -124,6 +127,9 @@ class TrainerHook:
             progress=self._progress,
             begin_save=self._job.begin_save,
         )
+        self._fast_path: FastPath | None = None
+        if self._settings.method is SyncMethod.NCCL:
+            self._fast_path = FastPath(model, self._settings, self._job.explorers)
         self._planner = Planner(
             decisions,
             self._settings,
@@ -131,6 +137,7 @@ class TrainerHook:
             run_id=self._job.run_id,
             one_save=self._job.memory is None,
             explorers=self._job.explorers,
+            fast_path=self._fast_path,
             thread=self._saves.thread,
             progress=self._progress,
             are_weights_there=self._job.are_weights_there,
@@ -279,8 +286,13 @@ class TrainerHook:
         metrics: dict[str, float] = {}
         if step is None or not plan:
             return metrics
+        last_sync, first = self._planner.last_sync, time.monotonic()
+        if plan & Plan.BROADCAST and self._fast_path is not None:
+            sent = self._planner.begin_broadcast(step)
+            arrived = self._fast_path.send(step)
+            plan = self._planner.after_broadcast(plan, sent, arrived=arrived)
+            metrics["time/broadcast"] = time.monotonic() - first
         begun = time.monotonic()
-        synced = self._planner.synced
         saves = self._planner.begin(plan, step)
         if saves.sync is not None:
             self._saves.begin(self._job.memory or self._job.place, saves.sync, Plan.SYNC)
@@ -292,10 +304,10 @@ class TrainerHook:
             self._saves.add_hugging_face(self._job.place, saves.hugging_face)
         if saves.full is not None or saves.hugging_face is not None:
             metrics["time/save_checkpoint"] = time.monotonic() - half
-        if self._planner.synced != synced:
+        if self._planner.last_sync != last_sync:
             if self._last_sync_time is not None:
-                metrics["time/trainer_sync_interval"] = begun - self._last_sync_time
-            self._last_sync_time = begun
+                metrics["time/trainer_sync_interval"] = first - self._last_sync_time
+            self._last_sync_time = first
         return metrics
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
@@ -309,6 +321,9 @@ class TrainerHook:
         announced = self._progress.announced_step
         if announced is not None:
             metrics["sync/announced_step"] = float(announced)
+        if self._fast_path is not None and self._job.explorers is not None:
+            metrics["sync/broadcasts"] = float(self._fast_path.broadcasts)
+            metrics["sync/broadcast_failures"] = float(self._fast_path.failures)
         metrics["sync/skipped"] = float(self._planner.skipped)
         metrics["time/stall"] = time.monotonic() - begun
         return metrics
@@ -341,6 +356,8 @@ class TrainerHook:
                     "waited for any longer; what was announced before stays"
                 )
             )
+        if self._fast_path is not None:
+            self._fast_path.close()
         self._job.close()
         return errors
 
@@ -354,4 +371,5 @@ def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -
 
 def _longest_wait(settings: SyncSettings, patience: float) -> float:
     """Seconds that the other ranks wait for rank 0: as long as it may wait for anything itself."""
-    return settings.sync_timeout + patience + _TORCH_TIMEOUT
+    broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
+    return settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT

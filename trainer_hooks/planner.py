@@ -11,6 +11,7 @@ from syncd.protocol.records import SaveId
 from trainer_hooks.background import SaveThread
 from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.explorers import Explorers
+from trainer_hooks.fast_path import FastPath, Way
 from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveAsHf, SaveSettings, WhenBusy
 
@@ -43,12 +44,14 @@ class Planner:
         run_id: of all save ids.
         one_save: whether a step that is due for both is saved once; not with a memory folder.
         explorers: rank 0's.
+        fast_path: of method ``nccl``; else None.
         thread: whose work rank 0 looks at.
         progress: what became of earlier saves.
         are_weights_there: on rank 0, whether an announced save still has all its weights.
 
     Attributes:
-        synced: the save whose weights went to explorers last.
+        synced: the save whose weights went to explorers last by the files.
+        last_sync: the same, or the broadcast that came after it.
         skipped: how many saves were left out, since the writer was busy.
     """
 
@@ -61,12 +64,14 @@ class Planner:
         run_id: str,
         one_save: bool,
         explorers: Explorers | None,
+        fast_path: FastPath | None,
         thread: SaveThread,
         progress: Progress,
         are_weights_there: Callable[[SaveId], bool],
         patience: float,
     ) -> None:
         self.synced: SaveId | None = None
+        self.last_sync: SaveId | None = None
         self.skipped = 0
         self._decisions = decisions
         self._settings = settings
@@ -74,6 +79,7 @@ class Planner:
         self._run_id = run_id
         self._one_save = one_save
         self._explorers = explorers
+        self._fast_path = fast_path
         self._thread = thread
         self._progress = progress
         self._are_weights_there = are_weights_there
@@ -82,6 +88,8 @@ class Planner:
         self._hugging_face: SaveId | None = None
         self._owed = Plan.NOTHING
         self._counter = 0
+        #: What was broadcast, or was to be, and not saved since: a save of that step is it.
+        self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
         """What the settings, and the explorers, want after a step, or while waiting for data.
@@ -117,9 +125,7 @@ class Planner:
 
     def sync(self, step: int) -> Plan:
         """What is to be done so that explorers get a step."""
-        return self._decisions.agree(
-            lambda: Plan.NOTHING if self._is_begun(self.synced, step) else Plan.SYNC
-        )
+        return self._decisions.agree(lambda: self._for_sync(step))
 
     def checkpoint(self, step: int, *, with_hf: bool) -> Plan:
         """What is to be done so that a step is a full checkpoint."""
@@ -135,16 +141,38 @@ class Planner:
                 self._owed |= done
         sync = full = None
         if plan & Plan.SYNC and not (plan & Plan.FULL and self._one_save):
-            sync = self.synced = self._next_id(step)
+            sync = self._goes_to_explorers(self._next_id(step))
         if plan & Plan.FULL:
             reuses = plan & (Plan.COMPLETE | Plan.AGAIN)
             full = self.synced if reuses and self.synced is not None else self._next_id(step)
             self._full = full
             if self._one_save:
-                self.synced = full
+                self._goes_to_explorers(full)
         if plan & Plan.HUGGING_FACE:
             self._hugging_face = self._full
         return Begun(sync, full, self._full if plan & Plan.HUGGING_FACE else None)
+
+    def begin_broadcast(self, step: int) -> SaveId:
+        """Take a plan's broadcast as begun; returns what it is of."""
+        self._sent = self._new_id(step)
+        return self._sent
+
+    def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
+        """What is left to be done of a plan whose broadcast is over.
+
+        Args:
+            plan: what it was.
+            sent: what was broadcast.
+            arrived: on rank 0, whether it has arrived.
+
+        Raises:
+            SaveFailedError: rank 0 did not say.
+        """
+        word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
+        if word & Plan.BROADCAST:
+            self.last_sync = sent
+            self._owed &= ~Plan.SYNC
+        return (plan | word) & ~Plan.BROADCAST
 
     # -- on all ranks --------------------------------------------------------------------------
 
@@ -162,12 +190,27 @@ class Planner:
 
     @property
     def _last_sync_step(self) -> int | None:
-        return None if self.synced is None else self.synced.step
+        return None if self.last_sync is None else self.last_sync.step
+
+    def _goes_to_explorers(self, save_id: SaveId) -> SaveId:
+        """Take a save as the one that explorers get by the files."""
+        self.synced = self.last_sync = save_id
+        if self._fast_path is not None:
+            self._fast_path.cadence.saved(save_id.step)
+        return save_id
 
     def _next_id(self, step: int) -> SaveId:
-        save_id = SaveId(self._run_id, step, self._counter)
+        """Of a save: that of the broadcast of this step, whose weights it has, if there was one."""
+        sent, self._sent = self._sent, None
+        return sent if sent is not None and sent.step == step else self._new_id(step)
+
+    def _new_id(self, step: int) -> SaveId:
+        save_id = self._coming_id(step)
         self._counter += 1
         return save_id
+
+    def _coming_id(self, step: int) -> SaveId:
+        return SaveId(self._run_id, step, self._counter)
 
     # -- on rank 0 ---------------------------------------------------------------------------------
 
@@ -186,12 +229,58 @@ class Planner:
                 with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS
                 plan |= self._for_checkpoint(step, with_hf=with_hf)
         if due & Plan.SYNC:
-            is_one = plan & Plan.FULL and self._one_save
-            if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_one:
-                plan |= Plan.SYNC_SKIPPED
-            else:
-                plan |= Plan.SYNC
+            plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self._one_save))
         return plan
+
+    def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
+        """How explorers get a step that is due, and may be saved as a full checkpoint anyway."""
+        if self._fast_path is None:
+            return self._by_files(is_saved=is_saved)
+        if self._fast_path.has_arrived(self.last_sync, step):
+            return self._nothing_new()
+        way = self._fast_path.open(step, self._coming_id(step))
+        if way is Way.BROADCAST:
+            return Plan.BROADCAST
+        if way is Way.NOT_AT_ALL:
+            return Plan.NOTHING
+        if self._is_begun(self.synced, step):
+            return Plan.NOTHING if self._is_on_its_way(self.synced) else self._nothing_new()
+        return self._by_files(is_saved=is_saved)
+
+    def _nothing_new(self) -> Plan:
+        """Whoever asks has this step, or what was published of it."""
+        if self._explorers is not None:
+            self._explorers.say_nothing_new()
+        return Plan.NOTHING
+
+    def _by_files(self, *, is_saved: bool) -> Plan:
+        busy = bool(self._thread.under_way)
+        if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
+            return Plan.SYNC_SKIPPED
+        return Plan.SYNC
+
+    def _for_sync(self, step: int) -> Plan:
+        if self._is_begun(self.last_sync, step):
+            return Plan.NOTHING
+        if self._fast_path is not None:
+            way = self._fast_path.open(step, self._coming_id(step))
+            if way is Way.BROADCAST:
+                return Plan.BROADCAST
+        return Plan.SYNC
+
+    def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
+        """Whether it has arrived, and whether the step is saved by the checkpoint path too."""
+        if not arrived:
+            return self._by_files(is_saved=bool(plan & Plan.FULL))
+        fast_path = self._fast_path
+        assert fast_path is not None  # noqa: S101 - it was broadcast
+        lost = self.synced is not None and self._progress.has_failed(self.synced)
+        if plan & Plan.FULL or not (fast_path.cadence.is_save_due or lost):
+            fast_path.cadence.passed(step)
+            return Plan.BROADCAST
+        by_files = self._by_files(is_saved=False)
+        # One that is left out stays due with the next sync, and not before: explorers have it.
+        return Plan.BROADCAST | (by_files & Plan.SYNC)
 
     def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:
         if self._settings.style is not SyncStyle.EXPLORER_DRIVEN or self._explorers is None:

@@ -247,10 +247,6 @@ def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | No
     settings, why = settings.normalised(lora=bool(adapters))
     if why is not None:
         log.warning("%s", why)
-    if settings.method is SyncMethod.NCCL:
-        raise InvalidSettingsError(
-            "TrainerHook does not serve method nccl yet: use checkpoint or memory"
-        )
     if memory_dir is not None and settings.method is not SyncMethod.MEMORY:
         raise InvalidSettingsError(
             f"memory_dir is for method memory, and the method is {settings.method}: set "

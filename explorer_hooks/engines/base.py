@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from explorer_hooks.reader import LeasedVersion
+from syncd.protocol.participants import Rendezvous
 
 
 class Engine(Protocol):
@@ -75,6 +76,39 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Let go of what it holds; the model itself stays. Safe to call twice."""
+
+
+@runtime_checkable
+class WeightTaker(Protocol):
+    """What an :class:`Engine` has besides that can take weights by broadcast (method ``nccl``).
+
+    The hook calls it as it does ``load``: between ``pause`` and ``reset_cache``, in one thread. An
+    engine without it is served by the files alone.
+    """
+
+    @property
+    def workers(self) -> int:
+        """How many ranks of the weight group the engine has: one for each of its workers."""
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Join the weight group with all workers, and take the weights of one transfer.
+
+        All of them, or on an error none. Where the engine is in the group of this generation
+        already, it stays in it; one of an earlier generation is left.
+
+        Args:
+            rendezvous: where the group meets.
+            rank_offset: the group rank of the first worker; the others follow.
+            deadline: seconds that joining, and then the transfer, may take each.
+
+        Raises:
+            BroadcastError: it came to nothing; the engine has the weights that it had, and the
+                generation is dead to it. Its cause is an EngineMismatchError where they do not fit.
+            EngineBrokenError: what weights it has is not known.
+        """
+
+    def leave(self) -> None:
+        """Leave the weight group, without waiting for anyone. Safe to call without one."""
 
 
 class InProcessEngine:

@@ -38,7 +38,7 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     """
     if version.kind in kinds:
         return
-    what = f"version {version.sequence} (step {version.step})"
+    what = named(version)
     if version.remote_path is not None:
         raise EngineMismatchError(
             f"{what} is remote, and this engine loads from storage alone: hand "
@@ -73,7 +73,7 @@ def compare_tensors(
     Raises:
         EngineMismatchError: says which ones differ, and how.
     """
-    refuse(version, whose, differences(given, wanted, whose))
+    refuse(named(version), whose, differences(given, wanted, whose))
 
 
 def differences(
@@ -92,8 +92,18 @@ def differences(
     ]
 
 
-def refuse(version: LeasedVersion, whose: str, wrong: Iterable[str]) -> None:
+def named(version: LeasedVersion) -> str:
+    """A version, for messages."""
+    return f"version {version.sequence} (step {version.step})"
+
+
+def refuse(what: str, whose: str, wrong: Iterable[str]) -> None:
     """Raise the error that says what does not fit; do nothing where all does.
+
+    Args:
+        what: is refused.
+        whose: the engine.
+        wrong: each a clause of the message.
 
     Raises:
         EngineMismatchError: something is wrong; the first few are named, the others counted.
@@ -103,8 +113,8 @@ def refuse(version: LeasedVersion, whose: str, wrong: Iterable[str]) -> None:
         return
     more = len(ordered) - _MOST_NAMED
     raise EngineMismatchError(
-        f"version {version.sequence} (step {version.step}) does not fit {whose}, which keeps its "
-        f"weights: {'; '.join(ordered[:_MOST_NAMED])}" + (f"; and {more} more" if more > 0 else "")
+        f"{what} does not fit {whose}, which keeps its weights: {'; '.join(ordered[:_MOST_NAMED])}"
+        + (f"; and {more} more" if more > 0 else "")
     )
 
 

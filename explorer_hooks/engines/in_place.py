@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Final, NamedTuple
@@ -17,11 +16,10 @@ from syncd.checkpoint.boxes import Box
 from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.coordination.host_memory import HostMemory
 from syncd.coordination.tensors import bytes_of
+from syncd.coordination.weight_meta import padded
 
 #: About so many bytes one thread is given at a time.
 _BATCH: Final = 16 * 1024 * 1024
-#: Where a tensor begins in host memory: a multiple of this, in bytes.
-_ALIGNED: Final = 64
 #: The most host memory that is used where what is read is not kept, but for a larger tensor.
 _BOUND: Final = 256 * 1024 * 1024
 
@@ -29,20 +27,38 @@ _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory that targets are read into, to be copied from there.
+    """Host memory that targets are read into, or received, to be copied from there.
 
-    The first read makes it; later ones of no more bytes touch no new memory. It is pinned where the
+    The first use makes it; later ones of no more bytes touch no new memory. It is pinned where the
     targets are on another device than the CPU.
 
     Args:
         threads: the most that read at a time.
+
+    Attributes:
+        views: what each target is to have, as :meth:`lay_out` was told of them.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
         self._memory: HostMemory | None = None
         self._device = _CPU
-        self._views: list[Tensor] = []
+        self.views: list[Tensor] = []
+
+    def lay_out(self, targets: Sequence[Target]) -> Tensor:
+        """Make room for what the targets are to have; they are not changed.
+
+        Returns:
+            The memory of all ``views``, uint8: one after the other, each at the next multiple of
+            64 bytes.
+        """
+        content = self._room(targets)
+        self.views, at = [], 0
+        for target in targets:
+            memory = content[at : at + target.nbytes]
+            self.views.append(memory.view(target.dtype).view(target.box.shape))
+            at += padded(target.nbytes)
+        return content[:at]
 
     def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
         """Read what the targets are to have; they are not changed.
@@ -51,13 +67,11 @@ class HostStage:
             VerificationError, ShardFormatError: a file is not what the manifest says.
             OSError: storage failed.
         """
-        content = self._room(targets)
-        self._views, at, parts = [], 0, []
-        for target in targets:
-            memory = content[at : at + target.nbytes]
-            self._views.append(memory.view(target.dtype).view(target.box.shape))
-            parts.append(_Part(target.name, target.box, bytes_of(memory)))
-            at += _padded(target.nbytes)
+        self.lay_out(targets)
+        parts = [
+            _Part(target.name, target.box, bytes_of(view))
+            for target, view in zip(targets, self.views, strict=True)
+        ]
         _read_parts(reader, parts, self._threads)
 
     @torch.no_grad()
@@ -68,22 +82,22 @@ class HostStage:
         old values, of whoever launched it and went on.
 
         Args:
-            targets: as many as were read for, of the same dtypes and shapes.
+            targets: as many as were laid out, of the same dtypes and shapes.
         """
         devices = {target.tensor.device for target in targets} - {_CPU}
-        _synchronize(devices)
+        synchronize(devices)
         moves: list[_Move] = []
-        for target, view in zip(targets, self._views, strict=True):
+        for target, view in zip(targets, self.views, strict=True):
             if _is_plain(target):
                 moves.append(_Move(bytes_of(view), bytes_of(target.tensor)))
             else:
                 target.tensor.copy_(view, non_blocking=True)
         _move(moves, self._threads)
-        _synchronize(devices)
+        synchronize(devices)
 
     def close(self) -> None:
         """Let the memory go."""
-        self._views = []
+        self.views = []
         self._memory = None
 
     def _room(self, targets: Sequence[Target]) -> Tensor:
@@ -227,19 +241,16 @@ def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
             yield group
             group, size = [], 0
         group.append(target)
-        size += _padded(target.nbytes)
+        size += padded(target.nbytes)
     if group:
         yield group
 
 
 def _size(targets: Sequence[Target]) -> int:
-    return sum(_padded(target.nbytes) for target in targets)
+    return sum(padded(target.nbytes) for target in targets)
 
 
-def _padded(size: int) -> int:
-    return math.ceil(size / _ALIGNED) * _ALIGNED
-
-
-def _synchronize(devices: set[torch.device]) -> None:
+def synchronize(devices: set[torch.device]) -> None:
+    """Wait for all that was put on these devices."""
     for device in devices:
         torch.accelerator.synchronize(device)

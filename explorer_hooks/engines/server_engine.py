@@ -13,7 +13,12 @@ from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import EngineBrokenError, InvalidSettingsError, ServerRefusedError
+from syncd.protocol.errors import (
+    EngineBrokenError,
+    InvalidSettingsError,
+    ServerError,
+    ServerRefusedError,
+)
 
 if TYPE_CHECKING:
     import httpx2
@@ -91,6 +96,7 @@ class ServerEngine(ABC):
         self._model_is_torn = False
         self._uncached: str | None = None
         self._has_adapters = False
+        self._received: str | None = None
         self._proof: Callable[[], None] | None = None
 
     # -- what an engine is -------------------------------------------------------------------------
@@ -210,7 +216,8 @@ class ServerEngine(ABC):
         self._uncached = label(version)
         self._torn = None
         self._model_is_torn = False
-        self._proof = lambda: self._prove(version)
+        self._received = None
+        self._proof = lambda: self._prove(version.kind, label(version))
         if version.kind == "full":
             self._loaded = {}  # an adapter of the model before is no adapter of this one
             if self._fits is None:
@@ -251,9 +258,10 @@ class ServerEngine(ABC):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the server says that it has this version: one that was restarted does not.
+        """Whether the server says that it has this version, or what it received since.
 
-        Where a server cannot say what it has, that it is there counts.
+        One that was restarted does not. Where a server cannot say what it has, that it is there
+        counts.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -262,7 +270,7 @@ class ServerEngine(ABC):
         except (ServerRefusedError, OSError) as error:
             log.warning("%s does not say what it serves: %s", self._whose, error)
             return False
-        return said is None or said == label(version)
+        return said is None or said == (self._received or label(version))
 
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
@@ -336,14 +344,40 @@ class ServerEngine(ABC):
         """
 
     @abstractmethod
-    def _prove(self, version: LeasedVersion) -> None:
-        """Generate one token with a version.
+    def _prove(self, kind: str, name: str) -> None:
+        """Generate one token.
+
+        Args:
+            kind: with a ``full`` model, or an ``adapter``.
+            name: the label of what it must generate with.
 
         Raises:
             ServerRefusedError: it does not.
         """
 
     # -- helpers -----------------------------------------------------------------------------------
+
+    def _take_received(self, name: str, load: Callable[[], None]) -> None:
+        """Have the server load a full model that its workers have received, under a label.
+
+        Where it does not, nobody knows what it has, and it stays paused until it is given a
+        version: what it had came from no folder, or from one that may be gone.
+
+        Raises:
+            EngineBrokenError: it does not.
+        """
+        self._torn = f"it has not taken {name}"
+        self._model_is_torn = True
+        self._loaded, self._received = {}, None
+        try:
+            self._set_label(f"{LOADING}-full-{name}")
+            load()
+        except ServerError as error:
+            raise EngineBrokenError(f"{self._whose} did not take {name}: {error}") from error
+        self._uncached = self._received = name
+        self._torn = None
+        self._model_is_torn = False
+        self._proof = lambda: self._prove("full", name)
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
         """After a load that was refused: whether it has again what it had before."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar, Final
 
-from explorer_hooks.engines.server_engine import ServerEngine, label
-from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.engines.server_engine import ServerEngine
 from syncd.protocol.errors import InvalidSettingsError, ServerRefusedError
 
 log = logging.getLogger(__name__)
@@ -121,12 +120,12 @@ class SGLangServer(ServerEngine):
         except ServerRefusedError as error:
             log.debug("there is no adapter to unload: %s", error)
 
-    def _prove(self, version: LeasedVersion) -> None:
+    def _prove(self, kind: str, name: str) -> None:
         body: dict[str, object] = {
             "input_ids": [1],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
         }
-        if version.kind == "adapter":
+        if kind == "adapter":
             body["lora_path"] = self._lora_name
         told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
         answer = told if isinstance(told, dict) else {}
@@ -134,8 +133,8 @@ class SGLangServer(ServerEngine):
             raise ServerRefusedError(f"it generates nothing: {told}", answer=told)
         meta = answer.get("meta_info")
         said = meta.get("weight_version") if isinstance(meta, dict) else None
-        if said not in {None, label(version)}:
-            raise ServerRefusedError(f"it generates with {said}, not with {label(version)}")
+        if said not in {None, name}:
+            raise ServerRefusedError(f"it generates with {said}, not with {name}")
 
     def _told(self) -> dict[str, Any]:
         told = self._server.ask(self._info)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +11,29 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from explorer_hooks.engines.fitting import refuse
+from explorer_hooks.engines.fitting import named, refuse
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.dtensor import local_box
 from syncd.coordination.tensors import DTYPES, bytes_of
+from syncd.coordination.weight_meta import Described
 from syncd.protocol.errors import CheckpointError, EngineMismatchError
-from syncd.protocol.records import TensorEntry
 
 #: What ``get_extra_state`` of a module returned: whatever it is, it is no parameter or buffer.
 _EXTRA: Final = "_extra_state"
 
 #: What the module calls a tensor of the version; None for one that it does not take.
 Rename = Callable[[str], str | None]
+
+
+class Given(Described, Protocol):
+    """A tensor of a version, as its manifest or the meta of a broadcast describes it."""
+
+    @property
+    def digest(self) -> str | None:
+        """Of its bytes, where it is known."""
 
 
 class Target(NamedTuple):
@@ -47,6 +55,12 @@ class Target(NamedTuple):
     def nbytes(self) -> int:
         """Of the part, in the version's dtype."""
         return self.box.size * self.dtype.itemsize
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Its part of the whole tensor; no copy."""
+        return whole[
+            tuple(slice(begin, begin + size) for begin, size in zip(*self.box, strict=True))
+        ]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -94,9 +108,9 @@ class Fit(NamedTuple):
     """How a version fits a module.
 
     Attributes:
-        targets: what each of its tensors fills, in the manifest's order.
-        unknown: names of two tensors that are one in the module, and of which the manifest does not
-            say whether they are the same: it has no digests.
+        targets: what each of its tensors fills, in the version's order.
+        unknown: names of two tensors that are one in the module, the earlier one first, and of
+            which it is not said whether they are the same: there are no digests.
     """
 
     targets: list[Target]
@@ -104,25 +118,32 @@ class Fit(NamedTuple):
 
 
 def find_targets(
-    version: LeasedVersion, tensors: Mapping[str, Tensor], rename: Rename, *, cast: bool, whose: str
+    entries: Iterable[Given],
+    tensors: Mapping[str, Tensor],
+    rename: Rename,
+    *,
+    cast: bool,
+    what: str,
+    whose: str,
 ) -> Fit:
     """What each tensor of a version fills.
 
     Every tensor of the module is filled by one of the version, tied ones by one of their names.
 
     Args:
-        version: whose manifest is compared; nothing is read.
+        entries: the tensors of the version; nothing is read.
         tensors: the module's by name, as :func:`tensors_of` gives them.
         rename: the version's name to the module's.
         cast: whether floating values may be of another floating dtype than the module's, fp8 aside.
+        what: the version, for messages.
         whose: the module, for messages.
 
     Raises:
         EngineMismatchError: says what does not fit.
     """
-    given: dict[str, TensorEntry] = {}
+    given: dict[str, Given] = {}
     wrong: list[str] = []
-    for entry in version.manifest.tensors:
+    for entry in entries:
         name = rename(entry.name)
         if name is None:
             continue
@@ -140,7 +161,7 @@ def find_targets(
     ]
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
-    first: dict[object, TensorEntry] = {}
+    first: dict[object, Given] = {}
     for name, entry in given.items():
         if name not in tensors:
             continue
@@ -155,8 +176,8 @@ def find_targets(
         elif None in {tied.digest, entry.digest} and tied.dtype == entry.dtype:
             unknown.append((tied.name, entry.name))
         elif tied.digest != entry.digest or tied.dtype != entry.dtype:
-            wrong.append(_differ(tied.name, entry.name, whose))
-    refuse(version, whose, wrong)
+            wrong.append(differ(tied.name, entry.name, whose))
+    refuse(what, whose, wrong)
     return Fit(targets, unknown)
 
 
@@ -172,11 +193,12 @@ def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], who
     with WeightsReader(version) as reader:
         for one, other in unknown:
             if bytes_of(reader.get_weight(one)) != bytes_of(reader.get_weight(other)):
-                wrong.append(_differ(one, other, whose))
-    refuse(version, whose, wrong)
+                wrong.append(differ(one, other, whose))
+    refuse(named(version), whose, wrong)
 
 
-def _differ(one: str, other: str, whose: str) -> str:
+def differ(one: str, other: str, whose: str) -> str:
+    """That two tensors cannot be tied, for messages."""
     return f"{shown(one)} and {shown(other)} have different values, and are one tensor in {whose}"
 
 
@@ -201,7 +223,7 @@ def _has_memory(tensor: Tensor) -> bool:
     )
 
 
-def _target(entry: TensorEntry, value: Tensor, *, cast: bool, whose: str) -> Sequence[Target] | str:
+def _target(entry: Given, value: Tensor, *, cast: bool, whose: str) -> Sequence[Target] | str:
     """What an entry fills (nothing on a rank that has no part of it); or why it cannot."""
     if tuple(value.shape) != entry.shape:
         return f"is {list(entry.shape)}, {whose} has {list(value.shape)}"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.base import InProcessEngine
-from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.engines.in_place import HostStage, fill_directly
 from explorer_hooks.engines.targets import (
     Fit,
+    Given,
     Rename,
     Target,
     compare_tied,
@@ -23,7 +25,10 @@ from explorer_hooks.engines.targets import (
 )
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.coordination.broadcast import KeptGroup
+from syncd.coordination.weight_meta import WeightMeta
+from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
+from syncd.protocol.participants import Rendezvous
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,6 +41,8 @@ _THREADS: Final = 4
 
 class TorchModule(InProcessEngine):
     """Copies versions into a live ``nn.Module``, in place.
+
+    It takes broadcasts of method ``nccl``, too.
 
     Promised: parameters and buffers stay the same objects with the same data pointers, so that CUDA
     graphs, compiled code and optimizers that hold them stay valid; every tensor is filled, with the
@@ -101,6 +108,8 @@ class TorchModule(InProcessEngine):
         self._threads = threads
         self._stage = HostStage(threads)
         self._prepared: object = None
+        self._group = KeptGroup()
+        self._known: WeightMeta | None = None
 
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, shape and dtype.
@@ -131,28 +140,82 @@ class TorchModule(InProcessEngine):
             if self._prepared != _reading(version, targets):
                 self._read_ahead(version, targets)
             self._prepared = None
-            with self._lock:
-                cut_again(self._module)
+            with self._changing():
                 self._stage.copy(targets)
-                self._changed(version)
             return
-        with WeightsReader(version) as reader, self._lock:
+        with WeightsReader(version) as reader, self._changing():
             reader.open({target.name for target in targets})
-            cut_again(self._module)
             try:
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
                 error.add_note(
-                    f"{self._whose} has parts of version {version.sequence} (step {version.step}) "
-                    "now: load the version before again"
+                    f"{self._whose} has parts of {named(version)} now: load the version before "
+                    "again"
                 )
                 raise
-            self._changed(version)
+
+    # -- by broadcast ------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> int:
+        """This process; a module that is sharded over several has one of these in each."""
+        return 1
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Join the weight group, or stay in it, and fill the module with what is broadcast.
+
+        ``staged``: the module is untouched until every member has the last byte and has said so.
+        ``direct``: filled as it arrives, in which the lock is held for as long as that takes.
+
+        Args:
+            rendezvous: where the group meets.
+            rank_offset: the rank of this process in it.
+            deadline: seconds that joining, and then the transfer, may take each.
+
+        Raises:
+            BroadcastError: it came to nothing, or does not fit; nothing was changed.
+            EngineBrokenError: it came to nothing in the middle of ``direct``: the module is torn.
+        """
+        self._prepared = None
+        device = self._receives_on(rendezvous.backend)
+        try:
+            group = self._group.open(rendezvous, rank_offset, deadline=deadline, device=device)
+            receiver = WeightReceiver(group, known=self._known)
+            if self._in_place == "staged":
+                targets = receiver.receive_into(self._stage, self._fit_received)
+                with self._changing():
+                    self._stage.copy(targets)
+            else:
+                receiver.fill(self._fit_received, self._changing())
+            self._known = receiver.meta
+        except BaseException:
+            self.leave()
+            raise
+
+    def leave(self) -> None:
+        """Leave the weight group, without waiting for anyone. Safe to call without one."""
+        self._group.close()
+
+    def _receives_on(self, backend: str) -> torch.device:
+        """The device whose memory the backend moves: for NCCL the module's."""
+        devices = (value.device for value in self._module.parameters())
+        cuda = (device for device in devices if device.type == "cuda")
+        return next(cuda, torch.device("cpu")) if backend == "nccl" else torch.device("cpu")
+
+    def _fit_received(self, meta: WeightMeta) -> Fit:
+        if "full" not in self.kinds:
+            raise EngineMismatchError(
+                f"a full model is broadcast, and {self._whose} takes adapters"
+            )
+        with self._lock_to_look():
+            tensors = tensors_of(self._module)
+        return self._compared(meta.tensors, tensors, "what is broadcast")
 
     def close(self) -> None:
-        """Let the host memory go; the module stays as it is."""
+        """Let the host memory go, and leave the weight group; the module stays as it is."""
         self._prepared = None
         self._stage.close()
+        self.leave()
 
     def _read_ahead(self, version: LeasedVersion, targets: list[Target]) -> None:
         self._prepared = None
@@ -160,12 +223,22 @@ class TorchModule(InProcessEngine):
             self._stage.read(reader, targets)
         self._prepared = _reading(version, targets)
 
-    def _changed(self, version: LeasedVersion) -> None:
-        """What was computed of the old weights goes, before anyone computes with the new ones."""
-        torch.clear_autocast_cache()  # inside autocast they are kept, for all threads
-        self._loaded(version)
+    def _lock_to_look(self) -> AbstractContextManager[Any]:
+        """A state dict of FSDP2 cuts what a forward has gathered: not in the middle of that."""
+        return self._lock if gathers(self._module) else nullcontext()
 
-    def _loaded(self, version: LeasedVersion) -> None:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside, the module may change, and nobody computes."""
+        with self._lock:
+            cut_again(self._module)
+            yield
+            # What was computed of the old weights goes, before anyone computes with the new ones:
+            # inside autocast they are kept, for all threads.
+            torch.clear_autocast_cache()
+            self._loaded()
+
+    def _loaded(self) -> None:
         """What else changes with the weights, under the lock. It cannot fail."""
 
     def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for others
@@ -177,10 +250,14 @@ class TorchModule(InProcessEngine):
 
     def _fit(self, version: LeasedVersion) -> Fit:
         check_kind(version, self.kinds)
-        # A state dict of FSDP2 cuts what a forward has gathered: not in the middle of that.
-        with self._lock if gathers(self._module) else nullcontext():
+        with self._lock_to_look():
             tensors = self._tensors(version)
-        return find_targets(version, tensors, self._renamed, cast=self._cast, whose=self._whose)
+        return self._compared(version.manifest.tensors, tensors, named(version))
+
+    def _compared(self, entries: Iterable[Given], tensors: Mapping[str, Tensor], what: str) -> Fit:
+        return find_targets(
+            entries, tensors, self._renamed, cast=self._cast, what=what, whose=self._whose
+        )
 
     def _renamed(self, name: str) -> str | None:
         if not name.startswith(self._prefix):

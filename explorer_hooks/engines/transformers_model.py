@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from explorer_hooks.engines.fitting import refuse
+from explorer_hooks.engines.fitting import named, refuse
 from explorer_hooks.engines.targets import Fit, tensors_of
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
@@ -152,7 +152,7 @@ class TransformersModel(TorchModule):
         )  # fmt: skip
         if merged is not None:
             wrong.append(f"the adapter is merged into {merged}: call unmerge_adapter() first")
-        refuse(version, self._whose, wrong)
+        refuse(named(version), self._whose, wrong)
 
     def _other_base(self, version: LeasedVersion) -> str | None:
         """Why an adapter is for another model, as far as that is known."""
@@ -177,8 +177,7 @@ class TransformersModel(TorchModule):
             f"it is an adapter for {shown(told.name)}, not for {shown(mine)}" if differs else None
         )
 
-    def _loaded(self, version: LeasedVersion) -> None:
-        del version
+    def _loaded(self) -> None:
         for module in self._module.modules():
             kept = vars(module).get("_dora_cache")  # where peft.helpers.DoraCaching is on
             if isinstance(kept, dict):

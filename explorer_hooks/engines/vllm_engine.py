@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind
+from explorer_hooks.engines.vllm_workers import VLLMWorkers, label_received, workers_of
 from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import EngineBrokenError
+from syncd.protocol.participants import Rendezvous
+
+#: Seconds: an ``LLM`` is not asked over a connection that could be given up.
+_NO_LIMIT: Final = math.inf
 
 
 class LLM(Protocol):
-    """What is used of ``vllm.LLM``."""
+    """What is used of ``vllm.LLM``.
+
+    Attributes:
+        llm_engine: knows how it was made, as ``vllm_config``.
+    """
+
+    llm_engine: Any
 
     def collective_rpc(self, method: str, *, kwargs: dict[str, Any]) -> object:
         """Call a method of each worker."""
@@ -33,7 +46,9 @@ class VLLMEngine(InProcessEngine):
 
     After each load one token is generated before the version counts as served. Where a load fails
     the weights are torn, until the hook has it load the version before; without one it is broken.
-    With vLLM's own workers on other hosts say ``is_local=False``: they read the folder there.
+    With vLLM's own workers on other hosts say ``is_local=False``: they read the folder there. It
+    takes weights by broadcast where it was made with ``worker_extension_cls`` and
+    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         llm: of vLLM 0.12 or newer.
@@ -48,6 +63,9 @@ class VLLMEngine(InProcessEngine):
     def __init__(self, llm: LLM, *, base: str | Path | None = None, is_local: bool = True) -> None:
         self.is_local = is_local
         self._llm = llm
+        self._workers = VLLMWorkers(
+            lambda method, kwargs, _: llm.collective_rpc(method, kwargs=kwargs), "this vLLM"
+        )
         self._fits: Fits | None = None
         if base is not None:
             self._fits = Fits(base, casts=True, whose="this vLLM")
@@ -71,17 +89,48 @@ class VLLMEngine(InProcessEngine):
             EngineBrokenError: it generates none.
             Exception: what vLLM raises; its weights are torn.
         """
-        folder = str(version.folder)
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+        self._workers.load_folder(str(version.folder), _NO_LIMIT)
+        self._prove(f"version {version.sequence}")
+        if self._fits is None:
+            self._fits = Fits(version.manifest, casts=True, whose="this vLLM")
+
+    @cached_property
+    def workers(self) -> int:
+        """How many ranks of a weight group it is; 0 where it cannot take broadcasts."""
+        return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Have the workers receive a transfer, then load it, and generate a token.
+
+        Raises:
+            BroadcastError: it did not arrive; the weights are as they were. The cause is an
+                EngineMismatchError where it does not fit.
+            EngineBrokenError: it arrived, and not all are known to have loaded it, or generate: the
+                weights are torn, until a version is loaded.
+        """
+        self._workers.receive(rendezvous, rank_offset, deadline)
+        what = label_received(rendezvous)
+        try:
+            self._workers.load(_NO_LIMIT)
+            self._prove(what)
+        except EngineBrokenError:
+            raise
+        except Exception as error:
+            raise EngineBrokenError(f"vLLM did not take {what}: {error}") from error
+
+    def leave(self) -> None:
+        """Have the workers leave the weight group, and let go of what they hold."""
+        if self.workers:
+            self._workers.leave()
+
+    def _prove(self, what: str) -> None:
         self.reset_cache()
         params = self._llm.get_default_sampling_params()
         params.max_tokens, params.temperature, params.detokenize = 1, 0.0, False
         prompt = {"prompt_token_ids": [1]}
         (answer,) = self._llm.generate([prompt], params, use_tqdm=False)
         if not answer.outputs or len(answer.outputs[0].token_ids) != 1:
-            raise EngineBrokenError(f"vLLM generates nothing with version {version.sequence}")
-        if self._fits is None:
-            self._fits = Fits(version.manifest, casts=True, whose="this vLLM")
+            raise EngineBrokenError(f"vLLM generates nothing with {what}")
 
     def reset_cache(self) -> None:
         """Forget the prefixes of prompts.

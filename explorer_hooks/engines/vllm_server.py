@@ -10,9 +10,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from explorer_hooks.engines.server_engine import ServerEngine, label
+from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.engines.vllm_workers import VLLMWorkers, label_received, workers_of
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import InvalidSettingsError, ServerRefusedError
+from syncd.protocol.errors import InvalidSettingsError, ServerError, ServerRefusedError
+from syncd.protocol.participants import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ _UNLOAD_ADAPTER: Final = "POST /v1/unload_lora_adapter"
 _GENERATE: Final = "POST /inference/v1/generate"
 _COMPLETE: Final = "POST /v1/completions"
 _MODELS: Final = "GET /v1/models"
+_OPTIONS: Final = "GET /server_info"
 #: What vLLM calls weights that nobody has labelled: those that it was started with.
 _UNLABELLED: Final = "default"
 
@@ -42,6 +45,9 @@ class VLLMServer(ServerEngine):
     a server that was left in the middle of a load nothing is finished: what is held is kept, or
     aborted where it may need an adapter. What is promised, and the
     other arguments, are those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+
+    It takes weights by broadcast where it was started with ``--worker-extension-cls`` and
+    :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         url: of one server.
@@ -61,6 +67,73 @@ class VLLMServer(ServerEngine):
         super().__init__(url, **options)
         self._checksums = checksums
         self._digests: dict[tuple[int, str], object] = {}
+        self._workers = VLLMWorkers(self._call, self._whose)
+        self._world: int | None = 0
+
+    # -- weights by broadcast ----------------------------------------------------------------------
+
+    @property
+    def workers(self) -> int:
+        """How many ranks of a weight group the server is; 0 where it cannot take broadcasts.
+
+        It is 0 before :meth:`attach`, and looked for the first time after it. To answer takes a
+        server seconds the first time: it looks at its host. What a killed hook left goes: its
+        place in a group, and what was received.
+        """
+        if self._world is None:
+            try:
+                self._world = self._find_workers()
+            except ServerError as error:
+                log.warning("%s does not say how it was started: %s", self._whose, error)
+                return 0
+            self.leave()
+        return self._world
+
+    def attach(self) -> None:
+        """As any server's; its workers are counted when they are asked for."""
+        super().attach()
+        self._world = None
+        self._workers.half_loaded = self._model_is_torn
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Have the workers receive a transfer, and then load it.
+
+        The first worker changes when all have all of it: until then an error leaves the server with
+        what it had.
+
+        Raises:
+            BroadcastError: it did not arrive; the server has what it had. The cause is an
+                EngineMismatchError where it does not fit.
+            EngineBrokenError: it arrived, and not all are known to have loaded it: the server stays
+                paused until it is given a version.
+        """
+        self._workers.receive(rendezvous, rank_offset, deadline)
+        self._take_received(label_received(rendezvous), self._load_received)
+
+    def leave(self) -> None:
+        """Have the workers leave the weight group, and let go of what they hold."""
+        if self._world:
+            self._workers.leave()
+
+    def _find_workers(self) -> int:
+        if not self._server.has(_OPTIONS):
+            return 0
+        told = self._server.ask(
+            _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
+        )
+        config = told.get("vllm_config") if isinstance(told, dict) else None
+        parallel = config.get("parallel_config") if isinstance(config, dict) else None
+        return workers_of(parallel or {})
+
+    def _load_received(self) -> None:
+        self._workers.load(self._load_timeout)
+        self._unload_adapter()
+
+    def _call(self, method: str, kwargs: dict[str, object], timeout: float) -> object:
+        told = self._server.ask(_RPC, {"method": method, "kwargs": kwargs}, timeout=timeout)
+        return told.get("results") if isinstance(told, dict) else None
+
+    # -- weights from folders ----------------------------------------------------------------------
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _RPC, _RESET):
@@ -132,8 +205,7 @@ class VLLMServer(ServerEngine):
             body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
             self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
         else:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            self._server.ask(_RPC, body, timeout=self._load_timeout)
+            self._workers.load_folder(folder, self._load_timeout)
             self._unload_adapter()
 
     def _unload_adapter(self) -> None:
@@ -146,8 +218,8 @@ class VLLMServer(ServerEngine):
         data = told.get("data") if isinstance(told, dict) else None
         return [model for model in data or [] if isinstance(model, dict)]
 
-    def _prove(self, version: LeasedVersion) -> None:
-        model = self._lora_name if version.kind == "adapter" else self._base_name()
+    def _prove(self, kind: str, name: str) -> None:
+        model = self._lora_name if kind == "adapter" else self._base_name()
         if self._server.has(_GENERATE):
             body: dict[str, object] = {
                 "model": model,
@@ -157,10 +229,8 @@ class VLLMServer(ServerEngine):
             told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
             spans = _first_choice(told).get("weight_versions") or []
             said = {span.get("version") for span in spans if isinstance(span, dict)}
-            if said - {None, label(version)}:
-                raise ServerRefusedError(
-                    f"it generates with {said}, not with {label(version)}", answer=told
-                )
+            if said - {None, name}:
+                raise ServerRefusedError(f"it generates with {said}, not with {name}", answer=told)
         else:
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
             told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)

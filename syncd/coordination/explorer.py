@@ -7,13 +7,25 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-from syncd.coordination.member import Member, Seams
+from syncd.coordination.explorer_transfers import ExplorerTransfers
+from syncd.coordination.member import Seams
 from syncd.coordination.participant import back_to_running, become, require_sync
-from syncd.coordination.transfer import ExplorerSide
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
-from syncd.protocol.records import ExplorerReport, Reload
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    JobUnavailableError,
+    WaitTimeoutError,
+)
+from syncd.protocol.participants import Offer
+from syncd.protocol.policy import (
+    RunningStatus,
+    SyncMethod,
+    SyncSettings,
+    Version,
+    after_broadcast,
+    may_produce,
+)
+from syncd.protocol.records import Reload, SaveId
 from syncd.storage.leases import Clock
 
 log = logging.getLogger(__name__)
@@ -48,7 +60,7 @@ class _Request:
         self._answers = said
 
 
-class ExplorerSynchronizer(Member[ExplorerReport]):
+class ExplorerSynchronizer(ExplorerTransfers):
     """One explorer of a job. See :class:`~syncd.coordination.member.Member`.
 
     Args:
@@ -56,6 +68,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         name: the explorer's, unique among the live ones.
         settings: when who syncs, and how long a wait takes.
         memory_dir: the second job directory, where versions are (method ``memory``).
+        workers: how many ranks of a weight group it is; 0 where it takes no part in broadcasts, and
+            no transfer waits for it.
         seams: for tests.
 
     Raises:
@@ -71,21 +85,17 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         *,
         settings: SyncSettings | None = None,
         memory_dir: str | Path | None = None,
+        workers: int = 1,
         seams: Seams | None = None,
     ) -> None:
         super().__init__(
             job_dir,
-            "explorer",
             name,
             settings=settings,
             memory_dir=memory_dir,
+            workers=workers,
             seams=seams,
-            path=lambda layout: layout.explorer(name),
-            first=lambda session: ExplorerReport(
-                name=name, session=session, status=RunningStatus.STOPPED.value, time=0.0
-            ),
         )
-        self._transfer = ExplorerSide(self._offers, self._roster, self._me)
         self._warned: Version | None = None
 
     def set_explorer_status(
@@ -107,7 +117,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
         """Say which version this explorer serves, and which newer one it has refused, and why."""
-        self._me.update(sequence=version.sequence, step=version.step, refused=refused)
+        self._me.update(
+            sequence=version.sequence, step=version.step, refused=refused, received=None
+        )
 
     def report(
         self,
@@ -116,6 +128,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         refused: str | None = None,
         reload: Reload | None = None,
         fault: str | None = None,
+        received: str | None = None,
+        workers: int | None = None,
+        group: str | None = None,
     ) -> None:
         """Say all of what an explorer's hook has to say; what is left out is taken back.
 
@@ -124,6 +139,9 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused: which newer version was refused, and why.
             reload: how the engine came to what it serves.
             fault: why this explorer cannot be relied on.
+            received: the save id of what is served, where it came by a broadcast.
+            workers: how many ranks of a weight group it is from now on; None for as many as before.
+            group: with that, the weight group that all of them have open.
         """
         self._me.update(
             sequence=version.sequence if version else None,
@@ -131,6 +149,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             refused=refused,
             reload=reload,
             fault=fault,
+            received=received,
+            **({} if workers is None else {"workers": workers, "group": group}),
         )
 
     def wait_new_model_state_dict(
@@ -243,6 +263,88 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             finally:
                 self._end_wait(missed)
 
+    def wait_for_weights(
+        self,
+        current: Version | None,
+        *,
+        joins: Callable[[], bool],
+        ends_with_trainer: bool,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> Version | Offer | None:
+        """Require a sync, and wait for a newer version or a transfer, whichever comes first.
+
+        Args:
+            current: nothing at or below its sequence is taken; None for any version.
+            joins: whether transfers are taken part in now.
+            ends_with_trainer: whether it ends, as :meth:`wait_new_model_state_dict` does, where the
+                trainer has stopped or says that nothing newer comes; else it asks again.
+            timeout: seconds; None for as long as it takes.
+            cancel: ends the wait from another thread.
+            look: called each time that there is nothing newer; what it raises ends the wait.
+
+        Returns:
+            A version; or the offer of a transfer, which is decided: all its members have to meet
+            (:meth:`rendezvous`); None where it ends with the trainer.
+
+        Raises:
+            WaitTimeoutError: neither in time.
+            CancelledError: the wait was cancelled.
+            InvalidTransitionError: this explorer is not running.
+            OSError: LATEST or the offer cannot be read.
+        """
+        with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
+            said = self._said() if ends_with_trainer else None
+            missed, request = 1, _Request(self._clock, self._poll)
+            try:
+                while True:
+                    ends = False
+                    try:
+                        has_stopped = self._roster.trainer_status() is RunningStatus.STOPPED
+                        if offer := self._offered(joins=joins(), has_stopped=has_stopped):
+                            missed = 0
+                            return offer
+                        if ends_with_trainer:
+                            ends = has_stopped or self._said() not in {None, said}
+                    except JobUnavailableError:
+                        if ends_with_trainer:
+                            raise
+                    if not self._transfer.has_joined:  # else its other members wait for us
+                        newest = self._versions.newest(current, sure=ends)
+                        if newest is not None and newest != current:
+                            missed = 0
+                            return newest
+                        if ends:
+                            self._warn_once(current)
+                            return None
+                        look()
+                    self._ask(request)
+                    if not wait.more():
+                        if (offer := self._transfer.leave()) is not None:
+                            return offer
+                        raise WaitTimeoutError(
+                            f"nothing newer than {current or 'nothing'}, and no transfer, within "
+                            f"{timeout:g} s in {self._versions.layout.root}"
+                        )
+            finally:
+                try:
+                    self._transfer.leave()
+                finally:
+                    self._end_wait(missed)
+
+    def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
+        """One look at what is offered; a trainer that has stopped decides no more."""
+        transfer = self._transfer
+        offer = transfer.look() if joins or transfer.has_joined else None
+        return offer or (transfer.leave() if has_stopped else None)
+
+    def current_run(self) -> str | None:
+        """The run id of the trainer that works now; None where none does."""
+        trainer = self._roster.trainer()
+        working = trainer is not None and trainer.status != RunningStatus.STOPPED.value
+        return trainer.run_id if trainer is not None and working else None
+
     def _ask(self, request: _Request) -> None:
         """Require a sync, if nobody has answered since it was required last."""
         if not request.is_due():
@@ -262,7 +364,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     def _end_wait(self, missed: int) -> None:
         count = self._me.record.nothing_new + missed
         if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
-            back_to_running(self._me, nothing_new=count)
+            back_to_running(self._me, nothing_new=count, joined=None)
         elif missed and self._me.record.status == RunningStatus.RUNNING.value:
             try:
                 self._me.update(nothing_new=count)
@@ -289,31 +391,19 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
-        record = self._me.record
-        served = record.sequence is not None and record.step is not None
-        held = Version(record.sequence or 0, record.step or 0) if served else None
-        return may_produce(self.settings, held, self._versions.newest())
-
-    def ready_to_nccl_sync(
-        self, *, timeout: float | None = None, cancel: Cancellation | None = None
-    ) -> int | None:
-        """Wait until the trainer and all other live explorers are ready for a transfer.
-
-        What is promised is said at the trainer's.
-
-        Args:
-            timeout: seconds; the settings' ``sync_timeout`` by default.
-            cancel: ends the wait from another thread.
-
-        Returns:
-            The trainer's step; None where they are not ready in time, or the trainer is gone.
-        """
-        with self._wait(timeout, cancel) as wait:
-            return self._transfer.agree(wait)
-
-    def nccl_sync_succeeded(self, step: int) -> None:
-        """Say that the weights of a step have arrived; after the transfer."""
-        self._me.update(step=step)
+        record, newest = self._me.record, self._versions.newest()
+        held: Version | None = None
+        if record.sequence is not None and record.step is not None:
+            held = Version(record.sequence, record.step)
+        if self.settings.method is SyncMethod.NCCL and newest is not None:
+            trainer = self._roster.trainer()
+            received = SaveId.parse(record.received) if record.received else None
+            if held and received and trainer and received.run == trainer.run_id:
+                held = after_broadcast(held, newest)
+            offer = self._offers.current()
+            if offer and trainer and offer.session == trainer.session and offer.decided != "off":
+                newest = Version(newest.sequence, max(newest.step, offer.step))
+        return may_produce(self.settings, held, newest)
 
     def _point(self, step: int) -> None:
         """Without a trainer an explorer may choose what is published: to evaluate old steps."""
@@ -323,10 +413,3 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 "decides that"
             )
         super()._point(step)
-
-    def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        layout = self._layout
-        return super()._worth_a_look() | {
-            layout.offer.parent: frozenset({layout.offer.name}),
-            layout.state: frozenset({layout.trainer_report.name, layout.latest.name}),
-        }

@@ -18,6 +18,7 @@ from syncd.coordination.saved_state import StateFile
 from syncd.coordination.transfer import Offers
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Cancellation, Wait
+from syncd.coordination.weight_sync import Meetings
 from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
 from syncd.protocol.layout import JobLayout, checked_name
 from syncd.protocol.participants import SavedState
@@ -121,6 +122,7 @@ class Member(Generic[Report]):
         self._watcher: Watcher | None = None
         self._watched: dict[Path, frozenset[str]] = {}
         self._offers = Offers(storage, layout)
+        self._meetings = Meetings(storage, layout)
         self._state = StateFile(storage, layout, layout.saved_state(role, name))
         with ExitStack() as stack:
             self._me: Participant[Report] = Participant(

@@ -13,14 +13,18 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.member import Module, Role
 from syncd.coordination.trainer import TrainerSynchronizer
+from syncd.coordination.transfer import Takers
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.participants import SavedState
+from syncd.protocol.participants import Offer, Rendezvous, SavedState
 from syncd.protocol.policy import RunningStatus, Version
-from syncd.protocol.records import Reload
+from syncd.protocol.records import Reload, SaveId
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from syncd.coordination.broadcast import WeightGroup
 
 T = TypeVar("T")
 
@@ -125,10 +129,24 @@ class Synchronizer:
         refused: str | None = None,
         reload: Reload | None = None,
         fault: str | None = None,
+        received: str | None = None,
+        workers: int | None = None,
+        group: str | None = None,
     ) -> None:
         """Say all of what an explorer has to say; what is left out is taken back."""
         call = self._explorer.report
-        await self._run(partial(call, version, refused=refused, reload=reload, fault=fault))
+        await self._run(
+            partial(
+                call,
+                version,
+                refused=refused,
+                reload=reload,
+                fault=fault,
+                received=received,
+                workers=workers,
+                group=group,
+            )
+        )
 
     async def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
         """How many explorers have which status; the dead are not counted."""
@@ -190,6 +208,26 @@ class Synchronizer:
         """Wait until a newer version than ``current`` is published, whatever the trainer says."""
         call = self._explorer.wait_for_newer
         return await self._wait(partial(call, current, asks=asks, timeout=timeout))
+
+    async def wait_for_weights(
+        self,
+        current: Version | None,
+        *,
+        joins: Callable[[], bool],
+        ends_with_trainer: bool,
+        timeout: float | None = None,
+    ) -> Version | Offer | None:
+        """Require a sync, and wait for a newer version or a transfer, whichever comes first."""
+        call = self._explorer.wait_for_weights
+        return await self._wait(
+            partial(
+                call, current, joins=joins, ends_with_trainer=ends_with_trainer, timeout=timeout
+            )
+        )
+
+    async def current_run(self) -> str | None:
+        """The run id of the trainer that works now; None where none does."""
+        return await self._run(self._explorer.current_run)
 
     async def hold(self, version: Version) -> LeasedVersion:
         """Hold a version: its files stay until it is released, before this is closed."""
@@ -261,6 +299,60 @@ class Synchronizer:
             await self._run(self.blocking.nccl_sync_succeeded)
         else:
             await self._run(self.blocking.nccl_sync_succeeded, step)
+
+    async def takers(self) -> Takers:
+        """How many explorers work, and how many of them take part in broadcasts."""
+        return await self._run(self._trainer.takers)
+
+    async def have_received(self, save_id: SaveId) -> bool:
+        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
+        return await self._run(self._trainer.have_received, save_id)
+
+    async def goes_by_files(self, step: int) -> None:
+        """Say that the weights of a step come by the checkpoint path."""
+        await self._run(self._trainer.goes_by_files, step)
+
+    # -- the weight group --------------------------------------------------------------------------
+
+    async def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: object = None
+    ) -> None:
+        """Say where the weight groups that are formed from now on meet; the one that is open ends.
+
+        For the trainer alone.
+        """
+        call = self._trainer.setup_weight_sync_group
+        await self._run(call, master_address, master_port, state_dict_meta)
+
+    async def rendezvous(self) -> tuple[Rendezvous, int]:
+        """Where an explorer's workers meet those that were agreed with, and its first rank."""
+        return await self._wait(self._explorer.rendezvous)
+
+    async def open_group(self, device: torch.device, save_id: SaveId | None = None) -> WeightGroup:
+        """The weight group of all that :meth:`ready_to_nccl_sync` has agreed with, for a transfer.
+
+        Args:
+            device: where the tensors are.
+            save_id: what is transferred; the trainer says.
+        """
+        if save_id is None:
+            return await self._wait(partial(self._explorer.open_group, device))
+        return await self._run(self._trainer.open_group, save_id, device)
+
+    async def group_failed(self) -> None:
+        """Leave the weight group: the next transfer forms another."""
+        await self._run(self.blocking.group_failed)
+
+    async def coordinate_weight_sync_setup(
+        self, timeout: float | None = None, *, device: str = "cpu"
+    ) -> None:
+        """Form the weight group; all participants call it, and nothing is transferred."""
+        call = self.blocking.coordinate_weight_sync_setup
+        await self._wait(partial(call, timeout, device=device))
+
+    async def coordinate_weight_sync_teardown(self, timeout: float | None = None) -> None:
+        """Leave the weight group: explorers at once, the trainer once they have."""
+        await self._wait(partial(self.blocking.coordinate_weight_sync_teardown, timeout))
 
     # -- what is needed to resume, and the end -----------------------------------------------------
 

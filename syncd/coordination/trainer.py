@@ -5,22 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
-from syncd.coordination.transfer import TrainerSide
+from syncd.coordination.transfer import Takers, TrainerSide
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.coordination.weight_sync import Place, TrainerGroup
+from syncd.protocol.errors import BroadcastError, InvalidSettingsError
 from syncd.protocol.layout import REMOTE_PATH
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
     Version,
+    after_broadcast,
     must_wait_for_explorers,
     unanswered,
 )
-from syncd.protocol.records import TrainerReport
+from syncd.protocol.records import ExplorerReport, SaveId, TrainerReport
+
+if TYPE_CHECKING:
+    import torch
+
+    from syncd.coordination.broadcast import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +85,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
         )
         self._writer = writer
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
+        self._group = TrainerGroup(
+            self._meetings, self._me.session.id, Place(self.settings.master_address)
+        )
+        self._stack.callback(self._group.close)
         self._asked: dict[tuple[str, str], int] = {}
         self._answered: dict[tuple[str, str], int] = {}
         self._saved_step: int | None = None
@@ -182,18 +193,29 @@ class TrainerSynchronizer(Member[TrainerReport]):
         if self.settings.max_explorer_lag is None:
             return True
         with self._wait(timeout, cancel) as wait:
-            while must_wait_for_explorers(self.settings, self._versions.newest(), self._served()):
+            while self._must_wait():
                 if not wait.more():
                     log.warning("the slowest explorer still lags; training goes on")
                     return False
         return True
 
-    def _served(self) -> list[Version | None]:
-        return [
-            None if one.sequence is None or one.step is None else Version(one.sequence, one.step)
+    def _must_wait(self) -> bool:
+        newest = self._versions.newest()
+        held = [
+            self._served(one, newest)
             for one in self._roster.explorers()
             if one.status != RunningStatus.STOPPED.value and one.refused is None
         ]
+        return must_wait_for_explorers(self.settings, newest, held)
+
+    def _served(self, one: ExplorerReport, newest: Version | None) -> Version | None:
+        if one.sequence is None or one.step is None:
+            return None
+        held = Version(one.sequence, one.step)
+        received = SaveId.parse(one.received) if one.received else None
+        if received is None or newest is None or received.run != self._me.record.run_id:
+            return held
+        return after_broadcast(held, newest)
 
     def ready_to_nccl_sync(
         self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None
@@ -218,6 +240,120 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def nccl_sync_succeeded(self) -> None:
         """Say that the weights have left: whoever asked is answered."""
         self._answered |= self._asked
+
+    def takers(self) -> Takers:
+        """How many explorers work, and how many of them take part in broadcasts."""
+        return self._transfer.takers()
+
+    def have_received(self, save_id: SaveId) -> bool:
+        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
+        received = {
+            one.received
+            for one in self._roster.explorers()
+            if one.workers and one.status != RunningStatus.STOPPED.value
+        }
+        return received == {str(save_id)}
+
+    def goes_by_files(self, step: int) -> None:
+        """Say that the weights of a step come by the checkpoint path.
+
+        Explorers that wait for a transfer end that at once.
+        """
+        self._transfer.by_files(step)
+
+    # -- the weight group --------------------------------------------------------------------------
+
+    def setup_weight_sync_group(
+        self,
+        master_address: str,
+        master_port: int,
+        state_dict_meta: object = None,  # noqa: ARG002 # what a transfer holds is agreed in it
+    ) -> None:
+        """Say where the weight groups that are formed from now on meet; the one that is open ends.
+
+        Args:
+            master_address: of this host, by name or numbers.
+            master_port: 0 for one that is free, each time.
+            state_dict_meta: taken for the original's sake, and not looked at: each transfer agrees
+                on names, dtypes and shapes before its first byte.
+        """
+        self._group.close()
+        self._group.place = Place(master_address, master_port)
+
+    def open_group(self, save_id: SaveId, device: torch.device) -> WeightGroup:
+        """The weight group of all that :meth:`ready_to_nccl_sync` has agreed with, for a transfer.
+
+        It is the one of the transfer before, where the members are the same and none has failed;
+        else a new one is formed.
+
+        Args:
+            save_id: what is transferred.
+            device: where the tensors are; that of a GPU makes it a group of NCCL's.
+
+        Raises:
+            BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
+        """
+        agreed, self._transfer.agreed = self._transfer.agreed, None
+        if agreed is None:
+            raise BroadcastError("no transfer was agreed: nobody comes to a weight group")
+        deadline = self.settings.broadcast_timeout
+        return self._group.open(agreed, str(save_id), deadline=deadline, device=device)
+
+    def group_failed(self) -> None:
+        """Leave the weight group: the next transfer forms another."""
+        self._group.close()
+
+    def coordinate_weight_sync_setup(
+        self,
+        timeout: float | None = None,
+        *,
+        device: str = "cpu",
+        cancel: Cancellation | None = None,
+    ) -> None:
+        """Form the weight group with all live explorers, who call theirs; nothing is transferred.
+
+        A transfer does so by itself; this finds out before the training whether it can.
+
+        Args:
+            timeout: seconds until all have come; the settings' ``sync_timeout`` by default.
+            device: where the tensors of the transfers are.
+            cancel: ends the wait from another thread.
+
+        Raises:
+            BroadcastError: they have not, or the group cannot be formed.
+        """
+        import torch  # noqa: PLC0415 # for who broadcasts
+
+        step = self._me.record.step or 0
+        if self.ready_to_nccl_sync(step, timeout=timeout, cancel=cancel) is None:
+            raise BroadcastError("not all explorers came to form a weight group")
+        self.open_group(SaveId(self._me.record.run_id, step, 0), torch.device(device))
+
+    def coordinate_weight_sync_teardown(
+        self, timeout: float | None = None, *, cancel: Cancellation | None = None
+    ) -> None:
+        """Leave the weight group, after all live explorers have, who call theirs.
+
+        Args:
+            timeout: seconds that they are waited for, at most; ``broadcast_timeout`` by default.
+            cancel: ends the wait from another thread; nothing is left then.
+        """
+        open_now = self._group.rendezvous
+        if open_now is not None:
+            timeout = self.settings.broadcast_timeout if timeout is None else timeout
+            with self._wait(timeout, cancel) as wait:
+                while late := self._in_group(open_now.group_name):
+                    if not wait.more():
+                        log.warning("still in the weight group that ends: %s", ", ".join(late))
+                        break
+        self._group.close()
+
+    def _in_group(self, name: str) -> list[str]:
+        return [
+            one.name
+            for one in self._roster.explorers()
+            if one.group == name and one.status != RunningStatus.STOPPED.value
+        ]
 
     def _point(self, step: int) -> None:
         self.begin_save(step)

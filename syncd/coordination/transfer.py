@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import secrets
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from syncd.coordination.participant import Participant, back_to_running, require_sync
 from syncd.coordination.roster import Roster
@@ -29,6 +29,30 @@ Decision = Literal["go", "off"]
 _VERDICT = ".verdict"
 
 
+class Takers(NamedTuple):
+    """How many explorers work.
+
+    Attributes:
+        working: all of them.
+        by_broadcast: those that take part in broadcasts.
+    """
+
+    working: int
+    by_broadcast: int
+
+
+class Agreed(NamedTuple):
+    """A transfer that takes place.
+
+    Attributes:
+        offer: that all its members have joined.
+        group: the name of the weight group that all of them have open; None where not all have one.
+    """
+
+    offer: Offer
+    group: str | None
+
+
 class Offers:
     """The offers of a job, and what became of them."""
 
@@ -40,14 +64,26 @@ class Offers:
         """The offer that was made last; None where there is none, or none that can be read."""
         return read_if_there(self._storage, Offer, self._layout.offer)
 
-    def make(self, session: str, step: int, members: tuple[Member, ...]) -> Offer:
+    def make(
+        self,
+        session: str,
+        step: int,
+        members: tuple[Member, ...],
+        decided: Literal["files"] | None = None,
+    ) -> Offer:
         """Make an offer; the verdicts of earlier ones are removed."""
         folder = self._layout.offer.parent
         self._storage.make_folder(folder, below=self._layout.state)
         for name in self._storage.names(folder):
             if name.endswith(_VERDICT):
                 self._storage.unlink_if_there(folder / name)
-        offer = Offer(offer=secrets.token_hex(6), session=session, step=step, members=members)
+        offer = Offer(
+            offer=secrets.token_hex(6),
+            session=session,
+            step=step,
+            members=members,
+            decided=decided,
+        )
         self.put(offer)
         return offer
 
@@ -85,6 +121,9 @@ class TrainerSide:
         offers: of the job.
         roster: who must join.
         me: the trainer.
+
+    Attributes:
+        agreed: the transfer that was agreed last; None where that came to nothing.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
@@ -92,13 +131,27 @@ class TrainerSide:
         self._roster = roster
         self._me = me
         self._open: Offer | None = None
+        self.agreed: Agreed | None = None
+
+    def takers(self) -> Takers:
+        """Who works, by what they say now."""
+        working = self._working()
+        return Takers(len(working), sum(one.workers > 0 for one in working))
+
+    def by_files(self, step: int) -> None:
+        """Let those who wait know that the weights of a step come by the checkpoint path."""
+        self._offers.make(self._me.session.id, step, (), decided="files")
 
     def agree(self, step: int, wait: Wait) -> int | None:
-        """Wait until all live explorers have joined; the step, or None where they do not."""
+        """Wait until all live explorers have joined; the step, or None where they do not.
+
+        Those that take no part in broadcasts are not waited for.
+        """
+        self.agreed = None
         require_sync(self._me)
         try:
             while True:
-                working = self._working()
+                working = [one for one in self._working() if one.workers > 0]
                 if not working:
                     log.warning("no explorer works: nothing is transferred at step %d", step)
                     return None
@@ -121,7 +174,10 @@ class TrainerSide:
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
         """One look; whether the transfer takes place."""
-        members = tuple(Member(name=one.name, session=one.session) for one in working)
+        members = tuple(
+            Member(name=one.name, session=one.session, workers=one.workers)
+            for one in sorted(working, key=lambda one: one.name)
+        )
         waiting = all(one.status == RunningStatus.REQUIRE_SYNC.value for one in working)
         if self._open is not None and (self._open.members != members or not waiting):
             self._withdraw()  # one has died or left, or another has come: all over again
@@ -131,7 +187,11 @@ class TrainerSide:
             self._open = self._offers.make(self._me.session.id, step, members)
         if not all(map(self._has_joined, working)):
             return False
-        return self._decide(self._open, "go") == "go"
+        offer, groups = self._open, {one.group for one in working}
+        if self._decide(offer, "go") != "go":
+            return False
+        self.agreed = Agreed(offer, groups.pop() if len(groups) == 1 else None)
+        return True
 
     def _has_joined(self, explorer: ExplorerReport) -> bool:
         return self._open is not None and explorer.joined == self._open.offer
@@ -161,6 +221,9 @@ class ExplorerSide:
         offers: of the job.
         roster: tells whether the trainer works.
         me: the explorer.
+
+    Attributes:
+        agreed: the offer that was agreed last; None where that came to nothing.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
@@ -168,53 +231,93 @@ class ExplorerSide:
         self._roster = roster
         self._me = me
         self._over: set[str] = set()
+        self._joined: Offer | None = None
+        self._called_off = 0
+        self.agreed: Offer | None = None
+        try:
+            past = offers.current()
+        except OSError as error:
+            log.debug("an offer of before may end the first wait: %s", error)
+        else:
+            if past is not None and past.decided is not None:
+                self._over.add(past.offer)  # it was for those who were there
 
     def agree(self, wait: Wait) -> int | None:
         """Wait for an offer and join it; its step, or None where nothing is transferred."""
+        self.agreed = None
         require_sync(self._me, requests=self._me.record.requests + 1)
-        joined: Offer | None = None
-        called_off = False
+        called_off, found = self._called_off, None
         try:
             while True:
                 trainer = self._roster.trainer_status()
-                offer = self._offers.current()
-                if joined is not None and offer is not None and offer.offer != joined.offer:
-                    # It was called off, as far as its trainer goes; or another trainer has come.
-                    if (step := self._leave(joined)) is not None:
-                        return step
-                    joined = None
-                if joined is None and offer is not None and self._concerns_us(offer):
-                    joined = offer  # first: what is said may arrive, though an error is all we get
-                    self._me.update(joined=offer.offer)
-                elif joined is not None and offer is not None and offer.decided is not None:
-                    self._over.add(joined.offer)
-                    if offer.decided == "go":
-                        return joined.step
-                    joined, called_off = None, True
+                if (found := self.look()) is not None or self._goes_by_files():
+                    break
                 if trainer is RunningStatus.STOPPED:
                     log.warning("the trainer has stopped: nothing is transferred")
                     break
-                if called_off and joined is None and trainer is RunningStatus.RUNNING:
+                given_up = self._called_off > called_off and not self.has_joined
+                if given_up and trainer is RunningStatus.RUNNING:
                     break  # it has given up, and not begun again with those who are left
                 if not wait.more():
                     log.error("the trainer was not ready for a transfer in time")
                     break
-            return self._leave(joined)
-        except BaseException:
-            self._leave(joined)
-            raise
         finally:
-            back_to_running(self._me, joined=None)
+            try:
+                found = self.leave() or found
+            finally:
+                back_to_running(self._me, joined=None)
+        return found.step if found is not None else None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether it has joined an offer that is not over."""
+        return self._joined is not None
+
+    def look(self) -> Offer | None:
+        """One look at what is offered: an open offer to us is joined, if none is.
+
+        Returns:
+            The one that was joined, once it is decided that it takes place.
+        """
+        offer, joined = self._offers.current(), self._joined
+        other = joined is not None and offer is not None and offer.offer != joined.offer
+        # It was called off, as far as its trainer goes; or another trainer has come.
+        if other and (decided := self.leave()) is not None:
+            return decided
+        if self._joined is None and offer is not None and self._concerns_us(offer):
+            self._joined = offer  # first: what is said may arrive, though an error is all we get
+            self._me.update(joined=offer.offer)
+        elif self._joined is not None and offer is not None and offer.decided is not None:
+            joined, self._joined = self._joined, None
+            self._over.add(joined.offer)
+            if offer.decided == "go":
+                self.agreed = joined
+                return joined
+            self._called_off += 1
+        return None
+
+    def leave(self) -> Offer | None:
+        """Give up what was joined; returns it where it was decided just before: take part."""
+        joined, self._joined = self._joined, None
+        if joined is None:
+            return None
+        self._over.add(joined.offer)
+        if self._offers.decide(joined.offer, "off", self._me.session.id) != "go":
+            return None
+        self.agreed = joined
+        return joined
 
     def _concerns_us(self, offer: Offer) -> bool:
         """Whether an offer is open, and made to us."""
-        us = Member(name=self._me.record.name, session=self._me.session.id)
-        return offer.decided is None and offer.offer not in self._over and us in offer.members
+        us = (self._me.record.name, self._me.session.id)
+        ours = any((one.name, one.session) == us for one in offer.members)
+        return ours and offer.decided is None and offer.offer not in self._over
 
-    def _leave(self, joined: Offer | None) -> int | None:
-        """Give up; but where it was decided just before, take part."""
-        if joined is None or joined.offer in self._over:
-            return None
-        self._over.add(joined.offer)
-        decided = self._offers.decide(joined.offer, "off", self._me.session.id)
-        return joined.step if decided == "go" else None
+    def _goes_by_files(self) -> bool:
+        """Whether the trainer says so now, and has not said it of this offer before."""
+        offer = self._offers.current()
+        if self.has_joined or offer is None or offer.decided != "files":
+            return False
+        is_new = offer.offer not in self._over
+        self._over.add(offer.offer)
+        return is_new

@@ -86,6 +86,11 @@ class Facts(Record):
     source: str
     options: str
 
+    @property
+    def client(self) -> tuple[str, str, str]:
+        """What remembers what it was told of the job: two mounts of one host may be two clients."""
+        return self.boot, self.source, self.options
+
 
 class Answer(Record):
     """What came of a call.

@@ -41,7 +41,7 @@ def mount(facts: Facts, name: str = "mount") -> Finding:
     if "nocto" in options:
         return warn(
             name,
-            f"mounted nocto: {words}; a replaced file is found only when the cache ends",
+            f"mounted nocto: {words}; a changed file may be found only when the cache ends",
             "mount it without nocto",
             **told,
         )
@@ -221,13 +221,13 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         answer: seconds until the other answered, the median.
     """
     words = f"{ours.host} and {theirs.host}; an answer takes {1000 * answer:.0f} ms"
-    if ours.boot == theirs.boot:
+    if ours.client == theirs.client:
         return warn(
             "hosts",
             f"both ran on one host, {ours.host}: what two hosts see was not measured",
             "run --peer 0 and --peer 1 on two hosts that share the job",
         )
-    if ours.host == theirs.host:
+    if ours.host == theirs.host and ours.boot != theirs.boot:
         return warn(
             "hosts",
             f"two hosts are both called {ours.host}: each would take a daemon of the other for a "

@@ -232,4 +232,4 @@ def events(pair: tuple[Party, Party], room: str) -> Finding:
         actor.must("create", f"{here}/name")
         heard.append(onlooker.heard(_EVENT))
     ours, theirs = (party.tell() for party in pair)
-    return verdicts.events(heard, two_hosts=ours.boot != theirs.boot)
+    return verdicts.events(heard, two_hosts=ours.client != theirs.client)

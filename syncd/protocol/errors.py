@@ -25,10 +25,11 @@
     ├── EngineBrokenError        15   an engine of which nobody knows what weights it has
     ├── NotFollowingError        16   a background watcher that has ended by itself
     ├── CommandFailedError       17   a command of the user's that did not take a version
+    ├── ServerError              18   an inference server that was asked for something
+    │   ├── ServerRefusedError   18   … and says that it did not do it
+    │   └── ServerUnreachableError 18 … and does not answer (an OSError too)
     ├── UnfitStorageError        19   storage on which a promise of syncd's cannot hold
-    └── ServerError              18   an inference server that was asked for something
-        ├── ServerRefusedError   18   … and says that it did not do it
-        └── ServerUnreachableError 18 … and does not answer (an OSError too)
+    └── BroadcastError           20   weights that did not travel by broadcast; the files still do
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -209,3 +210,12 @@ class ServerRefusedError(ServerError):
 
 class ServerUnreachableError(ServerError, OSError):
     """Raised when a server does not answer: what was asked for may have been done, or not."""
+
+
+class BroadcastError(SyncdError):
+    """Raised when weights did not travel by broadcast: nothing of them may be served.
+
+    The message says why in words. The same weights travel by the checkpoint path.
+    """
+
+    exit_code = 20

@@ -355,6 +355,11 @@ class JobLayout:
         """Whom the trainer offers a transfer of weights."""
         return self.state / "broadcast" / "offer.json"
 
+    @property
+    def rendezvous(self) -> Path:
+        """Where the members of an offer that is decided meet."""
+        return self.offer.with_name("group.json")
+
     def verdict(self, offer: str) -> Path:
         """Whether an offered transfer takes place."""
         return self.offer.with_name(f"{offer}.verdict")

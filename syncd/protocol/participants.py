@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.layout import checked_name
@@ -36,12 +36,20 @@ def session_of(content: bytes) -> str | None:
 
 
 class Member(BaseModel):
-    """An explorer that an offer is made to."""
+    """An explorer that an offer is made to.
+
+    Attributes:
+        workers: how many ranks of the weight group it is.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     session: str
+    workers: Annotated[int, Field(ge=1)] = 1
+
+
+OfferId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
 
 
 class Offer(Record):
@@ -51,14 +59,15 @@ class Offer(Record):
         offer: its own name, never used before.
         session: the trainer's.
         members: all who must join before it is decided.
-        decided: how, for those who wait to read; the verdict itself is a file of its own.
+        decided: how, for those who wait to read; the verdict itself is a file of its own. An offer
+            that was never open is ``files``: the weights of the step come by the checkpoint path.
     """
 
-    offer: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+    offer: OfferId
     session: str
     step: Step
     members: tuple[Member, ...]
-    decided: Literal["go", "off"] | None = None
+    decided: Literal["go", "off", "files"] | None = None
 
 
 class Verdict(Record):
@@ -66,6 +75,52 @@ class Verdict(Record):
 
     verdict: Literal["go", "off"]
     session: str
+
+
+class GroupMember(Member):
+    """An explorer in a weight group.
+
+    Attributes:
+        rank_offset: the rank of its first worker; the others follow.
+    """
+
+    rank_offset: Annotated[int, Field(ge=1)]
+
+
+class Rendezvous(Record):
+    """``.syncd/broadcast/group.json``: where the members of an offer that is decided meet.
+
+    Rank 0 is the trainer's rank 0; then the workers of each explorer, in the order of the offer.
+
+    Attributes:
+        offer: which one.
+        generation: one process group's life; it only grows.
+        group_name: never used before; what tells this group from every other.
+        address, port: of the store that rank 0 keeps.
+        backend: of torch.distributed.
+        save_id: what is transferred: run, step and counter.
+    """
+
+    offer: OfferId
+    generation: Annotated[int, Field(ge=1, lt=2**63)]
+    group_name: Annotated[str, Field(min_length=1, max_length=200)]
+    address: Annotated[str, Field(min_length=1, max_length=255)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    world_size: Annotated[int, Field(ge=1)]
+    backend: Literal["nccl", "gloo"]
+    members: tuple[GroupMember, ...]
+    save_id: Annotated[str, Field(min_length=1, max_length=200)]
+
+    @model_validator(mode="after")
+    def _ranks_are_contiguous(self) -> Self:
+        rank = 1
+        for member in self.members:
+            if member.rank_offset != rank:
+                raise ValueError(f"{member.name} begins at rank {member.rank_offset}, not {rank}")
+            rank += member.workers
+        if rank != self.world_size:
+            raise ValueError(f"the ranks of all members are {rank}, not {self.world_size}")
+        return self
 
 
 class SavedState(Record):

@@ -123,6 +123,12 @@ class SyncSettings:
         max_staleness: steps that an explorer may lag before it must not produce; None = any.
         max_explorer_lag: steps that the slowest explorer may lag before the trainer waits for it;
             None = any.
+        checkpoint_every: of method ``nccl``: of so many syncs one is saved by the checkpoint path
+            too, for explorers that come late.
+        broadcast_timeout: seconds that a broadcast's handshake, its setup and its transfer may take
+            each, before that step goes by the checkpoint path instead.
+        broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.
+        master_address: where explorers reach rank 0 of the trainer; None = this host's address.
 
     Raises:
         InvalidSettingsError: a value out of its range, or no such method or style.
@@ -139,6 +145,10 @@ class SyncSettings:
     save_timeout: float = 300.0
     max_staleness: int | None = None
     max_explorer_lag: int | None = None
+    checkpoint_every: int = 10
+    broadcast_timeout: float = 120.0
+    broadcast_bucket: int = 256 * 1024 * 1024
+    master_address: str | None = None
 
     def __post_init__(self) -> None:
         # Frozen for all but its own beginning.
@@ -146,10 +156,12 @@ class SyncSettings:
         object.__setattr__(self, "style", SyncStyle.parse(self.style))
         for name in ("sync_interval", "trainer_sync_interval", "explorer_sync_interval"):
             _check(name, getattr(self, name), 1, "1 or more steps")
+        _check("checkpoint_every", self.checkpoint_every, 1, "1 or more syncs")
+        _check("broadcast_bucket", self.broadcast_bucket, 1, "1 or more bytes")
         _check("save_interval", self.save_interval, 0, "0 (never) or more steps")
         for name in ("sync_offset", "max_staleness", "max_explorer_lag"):
             _check(name, getattr(self, name), 0, "0 or more steps")
-        for name in ("sync_timeout", "save_timeout"):
+        for name in ("sync_timeout", "save_timeout", "broadcast_timeout"):
             if not getattr(self, name) > 0:
                 raise InvalidSettingsError(
                     f"{name} is {getattr(self, name)}: it must be more than 0 seconds"
@@ -314,8 +326,22 @@ def must_wait_for_explorers(
     return most is not None and any(_lag(version, newest) > most for version in held)
 
 
+def after_broadcast(held: Version, newest: Version) -> Version:
+    """What an explorer counts as serving whose weights came by a broadcast of the present run.
+
+    Where the newest version is of the step that it has, or of one before, that brings nothing new.
+    """
+    return (
+        Version(max(held.sequence, newest.sequence), held.step)
+        if (held.step >= newest.step)
+        else held
+    )
+
+
 def _lag(held: Version | None, newest: Version | None) -> int:
-    """Steps by which a newer version is ahead; whoever holds the newest lags by nothing."""
+    """Steps by which a newer version is ahead, or a broadcast that came after the same version."""
+    if held is not None and newest is not None and held.sequence == newest.sequence:
+        return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:
         return 0
     # At least one: after a trainer has resumed, what is newer may be of a lower step.

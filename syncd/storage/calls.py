@@ -110,8 +110,8 @@ class Calls:
 
     def open_append(self, path: Path) -> int:
         """A descriptor that appends; the file is made where it is missing."""
-        fd = self._regular(self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), path)
-        if os.fstat(fd).st_nlink > 1:  # its other name may be anywhere
+        fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        if self._regular(fd, path).st_nlink > 1:  # its other name may be anywhere
             os.close(fd)
             raise OSError(errno.EINVAL, "a file with several names", str(path))
         return fd
@@ -168,7 +168,9 @@ class Calls:
         Raises:
             OSError: ``EINVAL`` where it is not a regular file, ``ELOOP`` where it is a link.
         """
-        return self._regular(self._open(path, os.O_RDONLY), path)
+        fd = self._open(path, os.O_RDONLY)
+        self._regular(fd, path)
+        return fd
 
     def release(self, fd: int) -> None:
         """Close a descriptor that was only read from: nothing can be lost by it."""
@@ -259,11 +261,17 @@ class Calls:
         with self._beneath.at(path) as (name, folder):
             return os.open(name, flags, 0o666, dir_fd=folder)
 
-    def _regular(self, fd: int, path: Path) -> int:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+    def _regular(self, fd: int, path: Path) -> os.stat_result:
+        """The status of what was opened; closes it where that is no regular file, or not told."""
+        try:
+            status = os.fstat(fd)
+        except OSError:  # ESTALE on NFS, where it was replaced since
+            os.close(fd)
+            raise
+        if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return fd
+        return status
 
 
 def kind_of(entry: os.DirEntry[str]) -> Kind:

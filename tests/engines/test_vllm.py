@@ -14,12 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 
 from explorer_hooks.engines import vllm_server
 from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.engines.vllm_workers import EXTENSION
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import EngineMismatchError, ServerRefusedError, VerificationError
 from syncd.protocol.policy import Version
+from syncd.protocol.records import encode
+from tests.engines.broadcast_trainer import DEADLINE, trainer
 from tests.engines.pages import FOLLOW, IN_PROCESS
 from tests.engines.tiny_models import model, publish_adapter, publish_model, save_model, state
 from tests.engines.vllm_process import MODEL, PYTHON, Answer, VLLMProcess, environment
@@ -167,7 +171,7 @@ def test_what_is_damaged_or_does_not_fit_never_reaches_it(
 def test_a_load_that_fails_in_the_server_is_taken_back(
     job: Job, vllm: VLLMProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file that is gone between the last look at it and the server's."""
+    """Half of a layer is there, and then a file that is damaged since the last look at it."""
     # As of a server without --enable-scale-out.
     monkeypatch.setattr(vllm_server, "_GENERATE", "POST /nothing")
     publish_model(job, 1, state(1))
@@ -182,6 +186,9 @@ def test_a_load_that_fails_in_the_server_is_taken_back(
             pause(engine)
             for path in job.layout.version(2).glob("*.safetensors"):
                 path.rename(path.with_name("elsewhere"))
+                some = {name: value for name, value in state(2).items() if "q_proj" in name}
+                save_file(some, path)
+                path.with_name("z.safetensors").write_bytes(b"no weights")
 
         monkeypatch.setattr(VLLMServer, "pause", pause_and_lose)
         with pytest.raises(ServerRefusedError, match="collective_rpc"):
@@ -224,13 +231,22 @@ INSIDE = """
 import sys
 if __name__ == "__main__":
     job_dir, base = sys.argv[1:]
+    from syncd.protocol.participants import Rendezvous
+    from syncd.protocol.records import parse
     from vllm import SamplingParams
 {block}
         params = SamplingParams(max_tokens=8, temperature=0.0, detokenize=False, ignore_eos=True)
-        (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
-        print("said", version.step, *answer.outputs[0].token_ids, flush=True)
+        def say():
+            (answer,) = llm.generate([{{"prompt_token_ids": [1, 2, 3]}}], params, use_tqdm=False)
+            print("said", version.step, *answer.outputs[0].token_ids, flush=True)
+        say()
+        hook._engine.receive(parse(Rendezvous, sys.stdin.readline().encode(), "stdin"), 1, {limit})
+        say()
 """
-OPTIONS = "base, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=128"
+OPTIONS = (
+    "base, skip_tokenizer_init=True, enforce_eager=True, dtype='bfloat16', max_model_len=128, "
+    f"worker_extension_cls={EXTENSION!r}"
+)
 
 
 def test_an_llm_in_the_process_says_what_the_server_says(
@@ -244,18 +260,33 @@ def test_an_llm_in_the_process_says_what_the_server_says(
     program = tmp_path / "inside.py"
     block = IN_PROCESS.replace("LLM(base)", f"LLM({OPTIONS})")
     assert block != IN_PROCESS
-    program.write_text(INSIDE.format(block=textwrap.indent(block, "    ")))
+    program.write_text(INSIDE.format(block=textwrap.indent(block, "    "), limit=DEADLINE))
     base = save_model(tmp_path / "base", 0)
-    ended = subprocess.run(
-        (os.environ[PYTHON], program, job.layout.root, base),
-        timeout=LONG,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-6000:]
-    assert f"said 4 {' '.join(map(str, truth))}\n" in ended.stdout
+    with trainer() as sender, (tmp_path / "log").open("wb") as log:
+        inside = subprocess.Popen(
+            (os.environ[PYTHON], program, job.layout.root, base),
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert inside.stdout is not None
+            line = f"said 4 {' '.join(map(str, truth))}\n"
+            assert line in inside.stdout, (tmp_path / "log").read_text()[-6000:]
+            # And what is broadcast to it, as the server says it of files.
+            publish_model(job, 5, state(5))
+            with hook_of(job, vllm) as hook:
+                hook.pull(LONG)
+            where = encode(sender.begin(5, 5)).decode()
+            out, _ = inside.communicate(where, timeout=LONG)
+            assert sender.failure() is None
+        finally:
+            inside.kill()
+            inside.wait()
+    assert inside.returncode == 0, (tmp_path / "log").read_text()[-6000:]
+    assert f"said 4 {' '.join(map(str, said(vllm)[0]))}\n" in out
 
 
 KILLED = """

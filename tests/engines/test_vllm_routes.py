@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,25 +11,58 @@ from typing import Any
 import httpx2
 import pytest
 
+from explorer_hooks.engines.made_versions import make_version
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.vllm_engine import VLLMEngine
 from explorer_hooks.engines.vllm_server import VLLMServer
-from syncd.protocol.errors import EngineBrokenError
+from explorer_hooks.engines.vllm_workers import EXTENSION, workers_of
+from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
+from syncd.protocol.participants import GroupMember, Rendezvous
 
 ROUTES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/v1/completions")
 LABELS = ("/weight_info", "/update_weight_version")
+OPTIONS = ("/server_info",)
+MEETING = Rendezvous(
+    offer="0123456789ab",
+    generation=1,
+    group_name="group",
+    address="127.0.0.1",
+    port=1,
+    world_size=3,
+    backend="gloo",
+    members=(GroupMember(name="e", session="s", workers=2, rank_offset=1),),
+    save_id="run-7-3",
+)
 
 
 class Routes:
     """Answers as vLLM's routes do, and writes down what changes it."""
 
-    def __init__(self, *more: str, label: str = "default", paused: bool = False) -> None:
+    def __init__(
+        self,
+        *more: str,
+        label: str = "default",
+        paused: bool = False,
+        extension: str = "",
+        replicas: int = 1,
+        answers: Mapping[str, object] | None = None,
+    ) -> None:
         self.asked: list[str] = []
+        self._answers = answers or {}
         self._paths = (*ROUTES, *more)
         self._told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
             "/weight_info": {"weight_version": label},
             "/is_paused": {"is_paused": paused},
+            "/server_info": {
+                "vllm_config": {
+                    "parallel_config": {
+                        "worker_extension_cls": extension,
+                        "data_parallel_size": replicas,
+                        "world_size": 2,
+                    }
+                }
+            },
         }
 
     def engine(self, **options: Any) -> VLLMServer:
@@ -39,7 +74,19 @@ class Routes:
         if path == "/openapi.json":
             paths = {one: {"get": {}, "post": {}} for one in self._paths}
             return httpx2.Response(200, json={"paths": paths})
-        if path not in self._told:
+        if path == "/collective_rpc":
+            method = json.loads(request.content)["method"]
+            self.asked.append(method)
+            answer = self._answers.get(method, [{"failed": None}] * 2)
+            if answer is None:
+                return httpx2.Response(500, text="it has failed")
+            return httpx2.Response(200, json={"results": answer})
+        if path == "/update_weight_version":
+            self.label = json.loads(request.content)["new_version"]
+            self.asked.append(f"label {self.label}")
+        elif path == "/v1/completions":
+            return httpx2.Response(200, json={"choices": [{"text": "a"}]})
+        elif path not in self._told:
             self.asked.append(f"{path} {request.url.params.get('mode', '')}".strip())
         return httpx2.Response(200, json=self._told.get(path, {}))
 
@@ -76,3 +123,97 @@ def test_an_llm_of_a_folder_without_weights_takes_its_first_version_unseen(tmp_p
     """As with ``load_format="dummy"``."""
     llm: Any = SimpleNamespace(model_config=SimpleNamespace(model=str(tmp_path)))
     assert VLLMEngine(llm)._fits is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "extension", "replicas", "found"),
+    [
+        ((), EXTENSION, 1, 0),
+        (OPTIONS, "", 1, 0),
+        (OPTIONS, "another.Extension", 1, 0),
+        (OPTIONS, EXTENSION, 2, 0),
+        (OPTIONS, EXTENSION, 1, 2),
+    ],
+)
+def test_who_takes_broadcasts_is_looked_for_and_no_method_that_is_not_there_is_called(
+    routes: tuple[str, ...], extension: str, replicas: int, found: int
+) -> None:
+    """An error in a worker would leave the answers of the others unread, for the next call."""
+    server = Routes(*LABELS, *routes, extension=extension, replicas=replicas)
+    engine = server.engine()
+    assert engine.workers == 0
+    assert server.asked == []  # nobody is there yet
+    engine.attach()
+    assert engine.workers == engine.workers == found
+    assert server.asked == ["/resume", *(["syncd_leave"] if found else [])]
+
+
+def test_a_broadcast_is_held_by_all_workers_before_the_first_one_changes() -> None:
+    routes = Routes(*LABELS, *OPTIONS, extension=EXTENSION)
+    engine = routes.engine()
+    engine.pause()
+    engine.receive(MEETING, 1, 5.0)
+    engine.reset_cache()
+    engine.resume()
+    assert routes.asked == [
+        "/pause keep",
+        "syncd_receive",
+        f"label {LOADING}-full-step-7-broadcast-run-7-3",
+        "syncd_load",
+        "/reset_prefix_cache",
+        "label step-7-broadcast-run-7-3",
+        "/resume",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "misfits"),
+    [
+        (None, False),
+        ([], False),
+        ([None, None], False),
+        ([{"failed": None}, {"failed": "gone", "misfits": False}], False),
+        ([{"failed": None}, {"failed": "a shape", "misfits": True}], True),
+    ],
+)
+def test_what_not_all_workers_have_is_loaded_by_none(answer: object, misfits: bool) -> None:
+    routes = Routes(*LABELS, answers={"syncd_receive": answer})
+    engine = routes.engine()
+    engine.pause()
+    with pytest.raises(BroadcastError) as failed:
+        engine.receive(MEETING, 1, 5.0)
+    assert isinstance(failed.value.__cause__, EngineMismatchError) == misfits
+    engine.resume()
+    assert routes.asked == ["/pause keep", "syncd_receive", "syncd_leave", "/resume"]
+
+
+@pytest.mark.parametrize("answer", [None, [{"failed": None}, {"failed": "no memory"}]])
+def test_what_not_all_workers_have_loaded_is_not_served(answer: object) -> None:
+    routes = Routes(*LABELS, answers={"syncd_load": answer})
+    engine = routes.engine()
+    engine.pause()
+    with pytest.raises(EngineBrokenError):
+        engine.receive(MEETING, 1, 5.0)
+    with pytest.raises(EngineBrokenError, match="stays paused"):
+        engine.resume()
+    assert routes.label.startswith(LOADING)
+    assert "/resume" not in routes.asked
+
+
+def test_an_llm_is_asked_how_it_was_made() -> None:
+    told = SimpleNamespace(worker_extension_cls=EXTENSION, data_parallel_size=1, world_size=4)
+    assert workers_of(told) == 4
+    told.worker_extension_cls = ""
+    assert workers_of(told) == 0
+
+
+def test_what_is_loaded_after_a_load_that_failed_is_loaded_twice(tmp_path: Path) -> None:
+    """Of the first time vLLM may leave out parts of layers that the failed one had begun."""
+    routes = Routes(*LABELS, label=f"{LOADING}-full-step-3-version-3")
+    engine = routes.engine()
+    engine.attach()
+    version = make_version(tmp_path / "v1", {})
+    for loads in (2, 1):
+        routes.asked.clear()
+        engine.load(version)
+        assert routes.asked.count("reload_weights") == loads

@@ -46,21 +46,32 @@ def process(*command: object, **environment: str) -> Iterator[subprocess.Popen[s
         started.wait()
 
 
+BY_BROADCAST = TRAIN.replace(
+    "SyncSettings(", "SyncSettings(method='nccl', master_address='127.0.0.1', "
+)
+
+
 @pytest.mark.engine
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("program", "options", "label"),
+    [(TRAIN, (), "version-"), (BY_BROADCAST, ("--broadcast",), "broadcast-")],
+    ids=["files", "broadcast"],
+)
 def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_reports(
-    vllm: VLLMProcess, tmp_path: Path
+    vllm: VLLMProcess, tmp_path: Path, program: str, options: tuple[str, ...], label: str
 ) -> None:
     job, base = tmp_path / "job", save_model(tmp_path / "base", 0)
     job.mkdir()
     open_job(Storage(), JobLayout(job))
-    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "train.py").write_text(program)
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(RANKS)}
     syncd = (sys.executable, "-m", "syncd")
     # As ``syncd follow``, whose entry point is there only where syncd is installed.
-    program = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")
-    follow = (*program, job, "--name", "server-0", "--engine", "vllm", "--url", vllm.url)
+    run = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")
+    follow = (*run, job, "--name", "server-0", "--engine", "vllm", "--url", vllm.url, *options)
     with process(*syncd, "run", job, "--tick", "0.2"), process(*follow, "--stage", tmp_path / "s"):
+        wait_for(lambda: any(JobLayout(job).explorers.glob("*.json")))
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(tmp_path / "train.py"), str(job), str(base), str(STEPS)],
@@ -74,11 +85,11 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
         assert [rank.returncode for rank in ranks] == [0] * RANKS
         said = [json.loads(line) for line in lines[0].splitlines()]
         truth = {one["step"]: torch.tensor(one["logprobs"]) for one in said}
-        wait_for(lambda: vllm.label.startswith(f"step-{STEPS}-"))
+        wait_for(lambda: vllm.label.startswith(f"step-{STEPS}-{label}"))
         tokens = torch.randint(0, CONFIG.vocab_size, (4, 16), generator=torch.manual_seed(0))
         answer = vllm.generate(tokens[0].tolist(), 1, logprobs=20)
-    (label,) = answer.labels
-    step = int(label.split("-")[1])
+    (served,) = answer.labels
+    step = int(served.split("-")[1])
     (logprobs,) = answer.logprobs
     assert step == STEPS
     assert len(logprobs) >= 20

@@ -14,6 +14,8 @@ from typing import Any, Final
 
 import httpx2
 
+from explorer_hooks.engines.vllm_workers import EXTENSION
+
 #: Names the Python of the environment that tests/engines/environment.py makes.
 PYTHON: Final = "SYNCD_VLLM_PYTHON"
 #: A server that begins imports for half a minute, on a machine that does nothing else.
@@ -96,6 +98,7 @@ class VLLMProcess:
             "--max-model-len": "128",
             "--max-num-seqs": "8",
             "--max-lora-rank": "8",
+            "--worker-extension-cls": EXTENSION,
         }
         flags = ("--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", "--enable-lora")
         words = (word for pair in options.items() for word in pair)

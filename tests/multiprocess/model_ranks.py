@@ -7,6 +7,8 @@ kind of model; for each kind and each of its world sizes W it writes::
     ROOT/KIND-W/sharded/actor/     each rank's shard, of copies in host buffers
     ROOT/KIND-W/full/actor/        model.safetensors, gathered, with a receipt
     ROOT/KIND-W/tied/actor/        the same of a model whose config ties its embeddings
+    ROOT/KIND-W/broadcast.pt       what a receiver of a broadcast has got
+    ROOT/KIND-W/broadcast-tied.pt  the same of a model whose config ties its embeddings
 
 and, of what leaves no files, ``ROOT/rank_R_of_W.json``.
 """
@@ -32,6 +34,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from explorer_hooks.broadcast import WeightReceiver
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
@@ -39,6 +42,8 @@ from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
+from tests.weight_groups import transfer
+from trainer_hooks.broadcast import WeightSender
 from trainer_hooks.state.full_file import FullStateStream
 from trainer_hooks.state.host_buffers import HostBuffers, _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
@@ -46,6 +51,8 @@ from trainer_hooks.writing.torch_file import save_state_dict
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from syncd.coordination.broadcast import WeightGroup
 
 #: World sizes by kind.
 KINDS: Final = {
@@ -219,6 +226,42 @@ def gathered(state: dict[str, Any], actor: Path, *, limit: int, tied: bool = Fal
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
 
 
+class Ties:
+    """A config of transformers, for our purposes."""
+
+    def to_json_string(self) -> str:
+        return '{"tie_word_embeddings": true}'
+
+
+def broadcast(model: nn.Module, path: Path) -> None:
+    """What arrives where all ranks send; the receiver is a thread of rank 0's process."""
+    sender = WeightSender(model, bucket_bytes=4096)
+    if dist.get_rank() != 0:
+        assert sender.send(None).buckets == 0
+        return
+    sent, received = transfer(
+        sender.send, lambda group: dict(WeightReceiver(group).receive(lambda _: None))
+    )
+    assert sent.result().buckets > 1
+    torch.save({name: value.clone() for name, value in received.result().items()}, path)
+
+
+def broken_off(model: nn.Module) -> str:
+    """What is said where the receiver goes between two buckets; nobody hangs."""
+    sender = WeightSender(model, bucket_bytes=64)
+    if dist.get_rank() != 0:
+        sender.send(None)
+        return "nothing"
+
+    def leave(group: WeightGroup) -> None:
+        for number, _ in enumerate(WeightReceiver(group).stream(lambda _: None)):
+            if number == 3:
+                return
+
+    sent, _ = transfer(sender.send, leave, deadline=5.0)
+    return type(sent.exception()).__name__
+
+
 def sharded(model: nn.Module, actor: Path) -> None:
     """A rank's shard, of copies that what comes later must not change."""
     actor.mkdir(parents=True, exist_ok=True)
@@ -262,6 +305,10 @@ def save(kind: str, root: Path) -> None:
     gathered(sharded_state_dict(model), folder / "full" / "actor", limit=64)
     if kind in TIED:
         gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
+    broadcast(model, folder / "broadcast.pt")
+    if kind in TIED:
+        model.config = Ties()
+        broadcast(model, folder / "broadcast-tied.pt")
     dist.barrier()
     sharded(model, folder / "sharded" / "actor")
 
@@ -340,7 +387,11 @@ def rank(rank: int, world_size: int, root: Path) -> None:
             save(kind, root)
     told: dict[str, object] = {}
     if world_size == 2:
-        told = {"refused": refused(), "same": undisturbed(save=True) == undisturbed(save=False)}
+        told = {
+            "refused": refused(),
+            "same": undisturbed(save=True) == undisturbed(save=False),
+            "broken off": broken_off(fsdp2(world_size)[0]),
+        }
     (root / f"rank_{rank}_of_{world_size}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()

@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +33,7 @@ from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.checkpoint.version import read_manifest
+from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError
 from tests.fsdp_ranks import mesh
@@ -46,6 +48,8 @@ from tests.multiprocess.test_dtensor_rules import (
     random_layouts,
 )
 from tests.storages import RuledStorage
+from tests.weight_groups import CPU, meeting
+from trainer_hooks.broadcast import WeightSender
 
 WORLD_SIZE: Final = 4
 KINDS: Final = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")
@@ -86,6 +90,15 @@ def test_a_rank_fills_its_own_part_and_reads_as_many_bytes_as_that_has(
         assert any(rank[what]["staged"]["own"] < rank[what]["whole"] for rank in said)
 
 
+@pytest.mark.parametrize("what", ["layouts", *KINDS])
+def test_a_rank_fills_its_own_part_of_what_is_broadcast(
+    said: list[dict[str, Any]], what: str
+) -> None:
+    for rank in said:
+        assert rank[what]["staged"]["wrong by broadcast"] == []
+        assert rank[what]["direct"]["wrong by broadcast"] == []
+
+
 def test_a_rank_of_four_reads_a_quarter_of_what_is_cut_in_four(said: list[dict[str, Any]]) -> None:
     for rank in said:
         told = rank["fsdp2_columns"]
@@ -115,6 +128,17 @@ class _Holder(nn.Module):
         super().__init__()
         for name, value in tensors.items():
             self.register_buffer(name, value)
+
+
+class _Whole(nn.Module):
+    """A model that says that it has these tensors."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+
+    def state_dict(self, *_: object, **__: object) -> dict[str, Any]:
+        return dict(self._tensors)
 
 
 class _Rank:
@@ -156,9 +180,10 @@ class _Rank:
                 if isinstance(value, torch.Tensor)
             }
             before = {key: _bits(part) for key, part in parts.items()}
-            with torch.no_grad():
-                for part in parts.values():
-                    part.view(torch.uint8).zero_() if part.ndim else part.zero_()
+            _zero(parts.values())
+            self.receives(engine, tensors)
+            arrived = {key: _bits(part) for key, part in parts.items()}
+            _zero(parts.values())
             engine.check(version)
             storage: Any = version._storage
             storage.calls.clear()
@@ -171,8 +196,36 @@ class _Rank:
                 "read": read,
                 "own": sum(own.values()),
                 "tensors": len(parts),
+                "wrong by broadcast": [key for key in parts if arrived[key] != before[key]],
             }
         return found
+
+    def receives(self, engine: TorchModule, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Have the engines of all ranks filled by one broadcast.
+
+        The trainer is a thread of rank 0, and of the others, as all of a trainer's ranks send.
+        """
+        made, listening = meeting(WORLD_SIZE) if self._rank == 0 else (None, None)
+        told = [made]
+        dist.broadcast_object_list(told, src=0)
+        rendezvous = told[0]
+        assert rendezvous is not None
+
+        def send() -> None:
+            group = None
+            if self._rank == 0:
+                group = WeightGroup.join(
+                    rendezvous, 0, deadline=DEADLINE, device=CPU, listening=listening
+                )
+            WeightSender(_Whole(tensors), bucket_bytes=256).send(group)
+            if group is not None:
+                group.close()
+
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(send)
+            engine.receive(rendezvous, 1 + self._rank, DEADLINE)
+            engine.close()
+        sent.result()
 
     def layouts(self) -> dict[str, Any]:
         """Random layouts on all kinds of meshes, in the two ways that torch says them."""
@@ -239,6 +292,12 @@ class _Computing:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def _zero(parts: Iterable[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for part in parts:
+            part.view(torch.uint8).zero_() if part.ndim else part.zero_()
 
 
 def _bits(tensor: torch.Tensor) -> bytes:

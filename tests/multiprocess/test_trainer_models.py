@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from syncd.checkpoint.safetensors_file import CONTENT
@@ -68,6 +69,24 @@ def test_what_the_config_ties_is_gathered_once(saves: Path, save: str) -> None:
     expected = truth(saves / save)
     del expected[LM_HEAD]
     assert_equal(loaded(saves / save / "tied" / "actor"), expected)
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_broadcast_is_of_the_tensors_that_are_published(saves: Path, save: str) -> None:
+    found = torch.load(saves / save / "broadcast.pt")
+    assert_equal(found, truth(saves / save))
+
+
+@pytest.mark.parametrize("save", [save for save in SAVES if save.rpartition("-")[0] in TIED])
+def test_what_the_config_ties_is_broadcast_once(saves: Path, save: str) -> None:
+    expected = truth(saves / save)
+    del expected[LM_HEAD]
+    assert_equal(torch.load(saves / save / "broadcast-tied.pt"), expected)
+
+
+def test_a_receiver_that_goes_between_two_buckets_leaves_no_rank_waiting(saves: Path) -> None:
+    told = [json.loads((saves / f"rank_{rank}_of_2.json").read_text()) for rank in range(2)]
+    assert [one["broken off"] for one in told] == ["BroadcastError", "nothing"]
 
 
 def test_training_is_the_same_with_saves_between_and_without(saves: Path) -> None:

@@ -439,6 +439,7 @@ def facts(**changed: Any) -> Facts:
         (job_verdicts.software(facts(torch="2.5.1+cpu")), WARN, "torch 2.5.1"),
         (job_verdicts.hosts(facts(), facts(host="two", boot="b"), 0.01), OK, "10 ms"),
         (job_verdicts.hosts(facts(), facts(), 0.01), WARN, "one host"),
+        (job_verdicts.hosts(facts(), facts(options="clientaddr=two"), 0.01), OK, "10 ms"),
         (job_verdicts.hosts(facts(), facts(boot="b"), 0.01), WARN, "both called one"),
         (
             job_verdicts.hosts(facts(), facts(host="two", boot="b", syncd="2"), 0.01),

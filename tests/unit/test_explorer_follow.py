@@ -104,6 +104,7 @@ def test_a_link_replaces_nothing_but_a_link(job: Job, tmp_path: Path) -> None:
         ["--name", "a", "--command", "true", "--link", "model"],
         ["--command", "true"],
         ["--name", "a", "--command", "true", "--budget", "5"],
+        ["--name", "a", "--command", "true", "--broadcast"],
     ],
 )
 def test_options_that_make_no_sense_are_refused(job: Job, options: list[str]) -> None:

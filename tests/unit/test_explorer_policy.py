@@ -175,9 +175,18 @@ def test_an_engine_that_cannot_be_attached_gives_the_name_back(
     hook_of(job, engine).close()
 
 
-def test_method_nccl_is_refused_by_name(job: Job, engine: FakeEngine) -> None:
-    with pytest.raises(InvalidSettingsError, match="nccl"):
-        hook_of(job, engine, settings={"method": "nccl"})
+def test_an_engine_that_takes_no_broadcasts_follows_the_versions_and_holds_nobody_up(
+    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(job, 1)
+    with hook_of(job, engine, settings={"method": "nccl"}) as hook:
+        assert "takes no broadcasts" in caplog.text
+        assert hook.pull(0) == Version(1, 1)
+        assert (trainer.takers().working, trainer.takers().by_broadcast) == (1, 0)
+        assert trainer.ready_to_nccl_sync(2) is None  # at once
+    engine.kinds = frozenset({"adapter"})
+    with hook_of(job, engine, settings={"method": "nccl"}):
+        assert "method nccl cannot be used with LoRA" in caplog.text
 
 
 def test_a_memory_folder_has_the_versions_and_the_job_the_reports(

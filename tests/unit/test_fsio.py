@@ -168,6 +168,22 @@ def test_refused_files_leave_no_descriptor_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("how", ["open_read", "open_append"])
+def test_a_file_that_is_replaced_while_it_is_opened_leaves_no_descriptor_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """As NFS says it: the first look at what was opened finds that the server has forgotten it."""
+    path = tmp_path / "file"
+    path.touch()
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda _: os.stat(tmp_path / "gone"))
+        for _ in range(10):
+            with pytest.raises(FileNotFoundError):
+                getattr(STORAGE, how)(path)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+
+
 def test_reading_ends_at_the_limit(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
     assert STORAGE.read(tmp_path / "file", 5) == b"12345"

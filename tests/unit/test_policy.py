@@ -84,7 +84,8 @@ def test_the_defaults_are_those_of_the_original() -> None:
     [("sync_interval", 0), ("trainer_sync_interval", 0), ("explorer_sync_interval", -1),
      ("sync_offset", -1), ("sync_timeout", 0.0), ("sync_timeout", float("nan")),
      ("save_interval", -1), ("save_timeout", -1.0), ("max_staleness", -1),
-     ("max_explorer_lag", -1)],
+     ("max_explorer_lag", -1), ("checkpoint_every", 0), ("broadcast_timeout", 0.0),
+     ("broadcast_bucket", 0)],
 )  # fmt: skip
 def test_a_value_out_of_its_range_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(InvalidSettingsError, match=f"^{name} is "):

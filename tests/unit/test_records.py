@@ -4,6 +4,7 @@ import pydantic
 import pytest
 
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
+from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.records import (
     PROTOCOL,
     ExplorerReport,
@@ -103,3 +104,29 @@ def test_only_a_later_save_of_the_same_run_is_newer() -> None:
     assert SaveId("a", 2, 4).is_newer_than(save)
     assert not SaveId("a", 9, 3).is_newer_than(save)
     assert not SaveId("b", 9, 9).is_newer_than(save)
+
+
+def group(*members: tuple[int, int], world_size: int) -> Rendezvous:
+    return Rendezvous(
+        offer="0" * 12,
+        generation=1,
+        group_name="g",
+        address="127.0.0.1",
+        port=1,
+        world_size=world_size,
+        backend="gloo",
+        members=tuple(
+            GroupMember(name=f"e{rank}", session="s", rank_offset=rank, workers=workers)
+            for rank, workers in members
+        ),
+        save_id="run-1-1",
+    )
+
+
+def test_the_ranks_of_a_weight_group_are_each_somebodys_once() -> None:
+    assert group((1, 2), (3, 1), world_size=4).members[1].rank_offset == 3
+    for members, world_size in ([(1, 2), (2, 1)], 4), ([(1, 1), (3, 1)], 4), ([(1, 1)], 3):
+        with pytest.raises(pydantic.ValidationError, match="rank"):
+            group(*members, world_size=world_size)
+    with pytest.raises(pydantic.ValidationError):
+        group((1, 0), world_size=1)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from typing import Final
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Final
 
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.protocol.errors import SaveFailedError
 from trainer_hooks.state.full_plan import FullPlan
+from trainer_hooks.state.gather import flat_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 LIMIT: Final = 256 * 1024 * 1024
 #: How many pieces that is, so that some are filled while others are written.
@@ -64,10 +66,7 @@ class BytePipe:
 
     def put(self, whole: Tensor) -> None:
         """Copy a tensor's bytes; they are dropped where nobody reads any more."""
-        flat = whole.resolve_neg().reshape(-1)
-        if flat.stride() != (1,):  # also of one element, which is contiguous with any stride
-            flat = flat.clone(memory_format=torch.contiguous_format)
-        flat = flat.view(torch.uint8)
+        flat = flat_bytes(whole)
         while flat.numel():
             if self._filling is None:
                 self._filling = self._next_free(whole.device)

@@ -22,6 +22,7 @@ from syncd.storage.fsio import Draft
 from trainer_hooks.state.byte_pipe import LIMIT, BytePipe
 from trainer_hooks.state.full_plan import FullPlan, agree_on_plan
 from trainer_hooks.state.gather import Derived, full_tensor
+from trainer_hooks.state.state_dict import tensors_of
 
 
 class OneFile(NamedTuple):
@@ -72,11 +73,7 @@ class FullStateStream:
         derived: Mapping[str, Derived] = MappingProxyType({}),
         name: str = FULL_STATE_DICT,
     ) -> None:
-        self._state = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and not str(name).endswith("_extra_state")
-        }
+        self._state = tensors_of(state)
         self._rank = rank
         self._tied = tied
         self._derived = derived
@@ -154,7 +151,7 @@ class FullStateStream:
         if whole is None:
             return
         try:
-            self._pipe.put(whole.detach())
+            self._pipe.put(whole)
         except (RuntimeError, MemoryError) as error:
             self.abort(error)
 

@@ -74,6 +74,14 @@ def full_tensor(value: Tensor, *, rank: int) -> Tensor | None:
     return whole if rank == 0 else None
 
 
+def flat_bytes(whole: Tensor) -> Tensor:
+    """The bytes of a tensor, end to end: uint8, of one dimension; no copy of a contiguous one."""
+    flat = whole.detach().resolve_neg().reshape(-1)
+    if flat.stride() != (1,):  # also of one element, which is contiguous with any stride
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def _gathered(value: ShardedTensor) -> Tensor | None:
     """``ShardedTensor.gather`` for any dtype, also where this rank's group does not have rank 0."""
     group = value._process_group  # noqa: SLF001 - there is no other way to know it

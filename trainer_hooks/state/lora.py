@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from syncd.checkpoint.adapter import PREFIX
@@ -24,7 +23,10 @@ from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.lora_merge import merged_parts
 from trainer_hooks.state.plain_model import on_meta, plain_model
-from trainer_hooks.state.state_dict import trained_names
+from trainer_hooks.state.state_dict import tensors_of, trained_names
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 #: Ways to begin LoRA that change the base model's weights: what the adapter is added to is then not
 #: what ``base_model_name_or_path`` names, and is not made again to the bit.
@@ -56,11 +58,7 @@ class PeftState:
         base_vocabulary: int | None = None,
         updated: Collection[Tensor] = (),
     ) -> None:
-        self._state = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and not name.endswith("_extra_state")
-        }
+        self._state = tensors_of(state)
         self._trained = trained_names(model, updated)
         self._plain = _like_peft(plain_model(model, on_meta(self._state)))
         configs: dict[str, Any] = self._plain.peft_config

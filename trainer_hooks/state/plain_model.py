@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_hooks.state.full_plan import shape_of
-from trainer_hooks.state.state_dict import joined, within
+from trainer_hooks.state.state_dict import joined, tensors_of, within
 
 #: What a module keeps notes in, which the methods of its copy may change.
 _NOTES: Final = (dict, list, set, OrderedDict)
@@ -46,8 +46,7 @@ def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors of the dtypes and shapes of a state dict's whole tensors, without any content."""
     return {
         name: torch.empty(shape_of(value), dtype=value.dtype, device="meta")
-        for name, value in state.items()
-        if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        for name, value in tensors_of(state).items()
     }
 
 

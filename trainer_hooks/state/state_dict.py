@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,15 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
         state = model.state_dict(keep_vars=not is_fsdp1)
     name_of = _plain_names(model)
     return {name_of(name): value for name, value in state.items()}
+
+
+def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What of a state dict is weights: not what a module says as its ``_extra_state``."""
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not str(name).endswith("_extra_state")
+    }
 
 
 def fsdp_version(model: nn.Module) -> int | None:

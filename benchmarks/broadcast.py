@@ -1,0 +1,281 @@
+"""Weights from one trainer to one and to three explorers: by broadcast over gloo, and by the files.
+
+Repeat with ``python -m benchmarks.broadcast`` from the project's root (some minutes; 14 GB of
+memory for three explorers). Trainer and explorers are processes of this host, of a plain model in
+host memory each; what is sent goes over its loopback.
+
+Each way is timed on the trainer, until the last explorer has said that it has the new weights:
+
+- ``one flat buffer``: one broadcast of as many bytes as the model has, into memory that was used
+  before; nothing is packed, nothing is loaded. What the others are compared with.
+- ``tensor by tensor``: one broadcast a tensor, which is waited for and then copied into the model.
+- ``syncd``: what method ``nccl`` does: packed into buckets, staged, agreed, loaded; ``unchecked``
+  without the digests of the buckets.
+- ``files``: what method ``checkpoint`` does, end to end: saved, published by a daemon, verified,
+  loaded. The files are on the filesystem of ``--dir``.
+
+The ways take turns, and which one comes first rotates from round to round; one round before those
+that count warms all of them up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO, Final
+
+import torch
+from torch import nn
+
+from benchmarks.machine import (
+    describe_machine,
+    median,
+    prepare_process,
+    print_machine,
+    print_table,
+)
+from explorer_hooks.engines.torch_module import TorchModule
+from explorer_hooks.hook import ExplorerHook
+from syncd.coordination.broadcast import KeptGroup, WeightGroup
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.records import encode, parse
+from tests.weight_groups import CPU, meeting
+from trainer_hooks import TrainerHook
+from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.state.gather import flat_bytes
+
+_FLAT: Final = "one flat buffer"
+_SINGLY: Final = "tensor by tensor"
+_OURS: Final = "syncd"
+_UNCHECKED: Final = "syncd, unchecked"
+_FILES: Final = "files"
+_WAYS: Final = (_FLAT, _SINGLY, _OURS, _UNCHECKED, _FILES)
+_DEADLINE: Final = 600.0
+
+
+class _Model(nn.Module):
+    """The tensors of a language model of 24 layers, as many and as unequal as those are."""
+
+    def __init__(self, gigabytes: float) -> None:
+        super().__init__()
+        width = 64 * max(1, round((gigabytes * 1e9 / 2 / (24 * 14 + 2 * 64)) ** 0.5 / 64))
+
+        def empty(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), requires_grad=False)
+
+        layer = {
+            "q": (width, width), "k": (width // 4, width), "v": (width // 4, width),
+            "o": (width, width), "gate": (4 * width, width), "up": (4 * width, width),
+            "down": (width, 7 * width // 2), "norm": (width,), "norm_after": (width,),
+        }  # fmt: skip
+        self.embed = empty(64 * width, width)
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({name: empty(*shape) for name, shape in layer.items()})
+            for _ in range(24)
+        )
+        self.head = empty(64 * width, width)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self.parameters())
+
+    def fill(self, step: int) -> None:
+        for one in self.parameters():
+            one.fill_(step % 100)
+
+    def check(self, step: int) -> None:
+        """See that it has the weights of a step, as far as a look at both ends of each tells."""
+        for name, one in self.named_parameters():
+            flat = one.view(-1)
+            if not flat[0] == flat[-1] == step % 100:
+                raise RuntimeError(f"{name} does not have the weights of step {step}")
+
+
+def _explore(told: list[str]) -> None:
+    """One explorer's process: it takes weights as it is told to, a line each, until stdin ends."""
+    job, rank, gigabytes = Path(told[0]), int(told[1]), float(told[2])
+    bare, ours = (parse(Rendezvous, one.encode(), job) for one in told[3:5])
+    model = _Model(gigabytes)
+    flat = torch.zeros(model.nbytes, dtype=torch.uint8)
+    engine = TorchModule(model)
+    group = WeightGroup.join(bare, rank, deadline=_DEADLINE, device=CPU)
+
+    def take_flat() -> None:
+        group.broadcast(flat).wait()
+
+    def take_singly() -> None:
+        for one in model.parameters():
+            arrived = torch.empty_like(one)
+            group.broadcast(flat_bytes(arrived)).wait()
+            one.copy_(arrived)
+
+    def take_ours() -> None:
+        engine.receive(ours, rank, _DEADLINE)
+
+    with ExplorerHook(job, f"explorer-{rank}", TorchModule(model)) as hook:
+        ways = {_FLAT: take_flat, _SINGLY: take_singly, _OURS: take_ours, _UNCHECKED: take_ours}
+        for line in sys.stdin:
+            way, step = json.loads(line)
+            group.begin()
+            if way == _FILES:
+                while hook.version is None or hook.version.step < step:
+                    hook.pull(_DEADLINE)
+            else:
+                ways[way]()
+            group.agree(ok=True)
+            if way != _FLAT:
+                model.check(step)
+    engine.close()
+    group.close()
+
+
+class _Trainer:
+    """The trainer's process: it sends, and takes the time.
+
+    Args:
+        stack: ends all that is begun.
+        work: an empty folder.
+        explorers: how many.
+        gigabytes: of the model.
+    """
+
+    def __init__(self, stack: ExitStack, work: Path, explorers: int, gigabytes: float) -> None:
+        job = work / "job"
+        job.mkdir(parents=True)
+        (bare, bare_socket), (ours, ours_socket) = (
+            meeting(explorers, generation) for generation in (1, 2)
+        )
+        self.model = _Model(gigabytes)
+        self.step = 0
+        self._flat = torch.ones(self.model.nbytes, dtype=torch.uint8)
+        self._senders = {
+            _OURS: WeightSender(self.model),
+            _UNCHECKED: WeightSender(self.model, digests=False),
+        }
+        self._commands: list[IO[str]] = []
+        for rank in range(1, explorers + 1):
+            texts = [encode(one).decode() for one in (bare, ours)]
+            argv = [str(job), str(rank), str(gigabytes), *texts]
+            process = subprocess.Popen(
+                (sys.executable, "-m", "benchmarks.broadcast", "--explore", *argv),
+                stdin=subprocess.PIPE,
+                text=True,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            assert process.stdin is not None  # noqa: S101 - for the type checker
+            self._commands.append(process.stdin)
+        self._group = WeightGroup.join(
+            bare, 0, deadline=_DEADLINE, device=CPU, listening=bare_socket
+        )
+        stack.callback(self._group.close)
+        self._ours, self._listening = ours, ours_socket
+        self._kept = KeptGroup()
+        stack.callback(self._kept.close)
+        self._hook = stack.enter_context(TrainerHook(job, self.model))
+        stack.enter_context(_daemon(job))
+
+    def time(self, way: str) -> float:
+        """Seconds until the last explorer has the weights of a new step."""
+        self.step += 1
+        self.model.fill(self.step)
+        sends: dict[str, Callable[[], object]] = {
+            _FLAT: lambda: self._group.broadcast(self._flat).wait(),
+            _SINGLY: self._send_singly,
+            _OURS: lambda: self._send(way),
+            _UNCHECKED: lambda: self._send(way),
+            _FILES: lambda: self._hook.after_step(self.step),
+        }
+        self._group.begin()
+        begun = time.perf_counter()
+        for command in self._commands:
+            command.write(json.dumps([way, self.step]) + "\n")
+            command.flush()
+        sends[way]()
+        if not self._group.agree(ok=True):
+            raise RuntimeError("an explorer does not have the weights")
+        return time.perf_counter() - begun
+
+    def _send_singly(self) -> None:
+        for one in self.model.parameters():
+            self._group.broadcast(flat_bytes(one)).wait()
+
+    def _send(self, way: str) -> None:
+        group = self._kept.open(
+            self._ours, 0, deadline=_DEADLINE, device=CPU, listening=self._listening
+        )
+        self._senders[way].send(group)
+
+
+@contextmanager
+def _daemon(job: Path) -> Iterator[None]:
+    command = (sys.executable, "-m", "syncd", "run", str(job))
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+def _measure(work: Path, explorers: int, gigabytes: float, rounds: int) -> list[list[str]]:
+    """A row a way."""
+    with ExitStack() as stack:
+        trainer = _Trainer(stack, work, explorers, gigabytes)
+        nbytes = trainer.model.nbytes
+        told: dict[str, list[float]] = {way: [] for way in _WAYS}
+        for at in range(-1, rounds):
+            for way in _WAYS[at % len(_WAYS) :] + _WAYS[: at % len(_WAYS)]:
+                seconds = trainer.time(way)
+                if at >= 0:
+                    told[way].append(seconds)
+    return [
+        [
+            f"1 to {explorers}, {way}",
+            f"{median(seconds):.2f} s",
+            f"{nbytes / 1e9 / median(seconds):.2f}",
+            # Of the same round: what the host does besides changes from one to the next.
+            f"{median(one / flat for one, flat in zip(seconds, told[_FLAT], strict=True)):.2f}",
+            f"{min(seconds):.2f} to {max(seconds):.2f}",
+        ]
+        for way, seconds in told.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=1.0)
+    parser.add_argument("--explorers", type=int, nargs="+", default=[1, 3])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--explore", nargs=5, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.explore:
+        _explore(given.explore)
+        return
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory(prefix="syncd-broadcast-", dir=given.dir) as made:
+        work = Path(made)
+        prepare_process(work)
+        print_machine(describe_machine(work))
+        model = _Model(given.gigabytes)
+        count = sum(1 for _ in model.parameters())
+        print(f"model: {model.nbytes / 1e9:.2f} GB in bfloat16, {count} tensors\n")
+        del model
+        rows = [
+            row
+            for explorers in given.explorers
+            for row in _measure(work / str(explorers), explorers, given.gigabytes, given.rounds)
+        ]
+    print_table(("", "median", "GB/s", "x flat buffer", "seconds"), rows)
+
+
+if __name__ == "__main__":
+    main()

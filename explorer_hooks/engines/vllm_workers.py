@@ -1,0 +1,169 @@
+"""All workers of a vLLM, and what :class:`~.vllm_worker.SyncdWorker` adds to them. No torch.
+
+vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used:
+its waits have no deadline, so that a trainer that dies in one leaves the server hanging; what has
+arrived is in the model already; and its ``nccl`` is for GPUs alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from syncd.protocol.errors import (
+    BroadcastError,
+    EngineBrokenError,
+    EngineMismatchError,
+    ServerError,
+)
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.records import SaveId, encode
+
+log = logging.getLogger(__name__)
+
+#: What vLLM must be started with, as ``--worker-extension-cls``.
+EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
+
+
+#: Seconds for an answer, beyond those of what was asked for.
+_GRACE: Final = 60.0
+
+#: Calls a method of each worker by its name and arguments, and returns a list of their answers; the
+#: last is how many seconds that may take.
+CollectiveRpc = Callable[[str, dict[str, object], float], object]
+
+
+def workers_of(parallel_config: object) -> int:
+    """How many ranks of a weight group a vLLM is; 0 where it cannot take broadcasts.
+
+    Args:
+        parallel_config: vLLM's, or what its JSON is, as a dict.
+    """
+    told = parallel_config if isinstance(parallel_config, dict) else vars(parallel_config)
+    if told.get("worker_extension_cls") != EXTENSION:
+        log.warning(
+            "a vLLM takes broadcasts where it is started with --worker-extension-cls %s: this one "
+            "follows the versions alone",
+            EXTENSION,
+        )
+        return 0
+    if told.get("data_parallel_size") != 1:
+        # It returns the answers of one of its replicas alone.
+        log.warning("a vLLM with --data-parallel-size above 1 follows the versions alone")
+        return 0
+    size = told.get("world_size")
+    return size if isinstance(size, int) else 0
+
+
+class VLLMWorkers:
+    """The workers of one vLLM; for broadcasts it must have the extension.
+
+    Args:
+        rpc: calls a method of all of them.
+        whose: the vLLM, for messages.
+
+    Attributes:
+        half_loaded: whether the load before has failed, or may have.
+    """
+
+    def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
+        self.half_loaded = False
+        self._rpc = rpc
+        self._whose = whose
+
+    def load_folder(self, folder: str, timeout: float) -> None:
+        """Have all of them load a model folder, which needs no extension.
+
+        After a load that failed they load it twice: vLLM 0.32 counts what it has of a layer from
+        the one that failed as part of the next, and leaves out the rest of the layer, in silence.
+
+        Args:
+            folder: as they see it.
+            timeout: seconds, of each load.
+
+        Raises:
+            Exception: what the call itself raises: the model may be torn.
+        """
+        times = 2 if self.half_loaded else 1
+        self.half_loaded = True
+        for _ in range(times):
+            self._rpc("reload_weights", {"weights_path": folder}, timeout)
+        self.half_loaded = False
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        """Have all of them receive a transfer, and hold it: the model is not touched.
+
+        Args:
+            rendezvous: where the group meets.
+            rank_offset: the group rank of the first worker.
+            deadline: seconds that joining, and then the transfer, may take each.
+
+        Raises:
+            BroadcastError: not all of them have it; they have left the group. Its cause is an
+                EngineMismatchError where what was to be sent does not fit the model.
+        """
+        if self.half_loaded:
+            raise BroadcastError(f"{self._whose} must load a version first: a load has failed")
+        kwargs: dict[str, object] = {
+            "rendezvous": encode(rendezvous).decode(),
+            "rank_offset": rank_offset,
+            "deadline": deadline,
+        }
+        try:
+            failed = self._ask("syncd_receive", kwargs, 2 * deadline)
+        except Exception as error:
+            self.leave()
+            raise BroadcastError(f"{self._whose} did not take part: {error}") from error
+        if failed:
+            self.leave()
+            why = f"{self._whose}: {_told(failed)}"
+            misfits = any(one.get("misfits") for one in failed)
+            raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
+
+    def load(self, timeout: float) -> None:
+        """Have all of them load what they hold.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            EngineBrokenError: not all of them did: the model is torn.
+            Exception: what the call itself raises: nobody knows.
+        """
+        self.half_loaded = True
+        failed = self._ask("syncd_load", {}, timeout)
+        if failed:
+            raise EngineBrokenError(f"{self._whose} did not load what it was sent: {_told(failed)}")
+        self.half_loaded = False
+
+    def leave(self) -> None:
+        """Have them leave the group, and let go of what they hold; raises nothing."""
+        try:
+            failed = _told(self._ask("syncd_leave", {}, 0))
+        except Exception as error:  # noqa: BLE001 # LLM raises anything; what is left to do is to say so
+            failed = str(error)
+        if failed:
+            log.warning("%s: its workers may be in the weight group still: %s", self._whose, failed)
+
+    def _ask(
+        self, method: str, kwargs: dict[str, object], timeout: float
+    ) -> list[Mapping[str, object]]:
+        """The answers of those who did not do it."""
+        told = self._rpc(method, kwargs, timeout + _GRACE)
+        answers = told if isinstance(told, list) else []
+        if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
+            raise ServerError(f"{self._whose} does not answer {method} as it should: {told}")
+        return [one for one in answers if one["failed"] is not None]
+
+
+def _told(failed: list[Mapping[str, object]]) -> str:
+    """What workers say went wrong; nothing where nothing did."""
+    return "; ".join(sorted({str(one["failed"]) for one in failed}))
+
+
+def label_received(rendezvous: Rendezvous) -> str:
+    """How a server names weights that it has received: by their step, and what names them."""
+    saved = SaveId.parse(rendezvous.save_id)
+    step = f"step-{saved.step}-" if saved is not None else ""
+    return f"{step}broadcast-{rendezvous.save_id}"

@@ -1,0 +1,86 @@
+"""An explorer's part in broadcasts (method ``nccl``): where to meet, and the engine's turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from explorer_hooks.engines.base import WeightTaker
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import BroadcastError, EngineMismatchError
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.records import SaveId
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Weights that are about to arrive.
+
+    Attributes:
+        save_id: what they are.
+        take: lets the engine take them, all or nothing; what it raises is said at
+            :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
+    """
+
+    save_id: SaveId
+    take: Callable[[], None]
+
+
+class FastPath:
+    """Lets one engine take part in transfers.
+
+    Args:
+        sync: this explorer.
+        engine: takes the weights.
+
+    Attributes:
+        fits: whether the engine takes part: not after one whose tensors did not fit, until it has
+            loaded a version.
+        group: the weight group that all its workers have open; None where they have none.
+    """
+
+    def __init__(self, sync: ExplorerSynchronizer, engine: WeightTaker) -> None:
+        self.fits = True
+        self.group: str | None = None
+        self._sync = sync
+        self._engine = engine
+        self._deadline = sync.settings.broadcast_timeout
+
+    @property
+    def workers(self) -> int:
+        """How many ranks of the weight group it is."""
+        return self._engine.workers
+
+    def meet(self, cancel: Cancellation) -> Transfer:
+        """Learn where the members of the offer that was agreed last meet.
+
+        Raises:
+            BroadcastError: the trainer did not say within the ``broadcast_timeout``.
+            CancelledError: it was cancelled.
+            OSError: storage failed.
+        """
+        rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
+        save_id = SaveId.parse(rendezvous.save_id)
+        if save_id is None:
+            raise BroadcastError(f"{rendezvous.save_id!r} is not what a trainer's hook sends")
+        return Transfer(save_id, lambda: self._take(rendezvous, rank_offset))
+
+    def _take(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        group, self.group = self.group, None
+        try:
+            self._engine.receive(rendezvous, rank_offset, self._deadline)
+        except BroadcastError as error:
+            self.fits = not isinstance(error.__cause__, EngineMismatchError)
+            raise
+        if group != rendezvous.group_name:
+            log.info("%s is in weight group %s", self._sync.name, rendezvous.group_name)
+        self.group = rendezvous.group_name
+
+    def close(self) -> None:
+        """Leave the weight group, without waiting for anyone."""
+        self.group = None
+        self._engine.leave()

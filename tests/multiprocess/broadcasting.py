@@ -1,0 +1,423 @@
+"""Trainers and explorers for tests of broadcasts: real processes that do what they are told.
+
+They are forked from one process that has imported torch, so that many of them cost little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from explorer_hooks import ExplorerHook, TorchModule
+from explorer_hooks.reader import LeasedVersion
+from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.tensors import bytes_of
+from syncd.coordination.transfer import ExplorerSide, Offers
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.records import ExplorerReport, parse
+from tests.hooks import over
+from tests.multiprocess.processes import DEADLINE, wait_until
+from trainer_hooks import SaveSettings, TrainerHook
+
+CONTEXT = get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+SETTINGS: dict[str, Any] = {
+    "method": "nccl",
+    "master_address": "127.0.0.1",
+    "broadcast_timeout": DEADLINE,
+    "broadcast_bucket": 4096,
+    "checkpoint_every": 1000,
+}
+
+
+class Mixed(nn.Module):
+    """About 60 kB of several dtypes, tied weights and a buffer: of many buckets."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.low = nn.Linear(width, width, dtype=torch.bfloat16)
+        self.head = nn.Linear(width, 50)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+
+def digest_of(module: nn.Module) -> str:
+    """Of all tensors, whole. Collective where they are cut."""
+    hashed = xxhash.xxh3_128()
+    for name, value in sorted(module.state_dict().items()):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        hashed.update(name.encode())
+        hashed.update(bytes_of(whole.detach().contiguous()))
+    return hashed.hexdigest()
+
+
+# -- in the processes ----------------------------------------------------------------------------
+
+
+class Told:
+    """Methods that a test calls by name, in this process."""
+
+    def at(self, stage: str, number: int = signal.SIGKILL, after: int = 0) -> None:
+        """Get a signal at a stage: ``offered``, ``decided``, ``joined``, ``bucket``, ``agree``."""
+        owner, name = _STAGES[stage]
+        method, left = getattr(owner, name), [after]
+
+        def signalled(*given: Any, **named: Any) -> Any:
+            if stage in {"bucket", "agree"} and left[0] == 0:
+                left[0] -= 1
+                os.kill(os.getpid(), number)
+            result = method(*given, **named)
+            reached = stage != "joined" or given[0].has_joined
+            if stage in {"offered", "decided", "joined"} and reached and left[0] == 0:
+                left[0] -= 1
+                os.kill(os.getpid(), number)
+            elif left[0] > 0:
+                left[0] -= 1
+            return result
+
+        setattr(owner, name, signalled)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+_STAGES: dict[str, tuple[type, str]] = {
+    "offered": (Offers, "make"),
+    "decided": (Offers, "decide"),
+    "joined": (ExplorerSide, "look"),
+    "bucket": (WeightGroup, "broadcast"),
+    "agree": (WeightGroup, "agree"),
+}
+
+
+class Trainer(Told):
+    """One rank."""
+
+    def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int) -> None:
+        self._job = job
+        if world_size > 1:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+            )
+        torch.manual_seed(0)
+        self._model = Mixed(width)
+        if world_size > 1:
+            for inner in (*self._model.blocks, self._model.low):
+                fully_shard(inner)
+            fully_shard(self._model)
+
+    def open(self, **settings: Any) -> None:
+        saving = SaveSettings(when_busy_sync="wait")  # type: ignore[arg-type] # a name will do
+        self._hook = TrainerHook(
+            self._job, self._model, settings=SyncSettings(**SETTINGS | settings), saving=saving
+        )
+
+    @torch.no_grad()
+    def step(self, step: int) -> dict[str, Any]:
+        for parameter in self._model.parameters():
+            nn.init.normal_(parameter)
+        self._model.seen += step
+        digest = digest_of(self._model)
+        return {"digest": digest, **self._hook.after_step(step)}
+
+    def wait_for_data(self) -> dict[str, float]:
+        return self._hook.sync_while_waiting()
+
+    def over(self) -> None:
+        over(self._hook)
+
+    def close(self) -> None:
+        self._hook.close()
+
+
+class Explorer(Told):
+    """An explorer; with a second worker where it is given a connection to one."""
+
+    def __init__(self, job: Path, name: str, worker: Connection | None, width: int) -> None:
+        self._job = job
+        self._name = name
+        self._lock = threading.Lock()
+        self._module = Mixed(width)
+        self._engine = _Counting(self._module, self._lock, worker)
+
+    def open(self, **settings: Any) -> None:
+        settings = SETTINGS | settings
+        self._hook = ExplorerHook(
+            self._job, self._name, self._engine, settings=SyncSettings(**settings), poll=0.05
+        )
+
+    def start(self) -> None:
+        self._hook.start()
+
+    def stop(self) -> None:
+        self._hook.stop()
+
+    def wait_for(self, step: int) -> dict[str, Any]:
+        """Wait until a step is served; what is served then."""
+        version: Version | None = None
+        while version is None or version.step != step:
+            version = self._hook.wait_until_served(DEADLINE, newer_than=version)
+        return self.served()
+
+    def after_step(self, step: int) -> dict[str, Any]:
+        self._hook.after_step(step)
+        return self.served()
+
+    def pull(self) -> dict[str, Any]:
+        self._hook.pull(DEADLINE)
+        return self.served()
+
+    def served(self) -> dict[str, Any]:
+        with self._lock:
+            version = self._hook.version
+            digest = digest_of(self._module)
+        return {
+            "sequence": version.sequence if version else None,
+            "step": version.step if version else None,
+            "digest": digest,
+            "loads": self._engine.loads,
+            "may_produce": self._hook.may_produce(),
+        }
+
+    def close(self) -> None:
+        self._hook.close()
+
+
+class _Counting(TorchModule):
+    """Counts what it loads from files; may have a worker in another process."""
+
+    def __init__(self, module: nn.Module, lock: Any, worker: Connection | None) -> None:
+        super().__init__(module, lock=lock)
+        self.loads = 0
+        self._worker = worker
+
+    @property
+    def workers(self) -> int:
+        return 1 if self._worker is None else 2
+
+    def load(self, version: LeasedVersion) -> None:
+        self.loads += 1
+        if self._worker is not None:
+            _ask(self._worker, "load", version.folder)
+        super().load(version)
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        if self._worker is not None:
+            self._worker.send(("receive", (rendezvous, rank_offset + 1, deadline), {}))
+        try:
+            super().receive(rendezvous, rank_offset, deadline)
+        finally:
+            answer = None if self._worker is None else self._worker.recv()
+        if answer is not None and "error" in answer:
+            raise AssertionError(answer)  # the group agreed: it cannot have failed there alone
+
+
+class Worker(Told):
+    """The second worker of an explorer: a rank of the weight group, and no participant."""
+
+    def __init__(self) -> None:
+        self._module = Mixed()
+        self._engine = TorchModule(self._module)
+
+    def load(self, folder: Path) -> None:
+        for file in folder.glob("*.safetensors"):
+            self._module.load_state_dict(load_file(file), strict=False)
+
+    def receive(self, rendezvous: Rendezvous, rank: int, deadline: float) -> None:
+        self._engine.receive(rendezvous, rank, deadline)
+
+    def served(self) -> dict[str, Any]:
+        return {"digest": digest_of(self._module)}
+
+
+def _ask(connection: Connection, command: str, *given: Any) -> Any:
+    connection.send((command, given, {}))
+    return connection.recv()
+
+
+def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    told = make(*given)
+    threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)  # without waiting for ranks that are gone
+
+
+def _listen(told: Told, connection: Connection) -> None:
+    while True:
+        try:
+            command, given, named = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = {"is": getattr(told, command)(*given, **named)}
+        except SyncdError as error:
+            answer = {"error": type(error).__name__, "says": str(error)}
+        connection.send(answer)
+
+
+# -- in the test -----------------------------------------------------------------------------------
+
+
+def report(job: Path, name: str) -> ExplorerReport:
+    path = JobLayout(job).explorer(name)
+    return parse(ExplorerReport, path.read_bytes(), path)
+
+
+def ready(job: Path, *names: str) -> None:
+    """Wait until these explorers would join an offer."""
+    for name in names:
+        wait_until(
+            lambda name=name: (  # type: ignore[misc] # mypy infers no type of a default
+                (one := report(job, name)).workers > 0
+                and one.status == RunningStatus.REQUIRE_SYNC.value
+            ),
+            f"{name} is ready for a broadcast",
+        )
+
+
+class Peer:
+    """One such process."""
+
+    def __init__(self, make: Callable[..., Told], *given: Any, others: Any = ()) -> None:
+        self._connection, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(make, given, theirs, *others))
+        self.process.start()
+        theirs.close()
+
+    def tell(self, command: str, *given: Any, **named: Any) -> None:
+        self._connection.send((command, given, named))
+
+    def answer(self, within: float = DEADLINE) -> Any:
+        assert self._connection.poll(within), "no answer"
+        answer = self._connection.recv()
+        assert "is" in answer, answer
+        return answer["is"]
+
+    def ask(self, command: str, *given: Any, **named: Any) -> Any:
+        self.tell(command, *given, **named)
+        return self.answer()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def pause(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def has_answered(self, *, within: float) -> bool:
+        return self._connection.poll(within)
+
+    def wait_until_stopped(self) -> None:
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+
+    def leave(self) -> None:
+        """End by itself, well."""
+        self.ask("close")
+        self._connection.close()
+        self.process.join(DEADLINE)
+        assert self.process.exitcode == 0
+
+    def wait_until_killed(self) -> None:
+        self.process.join(DEADLINE)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.resume()
+            self.kill()
+        self.process.join(DEADLINE)
+        self._connection.close()
+
+
+class Cast:
+    """All processes of a test; they end with it."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._rendezvous = 0
+
+    def _add(self, peer: Peer) -> Peer:
+        self._stack.callback(peer.end)
+        return peer
+
+    def trainer(self, job: Path, world_size: int = 1, *, width: int = 48, **settings: Any) -> Ranks:
+        """A trainer whose hook is open."""
+        self._rendezvous += 1
+        met = self._folder / f"ranks-{self._rendezvous}"
+        ranks = Ranks(
+            self._add(Peer(Trainer, job, met, rank, world_size, width))
+            for rank in range(world_size)
+        )
+        ranks.all("open", **settings)
+        return ranks
+
+    def explorer(
+        self, job: Path, name: str, *, follows: bool = True, workers: int = 1, width: int = 48,
+        **settings: Any,
+    ) -> Peer:  # fmt: skip
+        """An explorer whose hook is open."""
+        ours = None
+        if workers == 2:
+            ours, theirs = CONTEXT.Pipe()
+            self.worker = self._add(Peer(Worker, others=(theirs,)))
+            theirs.close()
+        peer = self._add(Peer(Explorer, job, name, ours, width))
+        if ours is not None:
+            ours.close()
+        peer.ask("open", **settings)
+        if follows:
+            peer.ask("start")
+        return peer
+
+
+class Ranks(list[Peer]):
+    """The ranks of a trainer."""
+
+    def all(self, command: str, *given: Any, **named: Any) -> list[Any]:
+        for rank in self:
+            rank.tell(command, *given, **named)
+        return [rank.answer() for rank in self]
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One step of training, and its sync; rank 0's metrics, and what the model is then."""
+        answers: list[dict[str, Any]] = self.all("step", step)
+        assert len({answer["digest"] for answer in answers}) == 1
+        return answers[0]
+
+
+@contextmanager
+def cast(folder: Path) -> Iterator[Cast]:
+    with ExitStack() as stack:
+        yield Cast(stack, folder)

@@ -1,0 +1,291 @@
+"""Weights by broadcast, through the real hooks and a real daemon: whoever fails, and whenever."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.participants import Offer
+from syncd.protocol.records import TrainerReport, parse
+from syncd.storage.fsio import Storage
+from syncd.storage.job import open_job
+from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast, ready, report
+from tests.multiprocess.processes import (
+    LEASE_TIME,
+    Daemon,
+    latest,
+    wait_for_step,
+    wait_until,
+)
+
+#: Seconds: a participant that is stopped or gone is given up after so long. A broadcast that
+#: succeeds takes a fraction of a second; where one is late all the same, the files carry its step.
+SHORT = {"broadcast_timeout": 6.0}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Cast]:
+    with cast(tmp_path) as made:
+        yield made
+
+
+def members(job: Path) -> set[str]:
+    """Who the last offer was made to."""
+    path = JobLayout(job).offer
+    return {member.name for member in parse(Offer, path.read_bytes(), path).members}
+
+
+def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
+    """See that explorers come to serve a step, bit by bit."""
+    for one in explorers:
+        served = one.ask("wait_for", step)
+        assert (served["digest"], served["step"]) == (truth["digest"], step), served
+
+
+def broadcasts_again(trainer: Ranks, step: int, *explorers: Peer) -> int:
+    """Train until a step was broadcast; each reaches the explorers, however it goes."""
+    begun = None
+    for each in range(step, step + 40):
+        truth = trainer.step(each)
+        reaches(truth, each, *explorers)
+        if begun is not None and truth["sync/broadcasts"] > begun:
+            return each + 1
+        begun = truth["sync/broadcasts"]
+    raise AssertionError("nothing was broadcast in 40 steps")
+
+
+def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: Cast) -> None:
+    """One explorer, two, three; the last with two workers; of whom none loads what it has."""
+    with Daemon(job):
+        trainer = stage.trainer(job, 2, checkpoint_every=4)
+        first = stage.explorer(job, "first")
+        reaches(trainer.step(1), 1, first)  # by the files: it had nothing to begin with
+        explorers = [first]
+        for step in range(2, 12):
+            if step in {5, 8}:  # from the newest version there is, and with the others from then on
+                workers = {5: 1, 8: 2}[step]
+                explorers.append(stage.explorer(job, f"from-{step}", workers=workers))
+            ready(job, "first", *(f"from-{one}" for one in (5, 8) if one <= step))
+            truth = trainer.step(step)
+            reaches(truth, step, *explorers)
+            assert (truth["sync/broadcasts"], truth["sync/broadcast_failures"]) == (step - 1, 0)
+        assert stage.worker.ask("served")["digest"] == truth["digest"]
+        assert wait_for_step(job, 9).sequence == 3  # of steps 1, 5 and 9
+        adopted = wait_until(
+            lambda: one if (one := report(job, "first")).sequence == 3 else None, "it is adopted"
+        )
+        assert (adopted.step, adopted.received is not None, adopted.workers) == (11, True, 1)
+        assert [one.ask("served")["loads"] for one in explorers] == [1, 1, 1]
+        for one in (*explorers, *trainer):
+            one.leave()
+
+
+def test_an_explorer_that_dies_costs_the_others_one_broadcast(job: Path, stage: Cast) -> None:
+    """Before the handshake, in it, between two buckets, and when all have the last byte."""
+    with Daemon(job):
+        trainer = stage.trainer(job, 2, **SHORT)
+        stays = stage.explorer(job, "stays", **SHORT)
+        step = 1
+        for when in ("before", "joined", "bucket", "agree"):
+            dies = stage.explorer(job, when, **SHORT)
+            step = _until_both_are_ready(job, trainer, step, stays, dies, "stays", when)
+            if when == "before":
+                dies.kill()
+            else:
+                dies.ask("at", when, signal.SIGKILL, after={"bucket": 3, "agree": 2}.get(when, 0))
+            truth = trainer.step(step)
+            dies.wait_until_killed()
+            reaches(truth, step, stays)
+            step = broadcasts_again(trainer, step + 1, stays)
+
+
+def _until_both_are_ready(
+    job: Path, trainer: Ranks, step: int, one: Peer, other: Peer, *names: str
+) -> int:
+    if step > 1:  # else there is nothing yet that it could begin with
+        ready(job, *names)
+    reaches(trainer.step(step), step, one, other)
+    ready(job, *names)
+    return step + 1
+
+
+def test_a_trainer_that_dies_leaves_explorers_to_the_next_one(job: Path, stage: Cast) -> None:
+    """While it offers, before it says where to meet, between two buckets, before the last word."""
+    with Daemon(job):
+        explorers = [stage.explorer(job, name, **SHORT) for name in ("one", "other")]
+        step = 1
+        for when, after in (("offered", 0), ("decided", 0), ("bucket", 3), ("agree", 2)):
+            trainer = stage.trainer(job, **SHORT)
+            truth = trainer.step(step)  # by the files, as the first one of each
+            reaches(truth, step, *explorers)
+            ready(job, "one", "other")
+            trainer[0].ask("at", when, signal.SIGKILL, after=after)
+            trainer[0].tell("step", step + 1)
+            trainer[0].wait_until_killed()
+            for one in explorers:
+                assert one.ask("served")["digest"] == truth["digest"]
+            step += 2
+        trainer = stage.trainer(job, **SHORT)
+        reaches(trainer.step(step), step, *explorers)
+        broadcasts_again(trainer, step + 1, *explorers)
+
+
+@pytest.mark.parametrize("who", ["explorer", "trainer"])
+def test_who_is_stopped_past_the_deadline_does_not_spoil_what_comes(
+    job: Path, stage: Cast, who: str
+) -> None:
+    with Daemon(job):
+        trainer = stage.trainer(job, **SHORT)
+        explorers = [stage.explorer(job, name, **SHORT) for name in ("one", "other")]
+        step = _until_both_are_ready(job, trainer, 1, *explorers, "one", "other")
+        stopped = explorers[1] if who == "explorer" else trainer[0]
+        stopped.ask("at", "bucket", signal.SIGSTOP, after=3)
+        trainer[0].tell("step", step)
+        stopped.wait_until_stopped()
+        if who == "explorer":
+            truth = trainer[0].answer()
+            reaches(truth, step, explorers[0])
+            step = broadcasts_again(trainer, step + 1, explorers[0])
+            stopped.resume()
+            while "other" not in members(job):  # until the trainer sees that it lives
+                truth = trainer.step(step)
+                reaches(truth, step, explorers[0])
+                step += 1
+            reaches(truth, step - 1, stopped)
+        else:
+            ready(job, "one", "other")  # they have given up
+            stopped.resume()
+            truth = trainer[0].answer()
+            reaches(truth, step, *explorers)
+            step += 1
+        broadcasts_again(trainer, step, *explorers)
+
+
+def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast) -> None:
+    """The explorer keeps its weights, and holds nobody up from then on."""
+    with Daemon(job):
+        trainer = stage.trainer(job, **SHORT)
+        stays = stage.explorer(job, "stays", **SHORT)
+        truth = trainer.step(1)
+        reaches(truth, 1, stays)
+        trainer[0].leave()
+        other = stage.trainer(job, width=40, **SHORT)
+        ready(job, "stays")
+        assert other.step(2)["sync/broadcast_failures"] == 1
+        wait_until(lambda: report(job, "stays").refused, "the version is refused")
+        wait_until(lambda: not report(job, "stays").workers, "it takes no part any more")
+        for step in (3, 4):
+            assert other.step(step)["sync/broadcast_failures"] == 1
+        assert stays.ask("served")["digest"] == truth["digest"]
+        fits = stage.explorer(job, "fits", width=40, **SHORT)
+        reaches(other.step(5), 5, fits)
+        ready(job, "fits")
+        broadcasts_again(other, 6, fits)
+
+
+def test_two_jobs_of_a_host_do_not_meet(tmp_path: Path, stage: Cast) -> None:
+    jobs = [tmp_path / name for name in ("one", "other")]
+    for job in jobs:
+        job.mkdir()
+        open_job(Storage(), JobLayout(job), lease_time=LEASE_TIME)
+    with Daemon(jobs[0]), Daemon(jobs[1]):
+        trainers = [stage.trainer(job) for job in jobs]
+        explorers = [stage.explorer(job, "explorer") for job in jobs]
+        for step in (1, 2, 3):
+            for trainer in trainers:
+                trainer[0].tell("step", step)
+            for job, trainer, explorer in zip(jobs, trainers, explorers, strict=True):
+                truth = trainer[0].answer()
+                reaches(truth, step, explorer)
+                ready(job, "explorer")
+        assert truth["sync/broadcasts"] == 2
+
+
+def test_explorers_that_call_after_their_steps_are_waited_for(job: Path, stage: Cast) -> None:
+    """Style fixed: neither side goes on without the other; a trainer that stops ends the wait."""
+    with Daemon(job):
+        trainer = stage.trainer(job, sync_interval=2)
+        explorer = stage.explorer(job, "explorer", follows=False, max_staleness=0)
+        trainer.step(1)
+        explorer.tell("after_step", 1)
+        truth = trainer.step(2)
+        assert explorer.answer()["digest"] == truth["digest"]
+        trainer.step(3)
+        trainer[0].tell("step", 4)
+        assert not trainer[0].has_answered(within=1.0)
+        served = explorer.ask("after_step", 2)
+        truth = trainer[0].answer()
+        assert (served["step"], served["digest"]) == (4, truth["digest"])
+        assert truth["sync/broadcasts"] == 1
+        assert served["may_produce"]
+        explorer.tell("after_step", 3)
+        trainer[0].ask("close")
+        assert explorer.answer()["step"] == 4
+        trainer[0].leave()
+        explorer.leave()
+
+
+def test_explorers_that_ask_get_a_broadcast_and_none_twice(job: Path, stage: Cast) -> None:
+    with Daemon(job):
+        driven = {"style": "explorer_driven"}
+        explorer = stage.explorer(job, "explorer", **driven)
+        trainer = stage.trainer(job, **driven)
+        wait_until(lambda: report(job, "explorer").requests, "it asks")
+        reaches(trainer.step(1), 1, explorer)
+        ready(job, "explorer")
+        truth = trainer.step(2)
+        reaches(truth, 2, explorer)
+        assert truth["sync/broadcasts"] == 1
+        wait_until(lambda: report(job, "explorer").received, "it says so")
+        ready(job, "explorer")
+        for _ in range(3):  # it has these weights, and goes on asking
+            asked = report(job, "explorer").requests
+            assert trainer[0].ask("wait_for_data")["sync/broadcasts"] == 1
+            wait_until(lambda: report(job, "explorer").requests > asked, "it asks")  # noqa: B023 # at once
+        reaches(trainer.step(3), 3, explorer)
+
+
+def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) -> None:
+    with Daemon(job):
+        driven = {"style": "trainer_driven"}
+        explorer = stage.explorer(job, "explorer", follows=False, **driven)
+        trainer = stage.trainer(job, sync_interval=2, **driven)
+        assert explorer.ask("after_step", 1)["step"] is None  # the trainer does not wait
+        trainer.step(2)
+        wait_for_step(job, 2)
+        assert explorer.ask("after_step", 2)["step"] == 2  # as there is something to take
+        trainer.step(3)
+        trainer[0].tell("step", 4)
+        wait_until(lambda: trainer_status(job) == "require_sync", "the trainer waits")
+        served = explorer.ask("after_step", 3)
+        truth = trainer[0].answer()
+        assert (served["step"], served["digest"]) == (4, truth["digest"])
+        assert truth["sync/broadcasts"] == 1
+        assert explorer.ask("after_step", 4)["step"] == 4
+
+
+def trainer_status(job: Path) -> str:
+    path = JobLayout(job).trainer_report
+    return parse(TrainerReport, path.read_bytes(), path).status
+
+
+def test_without_explorers_steps_are_saved_now_and_then(job: Path, stage: Cast) -> None:
+    with Daemon(job):
+        trainer = stage.trainer(job, checkpoint_every=3)
+        for step in range(1, 5):
+            assert trainer.step(step)["sync/broadcasts"] == 0
+            trainer[0].ask("over")
+            wait_for_step(job, 4 if step == 4 else 1)
+        assert wait_for_step(job, 4).sequence == 2
+        late = stage.explorer(job, "late")
+        reaches({"digest": late.ask("wait_for", 4)["digest"]}, 4, late)
+        ready(job, "late")
+        reaches(trainer.step(5), 5, late)
+        named = latest(job)
+        assert named is not None
+        assert named.step == 4

@@ -1,0 +1,395 @@
+"""The weight group with real processes: whoever dies or stops, and whenever, the others go on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
+from syncd.coordination.addresses import address_towards, listen, own_address
+from syncd.protocol.errors import BroadcastError
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.policy import RunningStatus, SyncSettings
+from syncd.protocol.records import ExplorerReport, parse
+from tests.multiprocess.processes import DEADLINE, LEASE_TIME, wait_until
+from tests.multiprocess.weight_members import Answer, Members, Process, members, rendezvous
+
+#: Seconds of a transfer that comes to nothing.
+SHORT = 2.0
+
+
+@pytest.fixture(scope="module")
+def fork(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Members]:
+    with members(tmp_path_factory.mktemp("weights")) as found:
+        yield found
+
+
+@pytest.fixture
+def start(fork: Members) -> Iterator[Members]:
+    """Starts members, which end with the test."""
+    yield fork
+    fork.end()
+
+
+def form(*processes: Process, deadline: float = DEADLINE, generation: int = 1) -> None:
+    """Let them form a group: the first is the trainer."""
+    begin_to_form(*processes, deadline=deadline, generation=generation)
+    for one in processes:
+        answer = one.hear()
+        assert answer.error is None, answer.error
+
+
+def begin_to_form(*processes: Process, deadline: float, generation: int) -> None:
+    names = [f"e{number}" for number in range(1, len(processes))]
+    met = rendezvous(processes[0]("listen"), *names, generation=generation)
+    for rank, one in enumerate(processes):
+        one.tell("join", met, rank, deadline)
+
+
+def transfer(value: int, *processes: Process) -> None:
+    """A transfer that succeeds: all have all of it."""
+    for one in processes:
+        one("begin", DEADLINE)
+    for one in processes:
+        one.tell("send", value, 2)
+    for one in processes:
+        assert one.hear().value == [value, value + 1]
+
+
+def bucket(value: int, *processes: Process) -> None:
+    """A broadcast that succeeds, in a transfer that is begun by it."""
+    for one in processes:
+        one("begin", DEADLINE)
+    for one in processes:
+        one.tell("bucket", value)
+    assert {one.hear().value for one in processes} == {value}
+
+
+def gave_up(answer: Answer, within: float = SHORT) -> bool:
+    """Whether it came to nothing, and not long after the deadline."""
+    assert answer.error is not None or answer.value in {None, False}, answer
+    assert answer.seconds < within + DEADLINE / 2
+    return True
+
+
+def strike(victim: Process, signal: str) -> None:
+    victim.kill() if signal == "kill" else victim.stop()
+
+
+STRUCK = [(who, signal) for who in ("trainer", "explorer") for signal in ("kill", "stop")]
+
+
+@pytest.mark.parametrize(("who", "signal"), STRUCK)
+@pytest.mark.parametrize("stage", ["while it forms", "between buckets", "before it votes"])
+def test_whoever_dies_or_stops_the_others_give_up_at_the_deadline_and_go_on_without(
+    start: Members, who: str, signal: str, stage: str
+) -> None:
+    everybody = trainer, first, _ = start(), start(), start()
+    victim = trainer if who == "trainer" else first
+    others = [one for one in everybody if one is not victim]
+    if stage == "while it forms":
+        met = rendezvous(trainer("listen"), "e1", "e2")
+        ranks = {one: rank for rank, one in enumerate(everybody)}
+        victim.tell("join", met, ranks[victim], SHORT)
+        strike(victim, signal)
+        for one in others:
+            one.tell("join", met, ranks[one], SHORT)
+    else:
+        form(*everybody)
+        transfer(1, *everybody)
+        bucket(11, *everybody)
+        strike(victim, signal)
+        for one in others:
+            one("begin", SHORT)
+        for one in others:
+            one.tell("send", 12, 1) if stage == "between buckets" else one.tell("agree")
+    assert all(gave_up(one.hear()) for one in others)
+    if who == "explorer":
+        form(*others, generation=2)
+        transfer(21, *others)
+    if signal == "kill":
+        return
+    # It goes on in the middle of what the others have left, and does them no harm.
+    victim.go_on()
+    if stage != "while it forms" or victim.hear().error is None:
+        # Where it is alone with what the others have left behind, there are no transfers.
+        victim("begin", SHORT)
+        victim.tell("agree") if stage == "before it votes" else victim.tell("send", 66, 1)
+        assert gave_up(victim.hear())
+    if who == "explorer":
+        transfer(31, *others)
+    form(*everybody, generation=3)
+    transfer(41, *everybody)
+    assert not any(one("left_behind") for one in everybody)
+
+
+@pytest.mark.parametrize(("who", "signal"), STRUCK)
+def test_where_it_is_not_known_who_has_heard_the_verdict_the_trainer_says_that_it_failed(
+    start: Members, who: str, signal: str
+) -> None:
+    everybody = trainer, first, _ = start(), start(), start()
+    form(*everybody)
+    victim = trainer if who == "trainer" else first
+    bucket(11, *everybody)
+    for one in everybody:
+        one("begin", SHORT)
+    victim.tell("agree")
+    time.sleep(SHORT / 4)  # it votes, as far as can be told from without
+    strike(victim, signal)
+    others = [one for one in everybody if one is not victim]
+    for one in others:
+        one.tell("agree")
+    answers = {one: one.hear() for one in others}
+    if who == "explorer":
+        assert gave_up(answers[trainer])  # the files bring it to whom it has not reached
+    else:
+        assert all(gave_up(answer) for answer in answers.values())
+    if signal == "stop":
+        victim.go_on()
+        answer = victim.hear()
+        if who == "trainer":
+            assert gave_up(answer)
+        form(*everybody, generation=2)
+        transfer(21, *everybody)
+
+
+def test_a_group_serves_many_transfers_a_refusal_ends_none_and_nothing_is_left(
+    start: Members, tmp_path: Path
+) -> None:
+    everybody = trainer, first, second = start(), start(), start()
+    trainer("have_a_default_group", str(tmp_path / "default"))
+    form(*everybody)
+    for value in range(0, 50, 10):
+        transfer(value, *everybody)
+    for one in everybody:
+        one.tell("send", 1, 1, one is not second)
+    assert [one.hear().value for one in everybody] == [None, None, None]
+    transfer(5, *everybody)
+    for one in (second, first, trainer):
+        one("close")
+        one("close")
+    for one in everybody:
+        one.tell("bucket", 1)
+        answer = one.hear()
+        assert answer.error is not None
+        assert "is closed" in answer.error
+        assert not one("left_behind")
+
+
+def test_a_program_that_ends_in_the_middle_of_a_transfer_ends_well(start: Members) -> None:
+    for _ in range(2):  # it is a race
+        trainer, explorer = start(), start()
+        form(trainer, explorer)
+        explorer.stop()
+        trainer("begin", SHORT / 4)
+        trainer.tell("send", 1, 2)
+        assert gave_up(trainer.hear())
+        assert trainer.leave() == 0  # not by std::terminate
+
+
+def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
+    start: Members,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(BroadcastError, match=rf"port {port} of 127\.0\.0\.1 is taken"):
+            listen("127.0.0.1", port)
+    with pytest.raises(BroadcastError, match="cannot be listened on"):
+        listen("192.0.2.1" if own_address() != "192.0.2.1" else "198.51.100.1", 0)
+    trainer, explorer, late = start(), start(), start()
+    port = trainer("listen")
+    met = rendezvous(port, "e1")
+    for rank, one in enumerate((trainer, explorer)):
+        one.tell("join", met, rank)
+    assert (trainer.hear().error, explorer.hear().error) == (None, None)
+    explorer.stop()
+    trainer("begin", SHORT)
+    trainer.tell("send", 1, 2)
+    assert gave_up(trainer.hear())
+    assert trainer("listen", port) == port
+    for rank, one in enumerate((trainer, late)):
+        one.tell("join", rendezvous(port, "e2", generation=2), rank)
+    assert (trainer.hear().error, late.hear().error) == (None, None)
+    transfer(1, trainer, late)
+
+
+def test_who_comes_to_another_jobs_store_harms_nobody_and_is_told(start: Members) -> None:
+    one_job, other_job = (start(), start()), (start(), start())
+    form(*one_job)
+    port = other_job[0]("listen")
+    for rank, one in enumerate(other_job):
+        one.tell("join", rendezvous(port, "e1", name="other"), rank)
+    assert [one.hear().error for one in other_job] == [None, None]
+    stranger = start()
+    stranger.tell("join", rendezvous(port, "e1", "e2", name="lost"), 2, SHORT)
+    transfer(1, *one_job)
+    transfer(2, *other_job)
+    assert gave_up(stranger.hear())
+    transfer(3, *other_job)
+    stranger.tell("join", rendezvous(port, "e1"), 2, SHORT)
+    assert "there is no rank 2 in a weight group of 2" in str(stranger.hear().error)
+
+
+# -- through the Synchronizer ----------------------------------------------------------------------
+
+
+def report(job: Path, name: str) -> ExplorerReport:
+    path = JobLayout(job).explorer(name)
+    return parse(ExplorerReport, path.read_bytes(), path)
+
+
+def met_at(job: Path) -> dict[str, object]:
+    found = json.loads(JobLayout(job).rendezvous.read_bytes())
+    assert isinstance(found, dict)
+    return found
+
+
+def meet(step: int, *processes: Process) -> list[tuple[int, str, int]]:
+    for one in processes:
+        one.tell("meet", step)
+    answers = [one.hear() for one in processes]
+    assert not [answer.error for answer in answers if answer.error]
+    return [answer.value for answer in answers]
+
+
+def test_a_generation_lives_until_its_members_change_or_one_has_failed(
+    start: Members, job: Path
+) -> None:
+    trainer, one, other = start(), start(), start()
+    trainer("register", "trainer", job, "trainer")
+    one("register", "explorer", job, "one")
+    assert [rank for _, _, rank in meet(1, trainer, one)] == [0, 1]
+    transfer(1, trainer, one)
+    for process in (trainer, one):
+        process("succeeded", 1)
+    told = report(job, "one")
+    assert (told.step, told.received, told.group) == (1, "run-1-1", met_at(job)["group_name"])
+    assert meet(2, trainer, one)[0][1] == told.group  # the same again
+    transfer(2, trainer, one)
+    for process in (trainer, one):
+        process("succeeded", 2)
+    other("register", "explorer", job, "other")
+    found = meet(3, trainer, one, other)
+    assert {name for _, name, _ in found} == {met_at(job)["group_name"]} != {told.group}
+    assert [rank for _, _, rank in found] == [0, 1, 2]
+    assert met_at(job)["generation"] == 2
+    transfer(3, trainer, one, other)
+    # One of them was in trouble, and the trainer has not noticed.
+    one("succeeded", 3)
+    other("call", "group_failed")
+    assert meet(4, trainer, one, other)[0][1] != found[0][1]
+    transfer(4, trainer, one, other)
+    other.kill()
+    trainer("call", "group_failed")
+    one("call", "group_failed")
+    wait_until(
+        lambda: trainer("call", "takers")._asdict() == {"working": 1, "by_broadcast": 1},
+        "it is dead",
+        10 * LEASE_TIME + DEADLINE,
+    )
+    assert [rank for _, _, rank in meet(5, trainer, one)] == [0, 1]
+    transfer(5, trainer, one)
+    assert met_at(job)["generation"] == 4
+
+
+def test_the_workers_of_an_explorer_are_contiguous_and_one_without_takes_no_part(
+    start: Members, job: Path
+) -> None:
+    trainer, plain, two, worker = start(), start(), start(), start()
+    trainer("register", "trainer", job, "trainer")
+    plain("register", "explorer", job, "z")
+    two("register", "explorer", job, "a", 2)
+    by_files = ExplorerSynchronizer(job, "by-files", workers=0)
+    with by_files:
+        by_files.set_explorer_status(RunningStatus.RUNNING)
+        assert trainer("call", "takers")._asdict() == {"working": 3, "by_broadcast": 2}
+        trainer.tell("meet", 1)
+        plain.tell("meet")
+        found, rank = two("where")
+        assert [(one.name, one.rank_offset, one.workers) for one in found.members] == [
+            ("a", 1, 2),
+            ("z", 3, 1),
+        ]
+        assert (rank, found.world_size) == (1, 4)
+        two.tell("join", found, rank)
+        worker.tell("join", found, rank + 1)
+        answers = [one.hear() for one in (trainer, plain, two, worker)]
+        assert not [answer.error for answer in answers if answer.error]
+        assert answers[1].value[2] == 3
+        transfer(1, trainer, plain, two, worker)
+
+
+def test_two_jobs_on_one_host_do_not_meet(start: Members, tmp_path: Path) -> None:
+    pairs = []
+    for number in range(2):
+        job = tmp_path / f"job-{number}"
+        job.mkdir()
+        trainer, explorer = start(), start()
+        trainer("register", "trainer", job, "trainer")
+        explorer("register", "explorer", job, "e")
+        pairs.append((trainer, explorer))
+    for pair in pairs:
+        meet(1, *pair)
+    for value in range(3):
+        for number, pair in enumerate(pairs):
+            transfer(100 * number + value, *pair)
+
+
+def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_first(
+    start: Members, job: Path
+) -> None:
+    trainer, explorer = start(), start()
+    trainer("register", "trainer", job, "trainer", broadcast_timeout=DEADLINE)
+    explorer("register", "explorer", job, "e")
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    trainer("call", "setup_weight_sync_group", "127.0.0.1", port)
+    for one in (trainer, explorer):
+        one.tell("call", "coordinate_weight_sync_setup", DEADLINE)
+    assert [one.hear().error for one in (trainer, explorer)] == [None, None]
+    assert (met_at(job)["port"], report(job, "e").group) == (port, met_at(job)["group_name"])
+    found = meet(1, trainer, explorer)
+    assert found[0][1] == met_at(job)["group_name"]
+    transfer(1, trainer, explorer)
+    explorer("succeeded", 1)
+    trainer.tell("call", "coordinate_weight_sync_teardown")
+    assert not trainer._connection.poll(0.5)  # it waits for the explorer
+    explorer("call", "coordinate_weight_sync_teardown")
+    assert trainer.hear().error is None
+    assert report(job, "e").group is None
+    assert not any(one("left_behind") for one in (trainer, explorer))
+    with listen("127.0.0.1", port):
+        pass
+
+
+def test_a_step_that_goes_by_the_files_ends_the_wait_for_a_transfer_at_once_and_once(
+    job: Path,
+) -> None:
+    settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # as from a file
+    with TrainerSynchronizer(job, settings=settings) as trainer:
+        trainer.set_trainer_status(RunningStatus.RUNNING)
+        trainer.goes_by_files(6)  # nobody is there to hear it
+        with ExplorerSynchronizer(job, "e", settings=settings) as explorer:
+            explorer.set_explorer_status(RunningStatus.RUNNING)
+            assert explorer.ready_to_nccl_sync(timeout=0.1) is None  # it was for those before
+            trainer.goes_by_files(7)
+            begun = time.monotonic()
+            assert explorer.ready_to_nccl_sync(timeout=10 * DEADLINE) is None
+            assert time.monotonic() - begun < DEADLINE
+            begun = time.monotonic()
+            assert explorer.ready_to_nccl_sync(timeout=0.3) is None
+            assert time.monotonic() - begun >= 0.3
+            with pytest.raises(BroadcastError, match="no transfer was agreed"):
+                explorer.rendezvous()
+
+
+def test_this_host_has_an_address(job: Path) -> None:
+    assert address_towards("127.0.0.1", 1) == "127.0.0.1"
+    with listen(own_address(), 0) as listening:
+        assert listening.getsockname()[0] == own_address()
+    assert job.exists()

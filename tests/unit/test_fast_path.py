@@ -1,0 +1,226 @@
+"""Which sync goes how, and what an explorer that has weights by a broadcast makes of versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.fast_path import Transfer
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import LeasedVersion
+from syncd.coordination import TrainerSynchronizer
+from syncd.coordination.member import Seams
+from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
+from syncd.protocol.records import SaveId, encode
+from syncd.protocol.requests import RollbackRequest
+from tests.explorers import leased, publish, report
+from tests.jobs import Job
+from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import Cadence, FastPath
+
+# -- the trainer's -----------------------------------------------------------------------------
+
+
+def test_of_so_many_syncs_one_is_saved_and_the_first_one() -> None:
+    cadence = Cadence(checkpoint_every=3)
+    saved = []
+    for step in range(1, 9):
+        if cadence.is_save_due:
+            saved.append(step)
+            cadence.saved(step)
+        else:
+            cadence.passed(step)
+            cadence.passed(step)  # looked at again while the trainer waits for data
+    assert saved == [1, 4, 7]
+
+
+def test_broadcasts_that_fail_are_tried_less_and_less_often() -> None:
+    cadence = Cadence(checkpoint_every=1)
+    pauses = []
+    for _ in range(7):
+        cadence.failed()
+        pause = 0
+        while not cadence.may_try():
+            pause += 1
+        pauses.append(pause)
+    assert pauses == [0, 1, 3, 7, 15, 15, 15]
+    cadence.succeeded()
+    cadence.failed()
+    assert cadence.may_try()
+
+
+def test_whatever_a_sending_ends_with_ends_no_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(*_: object) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    monkeypatch.setattr(WeightSender, "send", send)
+    settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
+    path = FastPath(nn.Linear(2, 2), settings, None)
+    assert not path.send(3)
+    assert (path.failures, path.broadcasts) == (1, 0)
+    assert "step 3 is not broadcast, and goes by the files: nobody foresaw it" in caplog.text
+
+
+# -- the explorer's ----------------------------------------------------------------------------
+
+
+class Taker(FakeEngine):
+    """Takes broadcasts."""
+
+    workers = 1
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        raise NotImplementedError  # a test takes for it
+
+    def leave(self) -> None:
+        """It is in no group."""
+
+    def still_serves(self, version: LeasedVersion) -> bool:
+        del version
+        return True
+
+
+@pytest.fixture
+def trainer(job: Job) -> Iterator[TrainerSynchronizer]:
+    """That of the saves of :class:`Job`."""
+    root, seams = job.layout.root, Seams(poll=0.02)
+    with TrainerSynchronizer(root, run_id="run", seams=seams) as made:
+        made.set_trainer_status(RunningStatus.RUNNING)
+        yield made
+
+
+@pytest.fixture
+def engine() -> Taker:
+    return Taker()
+
+
+@pytest.fixture
+def hook(job: Job, engine: Taker) -> Iterator[ExplorerHook]:
+    settings = SyncSettings(method="nccl", max_staleness=0)  # type: ignore[arg-type] # a name will do
+    with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as made:
+        yield made
+
+
+def receives(hook: ExplorerHook, step: int, counter: int, run: str = "run") -> None:
+    hook._pipeline.receive(Transfer(SaveId(run, step, counter), lambda: None))
+
+
+def has_nothing_newer(hook: ExplorerHook) -> bool:
+    try:
+        hook.pull(0)
+    except WaitTimeoutError:
+        return True
+    return False
+
+
+def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
+    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    del trainer
+    publish(job, 1)
+    assert report(job).workers == 0  # nothing that it could go back to
+    assert hook.pull(0) == Version(1, 1)
+    assert report(job).workers == 1
+    receives(hook, step=7, counter=4)
+    assert hook.version == Version(1, 7)
+    assert hook.wait_until_served(0, newer_than=Version(1, 1)) == Version(1, 7)
+    for step, counter in ((6, 3), (7, 4)):  # one that comes late, and its own
+        job.save(step, counter=counter)
+        with job.daemon() as loop:
+            loop.run_once()
+        assert hook.may_produce()  # it has those weights, or newer ones
+        assert has_nothing_newer(hook)
+    said = report(job)
+    assert (said.sequence, said.step, said.received) == (3, 7, "run-7-4")
+    assert (engine.asked("load"), leased(job)) == ([1], [3])
+    job.save(8, counter=5)
+    with job.daemon() as loop:
+        loop.run_once()
+    assert not hook.may_produce()
+    assert hook.pull(0) == Version(4, 8)
+    assert (engine.asked("load"), report(job).received) == ([1, 4], None)
+
+
+def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
+    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    receives(hook, step=2, counter=1)
+    with job.daemon() as loop:
+        job.save(9)  # of this run, at a counter below
+        loop.run_once()
+    assert has_nothing_newer(hook)
+    receives(hook, step=3, counter=0, run="another")
+    with job.daemon() as loop:
+        job.save(4, counter=8)
+        loop.run_once()
+    assert hook.pull(0) == Version(3, 4)  # "another" does not work any more
+    receives(hook, step=12, counter=20)
+    trainer.set_trainer_status(RunningStatus.STOPPED)
+    with job.daemon() as loop:
+        job.save(11, counter=2)
+        loop.run_once()
+    assert has_nothing_newer(hook)
+    assert engine.asked("load") == [1, 3]
+
+
+def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
+    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    del trainer
+    publish(job, 1, 2)
+    hook.pull(0)
+    receives(hook, step=3, counter=2)
+    asked = RollbackRequest(id="ask", sequence=1, by="me", time=0.0)
+    job.put(job.layout.request("ask"), encode(asked))
+    with job.daemon() as loop:
+        loop.run_once()
+    assert hook.pull(0) == Version(3, 1)
+    assert engine.asked("load") == [2, 3]
+
+
+def test_a_broadcast_that_comes_to_nothing_changes_nothing(
+    job: Job, engine: Taker, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+
+    def fail() -> None:
+        raise BroadcastError("the trainer is gone")
+
+    with pytest.raises(BroadcastError):
+        hook._pipeline.receive(Transfer(SaveId("run", 2, 1), fail))
+    assert (hook.version, hook.fault, engine.is_paused) == (Version(1, 1), None, False)
+
+
+def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
+    job: Job, engine: Taker, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    receives(hook, step=2, counter=1)
+
+    def tear() -> None:
+        raise RuntimeError("in the middle of it")
+
+    with pytest.raises(EngineBrokenError, match="in the middle of it"):
+        hook._pipeline.receive(Transfer(SaveId("run", 3, 2), tear))
+    assert (report(job).workers, hook.may_produce()) == (0, False)
+    assert has_nothing_newer(hook)  # and so it goes back to what it holds
+    assert (hook.version, hook.fault) == (Version(1, 1), None)
+    assert (engine.asked("load"), report(job).workers) == ([1, 1], 1)
+
+
+def test_who_missed_a_broadcast_lags_by_it() -> None:
+    settings = SyncSettings(max_staleness=2)
+    assert may_produce(settings, Version(3, 10), Version(3, 12))
+    assert not may_produce(settings, Version(3, 10), Version(3, 13))
+    assert may_produce(settings, Version(3, 13), Version(3, 12))

@@ -1,0 +1,138 @@
+"""What vLLM's workers are given besides, over real groups; vLLM itself is in tests/engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from explorer_hooks.engines.vllm_worker import SyncdWorker
+from explorer_hooks.engines.vllm_workers import EXTENSION, VLLMWorkers
+from syncd.coordination.broadcast import WeightGroup
+from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
+from tests.weight_groups import CPU, DEADLINE, meeting
+from trainer_hooks.broadcast import WeightSender
+
+
+class Worker(SyncdWorker):
+    """As vLLM mixes it into its own."""
+
+    def __init__(self, rank: int, model: object) -> None:
+        self.rank = rank
+        self.device = CPU
+        self.model_config = SimpleNamespace(model=model)
+        self.served: dict[str, Tensor] | None = None
+        self.fails = False
+
+    def reload_weights(self, *, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
+        if self.fails:
+            raise RuntimeError("no memory")
+        self.served = dict(weights_iterator)
+
+
+class Engine:
+    """Two workers, called as vLLM calls them: each by the same JSON, side by side."""
+
+    def __init__(self, model: object) -> None:
+        self.each = [Worker(rank, model) for rank in range(2)]
+        self.workers = VLLMWorkers(self._rpc, "this vLLM")
+
+    def _rpc(self, method: str, kwargs: dict[str, object], _: float) -> object:
+        told = json.loads(json.dumps(kwargs))
+        with ThreadPoolExecutor(len(self.each)) as pool:
+            answers = pool.map(lambda worker: getattr(worker, method)(**told), self.each)
+            return json.loads(json.dumps(list(answers)))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3).to(torch.bfloat16))
+
+
+@pytest.fixture
+def folder(model: nn.Module, tmp_path: Path) -> Path:
+    """What a vLLM was started with: the same model, of another dtype."""
+    save_file({n: v.float() for n, v in model.state_dict().items()}, tmp_path / "m.safetensors")
+    return tmp_path
+
+
+@contextmanager
+def sent(model: nn.Module) -> Iterator[tuple[Any, Future[Any]]]:
+    """A trainer that sends a model to two workers: where it meets them, and how it went."""
+    rendezvous, listening = meeting(2)
+
+    def send() -> None:
+        group = WeightGroup.join(rendezvous, 0, deadline=DEADLINE, device=CPU, listening=listening)
+        try:
+            WeightSender(model, bucket_bytes=128).send(group)
+        finally:
+            group.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        yield rendezvous, pool.submit(send)
+
+
+def test_all_workers_hold_what_was_sent_before_one_loads_it(model: nn.Module, folder: Path) -> None:
+    engine = Engine(folder)
+    with sent(model) as (rendezvous, trainer):
+        engine.workers.receive(rendezvous, 1, DEADLINE)
+        trainer.result()
+    assert [worker.served for worker in engine.each] == [None, None]
+    engine.workers.load(DEADLINE)
+    for worker in engine.each:
+        assert worker.served is not None
+        assert worker.served.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert worker.served[name].dtype == value.dtype
+            assert torch.equal(worker.served[name], value)
+    engine.workers.leave()
+    engine.workers.leave()
+    with pytest.raises(EngineBrokenError, match="nothing was received"):
+        engine.workers.load(DEADLINE)
+
+
+def test_what_does_not_fit_the_folder_is_sent_to_nobody(folder: Path) -> None:
+    engine = Engine("a/name/of/a/hub")  # which fits unseen
+    engine.each[1].model_config.model = folder
+    with sent(nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 4))) as (rendezvous, trainer):
+        with pytest.raises(BroadcastError, match=r"1\.bias is \[4\]") as refused:
+            engine.workers.receive(rendezvous, 1, DEADLINE)
+        assert isinstance(refused.value.__cause__, EngineMismatchError)
+        assert isinstance(trainer.exception(), BroadcastError)
+    with pytest.raises(EngineBrokenError, match="nothing was received"):
+        engine.workers.load(DEADLINE)
+
+
+def test_what_one_worker_fails_to_load_is_not_served(model: nn.Module, folder: Path) -> None:
+    engine = Engine(folder)
+    engine.each[1].fails = True
+    with sent(model) as (rendezvous, trainer):
+        engine.workers.receive(rendezvous, 1, DEADLINE)
+        trainer.result()
+    with pytest.raises(EngineBrokenError, match="no memory"):
+        engine.workers.load(DEADLINE)
+    with pytest.raises(BroadcastError, match="must load a version first"):
+        engine.workers.receive(rendezvous, 1, DEADLINE)
+
+
+def test_a_rendezvous_that_is_none_is_refused_in_the_answer() -> None:
+    """vLLM would leave the other workers' answers unread behind an error."""
+    answer = Worker(0, "").syncd_receive("{}", 1, DEADLINE)
+    assert "the rendezvous is not a Rendezvous record" in str(answer["failed"])
+
+
+def test_no_name_of_the_extension_is_one_that_a_worker_of_vllm_may_have() -> None:
+    """vLLM refuses to start with one that is."""
+    names = [name for name in vars(SyncdWorker) if not name.startswith("__")]
+    assert all("syncd" in name for name in names)
+    assert f"{SyncdWorker.__module__}.{SyncdWorker.__name__}" == EXTENSION

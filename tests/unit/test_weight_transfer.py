@@ -1,0 +1,393 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from explorer_hooks.broadcast import WeightReceiver
+from explorer_hooks.engines.in_place import HostStage
+from explorer_hooks.engines.targets import Fit, find_targets, tensors_of
+from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.weight_meta import ALIGNED, BUCKET, WeightMeta
+from syncd.protocol.errors import BroadcastError, EngineBrokenError
+from tests.fsdp_models import Laden, tensors
+from tests.weight_groups import transfer
+from trainer_hooks.broadcast import WeightSender
+
+Received = dict[str, Tensor]
+Receive = Callable[[WeightGroup], Received]
+
+
+@pytest.fixture
+def laden() -> Laden:
+    torch.manual_seed(1)
+    return Laden()
+
+
+def same(left: Received, right: Received) -> bool:
+    """To the bit: NaN and -0.0 are themselves."""
+    return left.keys() == right.keys() and all(
+        (value.dtype, value.shape) == (right[name].dtype, right[name].shape)
+        and torch.equal(_bytes(value), _bytes(right[name]))
+        for name, value in left.items()
+    )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def fits(_: WeightMeta) -> None:
+    """All does."""
+
+
+def received(group: WeightGroup) -> Received:
+    return dict(WeightReceiver(group).receive(fits))
+
+
+def streamed(group: WeightGroup) -> Received:
+    return {name: value.clone() for name, value in WeightReceiver(group).stream(fits)}
+
+
+def fit_of(module: nn.Module, **options: Any) -> Callable[[WeightMeta], Fit]:
+    def fit(meta: WeightMeta) -> Fit:
+        return find_targets(
+            meta.tensors, tensors_of(module), str, what="it", whose="the module",
+            **{"cast": False} | options,
+        )  # fmt: skip
+
+    return fit
+
+
+def staged(module: nn.Module, stage: HostStage | None = None, **options: Any) -> Receive:
+    def receive(group: WeightGroup) -> Received:
+        kept = HostStage(2) if stage is None else stage
+        before = tensors(module)
+        targets = WeightReceiver(group).receive_into(kept, fit_of(module, **options))
+        assert same(tensors(module), before)
+        kept.copy(targets)
+        return tensors(module)
+
+    return receive
+
+
+def filled(module: nn.Module, **options: Any) -> Receive:
+    def receive(group: WeightGroup) -> Received:
+        WeightReceiver(group).fill(fit_of(module, **options), nullcontext())
+        return tensors(module)
+
+    return receive
+
+
+def sent(model: nn.Module, **options: Any) -> Callable[[WeightGroup], object]:
+    return WeightSender(model, **options).send
+
+
+# -- what arrives ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, ALIGNED, 200, 1000, BUCKET])
+@pytest.mark.parametrize("digests", [True, False])
+def test_every_receiver_gets_the_model_bit_by_bit_in_any_buckets(
+    laden: Laden, bucket_bytes: int, *, digests: bool
+) -> None:
+    others = [Laden() for _ in range(2)]
+    ranks = transfer(
+        sent(laden, bucket_bytes=bucket_bytes, digests=digests),
+        received, streamed, staged(others[0]), filled(others[1]),
+    )  # fmt: skip
+    truth = tensors(laden)
+    for rank in ranks[1:]:
+        assert same(rank.result(), truth)
+    assert ranks[0].result().nbytes == sum(value.nbytes for value in truth.values())
+
+
+def test_an_engine_gets_one_model_after_the_other_in_one_group(laden: Laden) -> None:
+    """The meta is sent once; host memory is kept; nothing is left of the transfer before."""
+    other, stage = Laden(), HostStage(2)
+    sender = WeightSender(laden)
+    truths, arrived, metas, memory = [], [], [], []
+
+    def send(group: WeightGroup) -> None:
+        for _ in range(3):
+            with torch.no_grad():
+                laden.model.layers[0].up.weight.add_(1)
+            truths.append(tensors(laden))
+            group.begin()
+            sender.send(group)
+
+    def receive(group: WeightGroup) -> None:
+        known = None
+        said = group.broadcast
+
+        def counted(tensor: Tensor) -> Any:
+            sizes.append(tensor.numel())
+            return said(tensor)
+
+        group.broadcast = counted  # type: ignore[method-assign]
+        for _ in range(3):
+            sizes: list[int] = []
+            group.begin()
+            receiver = WeightReceiver(group, known=known)
+            stage.copy(receiver.receive_into(stage, fit_of(other)))
+            arrived.append(tensors(other))
+            known = receiver.meta
+            assert known is not None
+            metas.append(len(known.encode()) in sizes)
+            memory.append(stage.views[0].data_ptr())
+
+    for rank in transfer(send, receive):
+        rank.result()
+    assert all(map(same, arrived, truths))
+    assert metas == [True, False, False]
+    assert len(set(memory)) == 1
+
+
+def test_a_model_that_is_not_contiguous_is_sent_as_it_is_seen() -> None:
+    model = nn.Linear(4, 3, bias=False)
+    model.weight = nn.Parameter(torch.arange(12.0).view(4, 3).t())
+    ranks = transfer(sent(model), received, filled(nn.Linear(4, 3, bias=False)))
+    for rank in ranks[1:]:
+        assert same(rank.result(), tensors(model))
+
+
+@pytest.mark.parametrize("receive", [staged, filled])
+def test_floating_values_are_cast_where_the_engine_says_so(receive: Any) -> None:
+    model, other = nn.Linear(40, 30), nn.Linear(40, 30, dtype=torch.bfloat16)
+    ranks = transfer(sent(model), receive(other, cast=True))
+    cast = {name: value.to(torch.bfloat16) for name, value in tensors(model).items()}
+    assert same(ranks[1].result(), cast)
+
+
+# -- tied weights ------------------------------------------------------------------------------
+
+
+class Config:
+    """A config of transformers, for our purposes."""
+
+    def to_json_string(self) -> str:
+        return '{"tie_word_embeddings": true}'
+
+
+def untied(model: Laden) -> Laden:
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("of_one_memory", [True, False])
+def test_a_head_that_the_config_says_is_tied_is_not_sent(
+    laden: Laden, *, of_one_memory: bool
+) -> None:
+    """As it is not published: an engine takes either."""
+    model: Any = laden if of_one_memory else untied(laden)
+    model.config = Config()
+    ranks = transfer(sent(model), received, staged(Laden()))
+    truth = tensors(laden)
+    assert same(ranks[2].result(), truth)
+    del truth["lm_head.weight"]
+    assert same(ranks[1].result(), truth)
+
+
+def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) -> None:
+    model: Any = untied(laden)
+    model.config = Config()
+    model.lm_head.weight.data[0, 0] += 1
+    other = Laden()
+    before = tensors(other)
+    ranks = transfer(sent(model), staged(other), received)
+    with pytest.raises(BroadcastError, match=r"lm_head\.weight is not the same as .*tie_word"):
+        ranks[0].result()
+    for rank in ranks[1:]:
+        with pytest.raises(BroadcastError):
+            rank.result()
+    assert same(tensors(other), before)
+
+
+@pytest.mark.parametrize(
+    ("receive", "error"), [(staged, BroadcastError), (filled, EngineBrokenError)]
+)
+def test_two_tensors_that_are_one_here_must_be_the_same(
+    receive: Any, error: type[Exception], laden: Laden
+) -> None:
+    """Both come, where the trainer's config does not say that they are tied."""
+    assert same(transfer(sent(untied(laden)), receive(Laden()))[1].result(), tensors(laden))
+    laden.lm_head.weight.data[0, 0] += 1
+    ranks = transfer(sent(laden), receive(Laden()))
+    with pytest.raises(error, match=r"have different values"):
+        ranks[1].result()
+    with pytest.raises(BroadcastError, match="an explorer has not taken"):
+        ranks[0].result()
+
+
+# -- what does not come to its end -------------------------------------------------------------
+
+
+def test_a_mismatch_is_an_error_everywhere_before_any_byte_of_a_tensor(laden: Laden) -> None:
+    """And it says which tensor of which shape, where it is found."""
+    other = Laden()
+    other.model.layers[1].up = nn.Linear(6, 11)
+    sizes: list[int] = []
+
+    def send(group: WeightGroup) -> None:
+        said = group.broadcast
+
+        def counted(tensor: Tensor) -> Any:
+            sizes.append(tensor.numel())
+            return said(tensor)
+
+        group.broadcast = counted  # type: ignore[method-assign]
+        WeightSender(laden).send(group)
+
+    before = tensors(other)
+    ranks = transfer(send, staged(other), received, filled(other), streamed)
+    with pytest.raises(BroadcastError, match="an explorer cannot take what is sent"):
+        ranks[0].result()
+    for number in (1, 3):
+        with pytest.raises(BroadcastError, match=r"layers\.1\.up\.weight is \[10, 6\]"):
+            ranks[number].result()
+    for number in (2, 4):
+        with pytest.raises(BroadcastError):
+            ranks[number].result()
+    assert len(sizes) == 2  # the header, and the meta
+    assert same(tensors(other), before)
+
+
+class LostError(Exception):
+    """A member that goes."""
+
+
+def lost_after(broadcasts: int, take: Callable[[WeightGroup], Any]) -> Callable[[WeightGroup], Any]:
+    """The same, by one that goes before so many broadcasts have begun, without a word."""
+
+    def member(group: WeightGroup) -> Any:
+        said = group.broadcast
+        left = [broadcasts]
+
+        def counted(tensor: Tensor) -> Any:
+            if not left[0]:
+                group.close()
+                raise LostError
+            left[0] -= 1
+            return said(tensor)
+
+        group.broadcast = counted  # type: ignore[method-assign]
+        return take(group)
+
+    return member
+
+
+@pytest.mark.parametrize("broadcasts", [0, 1, 5])
+def test_who_goes_in_the_middle_changes_nobody_elses_weights(laden: Laden, broadcasts: int) -> None:
+    """Before the handshake, in it, and between two buckets; the others wait for their deadline."""
+    others = [Laden(), Laden()]
+    before = [tensors(other) for other in others]
+    ranks = transfer(
+        sent(laden, bucket_bytes=ALIGNED),
+        lost_after(broadcasts, received), staged(others[0]), filled(others[1]),
+        deadline=3.0,
+    )  # fmt: skip
+    with pytest.raises(BroadcastError):
+        ranks[0].result()
+    with pytest.raises((LostError, BroadcastError)):
+        ranks[1].result()
+    with pytest.raises(BroadcastError):
+        ranks[2].result()
+    assert same(tensors(others[0]), before[0])
+    with pytest.raises((BroadcastError, EngineBrokenError)) as said:
+        ranks[3].result()
+    if said.type is BroadcastError:
+        assert same(tensors(others[1]), before[1])
+
+
+def test_a_sender_that_goes_leaves_everyone_on_what_they_had(laden: Laden) -> None:
+    other = Laden()
+    before = tensors(other)
+    send = lost_after(5, sent(laden, bucket_bytes=ALIGNED))
+    ranks = transfer(send, staged(other), streamed, deadline=3.0)
+    with pytest.raises(BroadcastError):
+        ranks[0].result()
+    for rank in ranks[1:]:
+        with pytest.raises(BroadcastError):
+            rank.result()
+    assert same(tensors(other), before)
+
+
+@pytest.mark.parametrize("bucket_bytes", [ALIGNED, BUCKET])
+def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
+    laden: Laden, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is of what was sent."""
+    digests = iter(range(10_000))
+
+    def wrong_once(flat: Tensor) -> bytes:
+        del flat
+        return next(digests).to_bytes(16, "little")
+
+    monkeypatch.setattr("trainer_hooks.outgoing._digest", wrong_once)
+    other = Laden()
+    before = tensors(other)
+    ranks = transfer(sent(laden, bucket_bytes=bucket_bytes), staged(other), received)
+    with pytest.raises(BroadcastError, match="an explorer has not taken what was sent"):
+        ranks[0].result()
+    for rank in ranks[1:]:
+        with pytest.raises(BroadcastError, match="is not what the trainer says"):
+            rank.result()
+    assert same(tensors(other), before)
+
+
+def test_memory_that_bytes_may_still_arrive_in_is_used_no_more(laden: Laden) -> None:
+    other, stage = Laden(), HostStage(2)
+    ranks = transfer(
+        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, stage), deadline=3.0
+    )
+    with pytest.raises(BroadcastError):
+        ranks[1].result()
+    assert not stage.views
+
+
+# -- how much memory it takes ------------------------------------------------------------------
+
+
+def test_what_is_under_way_is_no_more_than_a_bucket() -> None:
+    """Sent as it is, or packed: the trainer's rank 0 has little besides its own part."""
+    model = nn.ParameterDict(
+        {f"{number:03}": torch.rand(number * 97 % 700) for number in range(200)}
+    )
+    bucket_bytes = 4096
+    under_way: list[int] = []
+
+    def send(group: WeightGroup) -> None:
+        said, now = group.broadcast, 0
+
+        def counted(tensor: Tensor) -> Any:
+            nonlocal now
+            now += tensor.numel()
+            under_way.append(now)
+            broadcasting = said(tensor)
+            wait = broadcasting.wait
+
+            def waited() -> None:
+                nonlocal now
+                wait()
+                now -= tensor.numel()
+
+            broadcasting.wait = waited  # type: ignore[method-assign]
+            return broadcasting
+
+        sender = WeightSender(model, bucket_bytes=bucket_bytes)
+        group.broadcast = counted  # type: ignore[method-assign]
+        sender.send(group)
+        packed = [buffer.size for buffer in sender._buffers._made]
+        assert len(packed) == 2
+        assert max(packed) <= bucket_bytes // 4
+
+    ranks = transfer(send, received)
+    assert same(ranks[1].result(), tensors(model))
+    ranks[0].result()
+    meta = 20_000  # the meta and the digests are not cut
+    assert max(size for size in under_way if size < meta) <= bucket_bytes
+    assert len(under_way) > 50
