@@ -302,7 +302,9 @@ class LaggingStorage(FastStorage):
             self._changed(folder, name)
             return fd
 
-        return self._regular(self._ask(path, one), path)
+        fd = self._ask(path, one)
+        self._regular(fd, path)
+        return fd
 
     def close(self, fd: int) -> None:
         status = os.fstat(fd)
@@ -318,7 +320,9 @@ class LaggingStorage(FastStorage):
     def open_read(self, path: Path) -> int:
         if not self._covers(path):
             return super().open_read(path)
-        return self._regular(self._ask(path, lambda *at: self._open_by_name(*at, path)), path)
+        fd = self._ask(path, lambda *at: self._open_by_name(*at, path))
+        self._regular(fd, path)
+        return fd
 
     def _open_by_name(self, folder: Handle, name: str, path: Path) -> int:
         self._believed_gone(folder, name, path)

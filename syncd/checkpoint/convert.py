@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -42,10 +43,11 @@ from syncd.protocol.layout import (
     JobLayout,
     is_resumable_state,
     is_weights_name,
+    parse_part_name,
     parse_step_folder,
 )
 from syncd.protocol.records import Manifest
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
 #: Seconds between two signs that a merge in such a room goes on; without one for three times as
 #: long, whoever made it is gone.
 _SIGN: Final = 10.0
+#: How often such a room is begun: one may be taken away before anything is in it.
+_ATTEMPTS: Final = 5
 _INDEX_LIMIT: Final = 64 * 1024 * 1024
 
 
@@ -175,8 +179,8 @@ def convert_step(
         actor, found.save, cast=cast, prefix=prefix, cancel=sign
     )
     with _gone_means_changed(storage, layout.step(found.step)):
-        storage.make_folder(room, below=layout.step(found.step))
         try:
+            _make_room(storage, room, layout.step(found.step))
             manifest = build_model_folder(
                 storage,
                 actor,
@@ -251,11 +255,14 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
     """Rename the weights into the folder: nobody finds files of two merges as one model.
 
     The old ones go first, and what a loader looks for first; the new ones come the other way round.
+    Those too that no manifest lists: engines load whatever has such a name, where no index says
+    what counts.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
     storage.make_folder(folder, below=folder.parent)
     sought = [FULL_STATE_DICT, INDEX]
-    for name in (*sought, *sorted(_listed(storage, folder).union(weights).difference(sought))):
+    old = _listed(storage, folder).union(weights, filter(parse_part_name, storage.names(folder)))
+    for name in (*sought, *sorted(old.difference(sought))):
         storage.unlink_if_there(folder / name)
     storage.sync_folder(folder)
     storage.rename(room / MANIFEST, folder / MANIFEST)
@@ -293,8 +300,31 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
     now = _rooms(storage, actor)
     for room, seen in before.items():
         if now.get(room, seen) != seen:
-            raise JobUnavailableError(f"another process is converting {actor}: wait for its end")
+            raise _busy(actor)
         storage.remove_tree(room)
+
+
+def _make_room(storage: Storage, room: Path, step: Path) -> None:
+    """Make a room, and something in it: the daemon takes an empty one away at once.
+
+    Raises:
+        JobUnavailableError: another process made one at the same time.
+    """
+    for left in reversed(range(_ATTEMPTS)):
+        storage.make_folder(room, below=step)
+        try:
+            storage.write_new(room / f"{TEMPORARY}began", b"")
+            break
+        except FileNotFoundError:
+            if not left:
+                raise
+    # After ours is there: of two that began at once, and saw none, one sees the other at least.
+    if _rooms(storage, room.parent).keys() != {room}:
+        raise _busy(room.parent)
+
+
+def _busy(actor: Path) -> JobUnavailableError:
+    return JobUnavailableError(f"another process is converting {actor}: wait for its end")
 
 
 def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int, int]]]:
@@ -304,14 +334,23 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
         if not name.startswith(_ROOM):
             continue
         room = actor / name
-        inside = {".": storage.status(room)}
-        inside |= {path: storage.status(room / path) for path in storage.names(room)}
+        inside = {path: _fresh_status(storage, room / path) for path in (".", *storage.names(room))}
         found[room] = frozenset(
             (path, status.st_size, status.st_mtime_ns)
             for path, status in inside.items()
             if status is not None
         )
     return found
+
+
+def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
+    """Through an open: what a client of a network filesystem remembers may be a minute old."""
+    try:
+        return storage.look_into(path, storage.fstat)
+    except OSError as error:
+        if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
+            raise
+    return storage.status(path)
 
 
 def _refresh_all(storage: Storage, room: Path) -> None:

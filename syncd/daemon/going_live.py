@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -18,6 +17,9 @@ log = logging.getLogger(__name__)
 
 #: How many reports one look reads: the others wait for the next one.
 _AT_A_TIME: Final = 64
+#: How often an explorer's report is read after its lease is gone: one with a copy of its own gives
+#: the lease up before it says that it serves the version.
+_LAST_LOOKS: Final = 10
 
 #: An explorer's name, and the version that it serves.
 Serves = tuple[str, int]
@@ -26,8 +28,9 @@ Serves = tuple[str, int]
 class GoingLive:
     """Finds out which explorers serve which versions, once each.
 
-    Only reports of explorers that hold a lease on a version which they have not been seen to serve
-    are read: where nobody loads anything, none are.
+    Only reports of explorers that hold a lease on a version which they have not been seen to serve,
+    or held one just now, are read: where nobody loads anything, none are. Who has its weights by
+    a broadcast serves those, and no version.
 
     Args:
         storage: the shared storage.
@@ -42,7 +45,7 @@ class GoingLive:
         self._layout = layout
         self._ask = known
         self._known: set[Serves] | None = None
-        self._due: deque[Serves] = deque()
+        self._due: dict[Serves, int] = {}  # how many looks are left without a lease
 
     def look(self, leases: Iterable[LeaseSeen]) -> list[Serves]:
         """Look once; returns what is new.
@@ -63,23 +66,25 @@ class GoingLive:
                 return []
             self._known = set(self._ask())
         self._known &= held  # a lease that is gone does not come back
-        awaited = held - self._known
-        waiting = [one for one in self._due if one in awaited]
-        self._due = deque([*waiting, *sorted(awaited.difference(waiting))])
+        for one in sorted(held.difference(self._known, self._due)):
+            self._due[one] = _LAST_LOOKS
         found = []
-        for _ in range(min(_AT_A_TIME, len(self._due))):
-            name, sequence = self._due.popleft()
-            if self._served(name) == sequence:
-                self._known.add((name, sequence))
-                found.append((name, sequence))
-            else:
-                self._due.append((name, sequence))
+        for one in list(self._due)[:_AT_A_TIME]:
+            left = self._due.pop(one) if one in held else self._due.pop(one) - 1
+            name, sequence = one
+            report = self._report(name)
+            if report is not None and report.sequence == sequence:
+                self._known.add(one)
+                if report.received is None:
+                    found.append(one)
+            elif left:
+                self._due[one] = left  # behind the others
         return found
 
-    def _served(self, name: str) -> int | None:
+    def _report(self, name: str) -> ExplorerReport | None:
         path = self._layout.explorer(name)
         try:
-            return parse(ExplorerReport, self._storage.read(path), path).sequence
+            return parse(ExplorerReport, self._storage.read(path), path)
         except RecordError as error:
             log.debug("%s", error)
         except OSError as error:

@@ -155,6 +155,8 @@ def _add_unseen(storage: Storage, layout: JobLayout, found: dict[int, VersionHis
             report = parse(ExplorerReport, storage.read(path), path)
         except (OSError, RecordError):
             continue
+        if report.received is not None:
+            continue  # it holds the version's files, and serves what came by a broadcast
         version = found.get(report.sequence or 0)
         if version is not None and all(one.explorer != report.name for one in version.live):
             version.live.append(Live(report.name, None, None))

@@ -9,16 +9,44 @@ from __future__ import annotations
 import logging
 import os
 import select
+import threading
 import weakref
-from collections.abc import Mapping
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Final, Self
+
+from watchdog.events import (
+    DirCreatedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
 
 from syncd.protocol.events import Event
-from syncd.storage.inotify import FolderWatch
+
+if TYPE_CHECKING:
+    from watchdog.observers.api import BaseObserver, ObservedWatch
 
 log = logging.getLogger(__name__)
+
+#: Opening and reading a file are events too; if they counted, every look would cause the next.
+_CHANGES: Final[list[type[FileSystemEvent]]] = [
+    DirCreatedEvent,
+    FileClosedEvent,
+    FileCreatedEvent,
+    FileDeletedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+]
+#: Seconds to wait for others that begin or end to watch, milliseconds each.
+_PATIENCE: Final = 10.0
 
 
 class Watcher:
@@ -26,8 +54,12 @@ class Watcher:
 
     ``wake`` may be called from any thread and from a signal handler: it only writes to an eventfd.
 
+    Of a folder that is moved, replaced or unmounted nothing more is heard, nor by who watches the
+    new one by the same name while the old one is still watched.
+
     Args:
-        names: folder → the names in it that matter.
+        names: folder → the names in it that matter; links are followed. Where storage does not
+            answer, this waits for it, as a look into the folder does; others of the process do not.
     """
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:
@@ -38,10 +70,12 @@ class Watcher:
         # Not select(): a process with many files open has descriptors above its limit of 1023.
         self._poll = select.poll()
         self._poll.register(self._event, select.POLLIN)
-        self._watches: list[FolderWatch] = []
+        self._shared = _Shared.of_this_process
+        self._watched: list[tuple[ObservedWatch, _Hints]] = []
         try:
             for folder, wanted in names.items():
-                self._watches.append(FolderWatch(folder, partial(self._hear, wanted)))
+                hints = _Hints(self.wake, wanted)
+                self._watched.append((self._shared.begin(folder, hints), hints))
         except OSError as error:
             # Out of inotify instances or watches, say: a hint less is no harm.
             log.warning(
@@ -73,16 +107,117 @@ class Watcher:
         os.eventfd_write(self._event, 1)
 
     def close(self) -> None:
-        """Stop watching. Safe to call twice."""
-        while self._watches:
-            self._watches.pop().close()
-
-    def _hear(self, wanted: frozenset[str], name: str) -> None:
-        if not name or name in wanted:
-            self.wake()
+        """Stop watching. Safe to call twice, and in a fork, where its parent goes on watching."""
+        while self._watched:
+            watched = self._watched.pop()
+            try:
+                self._shared.end(*watched)
+            except TimeoutError:
+                # Until it can be ended it wakes a watcher that nobody waits for any more.
+                self._watched.append(watched)
+                return
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Hints(FileSystemEventHandler):
+    """Passes on the events that touch one of the wanted names."""
+
+    def __init__(self, wake: Callable[[], None], wanted: frozenset[str]) -> None:
+        self._wake = wake
+        self._wanted = wanted
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        paths = (os.fsdecode(event.src_path), os.fsdecode(event.dest_path))
+        if any(os.path.basename(path) in self._wanted for path in paths):
+            self._wake()
+
+
+class _Shared:
+    """The observer that all watchers of a process share; it ends with the last of them.
+
+    An observer is an inotify instance, of which Linux gives a user 128 on a host.
+    """
+
+    of_this_process: _Shared
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._observer: BaseObserver | None = None
+        # A folder that is scheduled again by the same name is one watch, with several handlers.
+        self._handlers: Counter[ObservedWatch] = Counter()
+
+    @classmethod
+    def renew(cls) -> None:
+        """After a fork: what was watched is the parent's, and none of its threads is here."""
+        cls.of_this_process = cls()
+
+    def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:
+        """Let the hints hear of what changes in a folder.
+
+        Raises:
+            OSError: it cannot be watched, or some other folder's storage does not answer.
+        """
+        # The observer looks it up under a lock that all need. Storage that does not answer is
+        # waited for here, where that holds up nobody else.
+        os.scandir(folder).close()
+        with self._locked():
+            try:
+                watch = self._running().schedule(
+                    hints, str(folder), event_filter=_CHANGES, follow_symlink=True
+                )
+                self._handlers[watch] += 1
+            finally:
+                self._end_if_unused()
+            return watch
+
+    def end(self, watch: ObservedWatch, hints: _Hints) -> None:
+        """Let them hear no more.
+
+        Raises:
+            TimeoutError: some folder's storage does not answer; they may hear more.
+        """
+        if self is not _Shared.of_this_process:
+            return  # in a fork: the watches of the instance are its parent's
+        with self._locked():
+            self._handlers[watch] -= 1
+            if self._handlers[watch]:
+                self._running().remove_handler_for_watch(hints, watch)
+            else:
+                del self._handlers[watch]
+                self._running().unschedule(watch)
+            self._end_if_unused()
+
+    def _running(self) -> BaseObserver:
+        if self._observer is None:
+            observer = Observer()
+            observer.start()
+            self._observer = observer
+        return self._observer
+
+    def _end_if_unused(self) -> None:
+        if self._observer is not None and not self._handlers:
+            self._observer.stop()
+            self._observer.join()
+            self._observer = None
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Holds the lock, for which no job waits for ever.
+
+        Storage may cease to answer just after it did, and who looks it up under the lock keeps it.
+        """
+        if not self._lock.acquire(timeout=_PATIENCE):
+            raise TimeoutError("the storage of some other folder that is watched does not answer")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+_Shared.renew()
+os.register_at_fork(after_in_child=_Shared.renew)

@@ -189,7 +189,7 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
     most, changing, several = [0], threading.Lock(), threading.Event()
     publish = Publisher.publish
 
-    def counted(self: Publisher, save: Any, **told: Any) -> Any:
+    def counted(self: Publisher, save: Any, **given: Any) -> Any:
         with changing:
             merging.add(self._layout.root)
             most[0] = max(most[0], len(merging))
@@ -197,7 +197,7 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
                 several.set()
         assert several.wait(DEADLINE)
         try:
-            return publish(self, save, **told)
+            return publish(self, save, **given)
         finally:
             with changing:
                 merging.discard(self._layout.root)

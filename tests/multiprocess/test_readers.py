@@ -76,6 +76,7 @@ def test_leased_readers_miss_no_file_while_the_pruner_keeps_one(shared: SharedJo
         first.release()
         wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
         wait_until(lambda: not layout.lease_folder(1).exists(), "and cannot be leased")
+        wait_until(lambda: '"name":"v000001"' in layout.audit.read_text(), "it is told of")
     audit = layout.audit.read_text()
     for number in range(1, STEPS):
         assert audit.count(f'"name":"v{number:06d}"') == 1

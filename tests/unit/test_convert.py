@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from syncd.checkpoint.convert import convert_step, full_steps, look_at_step
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import cli
+from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SaveNotReadyError
 from syncd.protocol.layout import JobLayout
@@ -25,6 +27,7 @@ from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
 from tests.jobs import Job
+from tests.lagging import LaggingStorage
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 from trainer_hooks.writing.writer import Contents, RankWriter
 
@@ -136,11 +139,16 @@ def test_a_step_that_is_saved_again_is_converted_again(job: Job) -> None:
     full(job, 2, 2.0)
     assert convert(job, *FILES).exit_code == 0
     assert len(list((job.layout.actor(2) / "huggingface").glob("*.safetensors"))) == 3
-    full(job, 2, 5.0, run="again")
-    assert told(convert(job, "--json")) == {2: "converted"}
-    assert float(weights(job, 2)["a"][0]) == 5.0
-    names = sorted(p.name for p in (job.layout.actor(2) / "huggingface").iterdir())
-    assert names == ["config.json", "manifest.json", "model.safetensors"]
+    folder = job.layout.actor(2) / "huggingface"
+    for value, run in ((5.0, "again"), (6.0, "once more")):
+        full(job, 2, value, run=run)
+        # Nobody takes the weights of the save before for those of this one.
+        assert [path.name for path in folder.iterdir()] == ["config.json"]
+        assert told(convert(job, "--json")) == {2: "converted"}
+        assert float(weights(job, 2)["a"][0]) == value
+        names = sorted(path.name for path in folder.iterdir())
+        assert names == ["config.json", "manifest.json", "model.safetensors"]
+        (folder / "manifest.json").unlink()  # as those that the trainer writes itself
 
 
 def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) -> None:
@@ -156,8 +164,11 @@ def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) 
         path.unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"of an old save")
     assert told(convert(job, "--json")) == {2: "converted"}
-    assert not (folder / "model.safetensors.index.json").exists()
+    # vLLM, where no index is, loads every file of such a name.
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["config.json", "manifest.json", "model.safetensors"]
 
 
 def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: Job) -> None:
@@ -236,7 +247,12 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
     if before != "nothing":
         old = 100 if before == "several files" else 10_000
         run(FastStorage(), template.layout, 2, max_file_size=old)
+        kept_weights = tmp_path / "huggingface"
+        converted = template.layout.actor(2) / "huggingface"
+        shutil.copytree(converted, kept_weights)
         full(template, 2, 5.0, run="again")
+        # As if it had been converted while it was saved again.
+        shutil.copytree(kept_weights, converted, dirs_exist_ok=True)
     value = 2.0 if before == "nothing" else 5.0
     for number in range(200):
         job = Job(tmp_path / str(number))
@@ -292,6 +308,62 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(job: Job, clo
         for _ in range(40):
             clock.advance(8.0)
             loop.run_once()
+    assert not job.leftovers()
+
+
+def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long(
+    job: Job, clock: Clock
+) -> None:
+    full(job, 2, 2.0)
+    room = job.layout.actor(2) / ".tmp-huggingface-0123"
+    room.mkdir()
+    (room / ".tmp-began").touch()
+    here = LaggingStorage(job.layout.root, clock, lag=60.0)  # as with actimeo=60
+
+    def goes_on(seconds: float) -> None:
+        clock.advance(seconds)
+        os.utime(room / ".tmp-began", (1.0, 1.0))
+
+    with pytest.raises(JobUnavailableError, match="another process"):
+        run(here, job.layout, 2, sleep=goes_on)
+    assert room.exists()
+
+
+def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
+    job: Job, clock: Clock
+) -> None:
+    full(job, 2, 2.0)
+    collector = Collector(FastStorage(), job.layout, 900.0, clock=clock)
+    looked: list[str] = []
+
+    def rule(called: str, _: tuple[Any, ...]) -> None:
+        # The room is new; it is about to have something in it; shards are opened, for minutes.
+        counts = called in {"sync_folder", "create", "open_read"} and called not in looked
+        if counts and list(job.layout.actor(2).glob(".tmp-*")):
+            looked.append(called)
+            clock.advance(300.0)
+            collector.run_once(())
+
+    run(RuledStorage(rule), job.layout, 2, clock=clock)
+    assert looked == ["sync_folder", "create", "open_read"]
+    assert weights(job, 2)
+    assert not job.leftovers()
+
+
+def test_of_two_that_begin_at_once_one_at_least_is_refused(job: Job) -> None:
+    full(job, 2, 2.0)
+    before = everything(job)
+    other = job.layout.actor(2) / ".tmp-huggingface-0123"
+
+    def rule(called: str, _: tuple[Any, ...]) -> None:
+        # Both have looked, and seen none.
+        if called == "mkdir" and not other.exists():
+            other.mkdir()
+
+    with pytest.raises(JobUnavailableError, match="another process"):
+        run(RuledStorage(rule), job.layout, 2)
+    other.rmdir()
+    assert everything(job) == before
     assert not job.leftovers()
 
 

@@ -26,9 +26,14 @@ from tests.storages import Clock, FastStorage, refuse
 STORAGE = FastStorage()
 
 
-def serves(job: Job, name: str, sequence: int | None) -> None:
+def serves(job: Job, name: str, sequence: int | None, received: str | None = None) -> None:
     report = ExplorerReport(
-        name=name, session=f"s-{name}", status="running", sequence=sequence, time=1.0
+        name=name,
+        session=f"s-{name}",
+        status="running",
+        sequence=sequence,
+        received=received,
+        time=1.0,
     )
     job.put(job.layout.explorer(name), encode(report))
 
@@ -90,6 +95,41 @@ def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: Job) -> None:
         ("active", None, None), ("published", 1, None), ("live", 1, "node-1"),
         ("active", None, None),
     ]  # fmt: skip
+
+
+def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
+    job: Job, clock: Clock
+) -> None:
+    with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
+        publish(job, loop, 1)
+        loads(job, "node-1", 1)
+        loop.run_once()
+        job.layout.lease_folder(1).joinpath("node-1.s-node-1").unlink()
+        loop.run_once()
+        clock.advance(2.0)
+        serves(job, "node-1", 1)
+        loop.run_once()
+        loop.run_once()
+    assert [event for event in events(job) if event[0] == "live"] == [("live", 1, "node-1")]
+    (only,) = history(STORAGE, job.layout, 10)
+    assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", 2.0)]
+
+
+def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = Job(tmp_path / "job", storage, hosts=hosts)
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        publish(job, loop, 1)
+        loads(job, "node-1", 1)
+        serves(job, "node-1", 1, received="run-000005-000000")
+        loop.run_once()
+        storage.calls.clear()
+        loop.run_once()
+        assert storage.count("open_read", job.layout.explorers) == 0
+    assert [event for event in events(job) if event[0] == "live"] == []
+    assert [one.live for one in history(STORAGE, job.layout, 10)] == [[]]
 
 
 def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(

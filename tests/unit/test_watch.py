@@ -6,13 +6,18 @@ import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from syncd.storage import inotify
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+
+from syncd.storage import watch
 from syncd.storage.watch import Watcher
 
 if TYPE_CHECKING:
     import pytest
+    from watchdog.events import FileSystemEventHandler
+    from watchdog.observers.api import ObservedWatch
 
 #: A guard: a wait that ends by an event takes a few milliseconds.
 LONG = 30.0
@@ -79,6 +84,14 @@ def test_reading_a_name_is_no_change(tmp_path: Path) -> None:
         assert not watching.wait(0.3)
 
 
+def test_a_folder_behind_a_link_is_watched(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "link").symlink_to("job")
+    with watcher(tmp_path / "link", "LATEST") as watching:
+        (tmp_path / "job" / "LATEST").touch()
+        assert watching.wait(LONG)
+
+
 def test_without_events_it_waits_until_the_deadline(tmp_path: Path) -> None:
     with watcher(tmp_path / "not there", "LATEST") as watching:
         assert not watching.wait(0.01)
@@ -106,7 +119,9 @@ def inotify_instances() -> int:
     return found
 
 
-def test_however_much_is_watched_it_is_one_instance_and_one_thread(tmp_path: Path) -> None:
+def test_however_much_is_watched_it_is_one_instance_and_a_thread_for_each_folder(
+    tmp_path: Path,
+) -> None:
     before = set(threading.enumerate())
     folders = [tmp_path / f"job-{number}" for number in range(200)]
     with ExitStack() as stack:
@@ -115,13 +130,20 @@ def test_however_much_is_watched_it_is_one_instance_and_one_thread(tmp_path: Pat
             folder.mkdir()
             watching += [stack.enter_context(watcher(folder, "LATEST")) for _ in range(2)]
         assert inotify_instances() == 1
-        assert len(set(threading.enumerate()) - before) == 1
+        assert len(set(threading.enumerate()) - before) == len(folders) + 2
         (folders[7] / "LATEST").touch()
         assert watching[14].wait(LONG)
         assert watching[15].wait(LONG)
         assert not any(one.wait(0) for one in (*watching[:14], *watching[16:]))
     assert inotify_instances() == 0
     assert set(threading.enumerate()) == before
+
+
+def test_where_nothing_is_watched_there_is_no_instance() -> None:
+    with Watcher({}) as watching:
+        assert inotify_instances() == 0
+        watching.wake()
+        assert watching.wait(LONG)
 
 
 def test_of_two_that_watch_a_folder_one_goes_on_when_the_other_ends(tmp_path: Path) -> None:
@@ -135,28 +157,39 @@ def test_of_two_that_watch_a_folder_one_goes_on_when_the_other_ends(tmp_path: Pa
 def test_a_folder_that_was_replaced_is_watched_anew(tmp_path: Path) -> None:
     folder = tmp_path / "job"
     folder.mkdir()
-    with watcher(folder, "LATEST") as of_the_old_one:
+    with watcher(folder, "LATEST"):
         folder.rename(tmp_path / "old")
         folder.mkdir()
+    with watcher(folder, "LATEST") as watching:
+        (folder / "LATEST").touch()
+        assert watching.wait(LONG)
+
+
+def test_a_folder_that_was_deleted_is_watched_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "job"
+    folder.mkdir()
+    with watcher(tmp_path, "other"):
+        with watcher(folder, "LATEST"):
+            folder.rmdir()
+            folder.mkdir()
         with watcher(folder, "LATEST") as watching:
             (folder / "LATEST").touch()
             assert watching.wait(LONG)
-            assert not of_the_old_one.wait(0)
 
 
 def test_a_folder_that_is_looked_up_for_ever_holds_up_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers, asked = threading.Event(), threading.Event()
-    add = inotify._Instance.add
+    scandir = os.scandir
 
-    def hangs(instance: inotify._Instance, folder: Path) -> int:
+    def hangs(folder: Path) -> object:
         if folder.name == "sick":
             asked.set()
             assert answers.wait(LONG)
-        return add(instance, folder)
+        return scandir(folder)
 
-    monkeypatch.setattr(inotify._Instance, "add", hangs)
+    monkeypatch.setattr(os, "scandir", hangs)
     (tmp_path / "sick").mkdir()
     sick: list[Watcher] = []
     stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick", "LATEST")))
@@ -172,6 +205,50 @@ def test_a_folder_that_is_looked_up_for_ever_holds_up_nobody_else(
     (tmp_path / "sick" / "LATEST").touch()
     assert sick[0].wait(LONG)
     sick[0].close()
+
+
+def test_where_storage_hangs_in_the_library_the_others_wait_by_polling_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers, asked = threading.Event(), threading.Event()
+    schedule = BaseObserver.schedule
+
+    def hangs(
+        observer: BaseObserver, handler: FileSystemEventHandler, path: str, **given: Any
+    ) -> ObservedWatch:
+        if path.endswith("sick"):
+            asked.set()
+            assert answers.wait(LONG)
+        return schedule(observer, handler, path, **given)
+
+    monkeypatch.setattr(Observer, "schedule", hangs)
+    monkeypatch.setattr(watch, "_PATIENCE", 0.05)
+    for name in ("sick", "a", "b"):
+        (tmp_path / name).mkdir()
+    before = watcher(tmp_path / "a", "LATEST")
+    sick: list[Watcher] = []
+    stuck = threading.Thread(target=lambda: sick.append(watcher(tmp_path / "sick", "LATEST")))
+    stuck.start()
+    try:
+        assert asked.wait(LONG)
+        with watcher(tmp_path / "b", "LATEST") as watching:
+            assert "waiting by polling alone" in caplog.text
+            assert not watching.wait(0.01)
+            watching.wake()
+            assert watching.wait(LONG)
+        before.close()
+    finally:
+        answers.set()
+        stuck.join(LONG)
+    monkeypatch.undo()
+    before.close()
+    (tmp_path / "sick" / "LATEST").touch()
+    assert sick[0].wait(LONG)
+    sick[0].close()
+    assert inotify_instances() == 0
+    with watcher(tmp_path / "b", "LATEST") as watching:
+        (tmp_path / "b" / "LATEST").touch()
+        assert watching.wait(LONG)
 
 
 def test_a_fork_watches_by_itself_and_ends_nothing_of_its_parent_s(tmp_path: Path) -> None:
@@ -205,7 +282,6 @@ def test_closing_twice_and_waking_afterwards_are_fine(tmp_path: Path) -> None:
 _FULL = """
 import os, resource
 from pathlib import Path
-from syncd.storage import inotify
 from syncd.storage.watch import Watcher
 
 free = os.dup(0)

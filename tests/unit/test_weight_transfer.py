@@ -327,7 +327,7 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
         del flat
         return next(digests).to_bytes(16, "little")
 
-    monkeypatch.setattr("trainer_hooks.broadcast._digest", wrong_once)
+    monkeypatch.setattr("trainer_hooks.outgoing._digest", wrong_once)
     other = Laden()
     before = tensors(other)
     ranks = transfer(sent(laden, bucket_bytes=bucket_bytes), staged(other), received)

@@ -21,12 +21,14 @@ from syncd.protocol.layout import (
     FULL_STATE_DICT,
     HUGGINGFACE,
     LORA_ADAPTER,
+    MANIFEST,
     SAVING,
     JobLayout,
     extra_state_name,
     failure_name,
     full_receipt_name,
     is_full_receipt_name,
+    is_weights_name,
     optimizer_name,
     receipt_name,
     shard_name,
@@ -98,6 +100,8 @@ class RankFiles:
         # another trainer, beside no full receipts, is its own: Trinity's deletes what has none.
         if any(map(is_full_receipt_name, self._storage.names(notes.folder))):
             self._storage.unlink_if_there(folder / FULL)
+            if rank == 0:
+                self._drop_hugging_face(actor / HUGGINGFACE)
         # Also where it was gone: whoever removed it may not have come to this.
         self._storage.sync_folder(folder)
         self._unlink_all(
@@ -221,6 +225,14 @@ class RankFiles:
             self._storage.make_folder(actor / HUGGINGFACE, below=folder)
             target = actor / HUGGINGFACE / FULL_STATE_DICT
             link_or_copy(self._storage, actor / FULL_STATE_DICT, target)
+
+    def _drop_hugging_face(self, folder: Path) -> None:
+        """Remove the full weights of the full checkpoint that is replaced; what names them last.
+
+        The new one may get none: then nothing would say that these are of the one before.
+        """
+        weights = filter(is_weights_name, self._storage.names(folder))
+        self._unlink_all(folder, *weights, MANIFEST)
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
         """Give a full checkpoint that is whole its full weights too.
