@@ -172,6 +172,21 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
     assert engine.asked("load") == [1, 3]
 
 
+def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(
+    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    receives(hook, step=9, counter=8)
+    job.save(5, counter=3)
+    with job.daemon() as loop:
+        loop.run_once()
+    assert has_nothing_newer(hook)  # it has later weights of the run
+    trainer.set_trainer_status(RunningStatus.STOPPED)
+    assert hook.pull_step(5, 0) == Version(2, 5)
+    assert (engine.asked("load"), report(job).received) == ([1, 2], None)
+
+
 def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
     job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
