@@ -216,6 +216,19 @@ def test_a_broadcast_that_comes_to_nothing_changes_nothing(
     assert (hook.version, hook.fault, engine.is_paused) == (Version(1, 1), None, False)
 
 
+def test_an_engine_that_cannot_be_paused_for_a_broadcast_has_only_missed_it(
+    job: Job, engine: Taker, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    engine.fail("pause", RuntimeError("it is in the middle of something"))
+    with pytest.raises(BroadcastError, match="in the middle of something"):
+        receives(hook, step=2, counter=1)
+    assert (hook.version, hook.fault, engine.is_paused) == (Version(1, 1), None, False)
+    receives(hook, step=3, counter=2)
+    assert hook.version == Version(1, 3)
+
+
 def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
     job: Job, engine: Taker, hook: ExplorerHook
 ) -> None:
