@@ -250,6 +250,22 @@ def test_explorers_that_ask_get_a_broadcast_and_none_twice(job: Path, stage: Cas
         reaches(trainer.step(3), 3, explorer)
 
 
+def test_a_step_that_is_saved_is_broadcast_to_who_asks_and_not_saved_again(
+    job: Path, stage: Cast
+) -> None:
+    with Daemon(job):
+        driven = {"style": "explorer_driven"}
+        trainer = stage.trainer(job, checkpoint_every=1, **driven)
+        explorer = stage.explorer(job, "explorer", **driven)
+        wait_until(lambda: report(job, "explorer").requests, "it asks")
+        reaches(trainer.step(1), 1, explorer)
+        trainer[0].ask("over")
+        ready(job, "explorer")
+        told = trainer[0].ask("wait_for_data")
+        assert told["sync/broadcasts"] == 1
+        assert "time/sync_weight" not in told
+
+
 def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) -> None:
     with Daemon(job):
         driven = {"style": "trainer_driven"}
