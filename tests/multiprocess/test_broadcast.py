@@ -120,7 +120,7 @@ def test_a_trainer_that_dies_leaves_explorers_to_the_next_one(job: Path, stage: 
         explorers = [stage.explorer(job, name, **SHORT) for name in ("one", "other")]
         step = 1
         for when, after in (("offered", 0), ("decided", 0), ("bucket", 3), ("agree", 2)):
-            trainer = stage.trainer(job, **SHORT)
+            trainer = stage.trainer(job)  # which is there until it dies, however late others are
             truth = trainer.step(step)  # by the files, as the first one of each
             reaches(truth, step, *explorers)
             ready(job, "one", "other")
@@ -169,12 +169,12 @@ def test_who_is_stopped_past_the_deadline_does_not_spoil_what_comes(
 def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast) -> None:
     """The explorer keeps its weights, and holds nobody up from then on."""
     with Daemon(job):
-        trainer = stage.trainer(job, **SHORT)
-        stays = stage.explorer(job, "stays", **SHORT)
+        trainer = stage.trainer(job)
+        stays = stage.explorer(job, "stays")
         truth = trainer.step(1)
         reaches(truth, 1, stays)
         trainer[0].leave()
-        other = stage.trainer(job, width=40, **SHORT)
+        other = stage.trainer(job, width=40)
         ready(job, "stays")
         assert other.step(2)["sync/broadcast_failures"] == 1
         wait_until(lambda: report(job, "stays").refused, "the version is refused")
@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast
         for step in (3, 4):
             assert other.step(step)["sync/broadcast_failures"] == 1
         assert stays.ask("served")["digest"] == truth["digest"]
-        fits = stage.explorer(job, "fits", width=40, **SHORT)
+        fits = stage.explorer(job, "fits", width=40)
         reaches(other.step(5), 5, fits)
         ready(job, "fits")
         broadcasts_again(other, 6, fits)
