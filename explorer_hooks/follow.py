@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -87,6 +88,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     help="Take broadcasts of a trainer with method nccl; the --engine must be started for them.",
 )
 @click.option(
+    "--broadcast-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="How long a broadcast may take to begin, and to arrive: as the trainer's.  "
+    f"[default: {SyncSettings().broadcast_timeout:g}]",
+)
+@click.option(
     "--memory-dir", type=_FOLDER, help="The job's second directory, where its versions are."
 )
 def command(
@@ -106,6 +114,7 @@ def command(
     timeout: float,
     ask: bool,
     broadcast: bool,
+    broadcast_timeout: float | None,
     memory_dir: Path | None,
 ) -> None:
     """Follow JOB for a server that something else runs: --engine, --command, or --link.
@@ -125,6 +134,8 @@ def command(
         raise click.UsageError("--budget says how much of --stage may be used: give both.")
     if broadcast and server is None:
         raise click.UsageError("--broadcast sends weights to an --engine: give one.")
+    if broadcast_timeout is not None and not broadcast:
+        raise click.UsageError("--broadcast-timeout is how long --broadcast waits: give both.")
     staging = None
     if stage is not None:
         staging = Staging(stage, budget, keep_last=link is not None)
@@ -148,6 +159,8 @@ def command(
         style=SyncStyle.EXPLORER_DRIVEN if ask else SyncStyle.FULLY_ASYNC,
         method=SyncMethod.NCCL if broadcast else SyncMethod.CHECKPOINT,
     )
+    if broadcast_timeout is not None:
+        settings = replace(settings, broadcast_timeout=broadcast_timeout)
     with (
         ExplorerHook(
             job,

@@ -98,8 +98,13 @@ class Pipeline(Serving):
         finally:
             self.report()
 
-    def take(self, version: Version, cancel: Cancellation) -> bool:
+    def take(self, version: Version, cancel: Cancellation, *, exactly: bool = False) -> bool:
         """Lease, verify, stage, apply and report a version.
+
+        Args:
+            version: which one.
+            cancel: ends it before the engine is touched.
+            exactly: whether it is loaded also where the engine has later weights.
 
         Returns:
             False where the engine has had its weights, or later ones of the same run, by a
@@ -116,7 +121,7 @@ class Pipeline(Serving):
         except VerificationError as error:
             raise self._refusal(version, error) from error
         try:
-            has_received = self._has_received(leased)
+            has_received = not exactly and self._has_received(leased)
         except BaseException:
             self._let_go(leased)
             raise

@@ -121,7 +121,7 @@ class Puller:
                 if version == self._pipeline.version:
                     return version
                 try:
-                    self._pipeline.take(version, self._cancel)
+                    self._pipeline.take(version, self._cancel, exactly=True)
                     return self._served()
                 except VersionGoneError as error:
                     self._look_again(error, deadline, self._cancel)

@@ -132,7 +132,12 @@ class Reloader:
         """
         begun = time.monotonic()
         with _Resumed(self._engine):
-            self._engine.pause()
+            try:
+                self._engine.pause()
+            except EngineBrokenError:
+                raise
+            except Exception as error:
+                raise BroadcastError(f"the engine could not be paused for it: {error}") from error
             loading = time.monotonic()
             try:
                 take()

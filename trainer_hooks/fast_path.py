@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from syncd.coordination.broadcast import WeightGroup
-from syncd.protocol.errors import BroadcastError, SyncdError
+from syncd.protocol.errors import SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from trainer_hooks.broadcast import WeightSender
@@ -25,10 +25,11 @@ _LONGEST_BACK_OFF: Final = 15
 
 
 class Way(Enum):
-    """How the weights of a sync travel."""
+    """How the weights of a sync travel. ``FALLBACK``: by the files, in place of a broadcast."""
 
     BROADCAST = auto()
     FILES = auto()
+    FALLBACK = auto()
     NOT_AT_ALL = auto()
 
 
@@ -125,15 +126,16 @@ class FastPath:
             return Way.NOT_AT_ALL
         if not takers.by_broadcast:
             return Way.FILES
-        if self.cadence.may_try():
-            try:
-                self._group = explorers.open_group(step, save_id, _device_of(self._model))
-            except BroadcastError as error:
-                self._failed(step, error)
-            else:
-                return Way.BROADCAST
-        explorers.goes_by_files(step)
-        return Way.FILES
+        if not self.cadence.may_try():
+            explorers.goes_by_files(step)
+            return Way.FILES
+        try:
+            self._group = explorers.open_group(step, save_id, _device_of(self._model))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the files bring that step
+            self._failed(step, error)
+            explorers.goes_by_files(step)
+            return Way.FALLBACK
+        return Way.BROADCAST
 
     def send(self, step: int) -> bool:
         """Send the weights. Collective: to be called on all ranks, once rank 0 has opened.

@@ -166,8 +166,9 @@ class Planner:
             arrived: on rank 0, whether it has arrived.
 
         Raises:
-            SaveFailedError: rank 0 did not say.
+            SaveFailedError: rank 0 did not say; or a rank never came to the end of it.
         """
+        self._decisions.meet()
         word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent
@@ -245,7 +246,7 @@ class Planner:
             return Plan.NOTHING
         if self._is_begun(self.synced, step):
             return Plan.NOTHING if self._is_on_its_way(self.synced) else self._nothing_new()
-        return self._by_files(is_saved=is_saved)
+        return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
 
     def _nothing_new(self) -> Plan:
         """Whoever asks has this step, or what was published of it."""
@@ -254,6 +255,7 @@ class Planner:
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
+        """Whether a sync is made, or left out; not one of a step that has to be saved anyway."""
         busy = bool(self._thread.under_way)
         if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED
@@ -270,12 +272,14 @@ class Planner:
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
         """Whether it has arrived, and whether the step is saved by the checkpoint path too."""
+        is_saved = self._is_begun(self.synced, step)
         if not arrived:
-            return self._by_files(is_saved=bool(plan & Plan.FULL))
+            # Not left out where the writer is busy: explorers were told that it comes.
+            return Plan.NOTHING if is_saved else Plan.SYNC
         fast_path = self._fast_path
         assert fast_path is not None  # noqa: S101 - it was broadcast
         lost = self.synced is not None and self._progress.has_failed(self.synced)
-        if plan & Plan.FULL or not (fast_path.cadence.is_save_due or lost):
+        if plan & Plan.FULL or is_saved or not (fast_path.cadence.is_save_due or lost):
             fast_path.cadence.passed(step)
             return Plan.BROADCAST
         by_files = self._by_files(is_saved=False)

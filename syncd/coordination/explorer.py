@@ -401,7 +401,9 @@ class ExplorerSynchronizer(ExplorerTransfers):
             if held and received and trainer and received.run == trainer.run_id:
                 held = after_broadcast(held, newest)
             offer = self._offers.current()
-            if offer and trainer and offer.session == trainer.session and offer.decided != "off":
+            # What goes by the files counts once it is published, as of any other method.
+            is_sent = offer is not None and offer.decided in {None, "go"}
+            if offer and trainer and offer.session == trainer.session and is_sent:
                 newest = Version(newest.sequence, max(newest.step, offer.step))
         return may_produce(self.settings, held, newest)
 

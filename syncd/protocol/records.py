@@ -377,7 +377,8 @@ class ExplorerReport(Record):
         reload: how it came to the version that it serves.
         fault: why it cannot be relied on: what its engine serves is not known, or nothing follows
             the job any more; None while all is well.
-        workers: how many ranks of a weight group it is; 0 where it takes no part in broadcasts.
+        workers: how many ranks of a weight group it is; 0 where it takes no part in broadcasts, as
+            an explorer of before there were any, which says nothing of it.
         group: the name of the weight group that all its workers have open; None where they have
             none, or one of them has failed.
         received: the save id of the weights that it serves, where they came by a broadcast: then
@@ -395,7 +396,7 @@ class ExplorerReport(Record):
     joined: str | None = None
     reload: Reload | None = None
     fault: Text | None = None
-    workers: Size = 1
+    workers: Size = 0
     group: str | None = None
     received: str | None = None
     time: float

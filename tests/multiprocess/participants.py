@@ -47,6 +47,9 @@ class Saver:
         self._given = given
         self._run = run
         self._count = 0
+        if given.memory is None:
+            # Before anyone waits for a save: on a loaded machine torch takes many seconds.
+            import trainer_hooks.writing.writer  # noqa: F401, PLC0415 # explorers do without
 
     def __call__(self, _: Any, step: int) -> None:
         self._count += 1
@@ -56,7 +59,7 @@ class Saver:
             values = [float(step)] * 3
             Job(self._given.memory).save(step, *values, counter=int(self._run, 16) + self._count)
             return
-        import torch  # noqa: PLC0415 # seconds, which those who save nothing do not spend
+        import torch  # noqa: PLC0415 # for this method alone
 
         from syncd.storage.fsio import Storage  # noqa: PLC0415 # with it
         from trainer_hooks.writing.writer import Contents, RankWriter  # noqa: PLC0415 # with it

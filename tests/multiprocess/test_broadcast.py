@@ -120,7 +120,7 @@ def test_a_trainer_that_dies_leaves_explorers_to_the_next_one(job: Path, stage: 
         explorers = [stage.explorer(job, name, **SHORT) for name in ("one", "other")]
         step = 1
         for when, after in (("offered", 0), ("decided", 0), ("bucket", 3), ("agree", 2)):
-            trainer = stage.trainer(job, **SHORT)
+            trainer = stage.trainer(job)  # which is there until it dies, however late others are
             truth = trainer.step(step)  # by the files, as the first one of each
             reaches(truth, step, *explorers)
             ready(job, "one", "other")
@@ -169,12 +169,12 @@ def test_who_is_stopped_past_the_deadline_does_not_spoil_what_comes(
 def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast) -> None:
     """The explorer keeps its weights, and holds nobody up from then on."""
     with Daemon(job):
-        trainer = stage.trainer(job, **SHORT)
-        stays = stage.explorer(job, "stays", **SHORT)
+        trainer = stage.trainer(job)
+        stays = stage.explorer(job, "stays")
         truth = trainer.step(1)
         reaches(truth, 1, stays)
         trainer[0].leave()
-        other = stage.trainer(job, width=40, **SHORT)
+        other = stage.trainer(job, width=40)
         ready(job, "stays")
         assert other.step(2)["sync/broadcast_failures"] == 1
         wait_until(lambda: report(job, "stays").refused, "the version is refused")
@@ -182,10 +182,29 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast
         for step in (3, 4):
             assert other.step(step)["sync/broadcast_failures"] == 1
         assert stays.ask("served")["digest"] == truth["digest"]
-        fits = stage.explorer(job, "fits", width=40, **SHORT)
+        fits = stage.explorer(job, "fits", width=40)
         reaches(other.step(5), 5, fits)
         ready(job, "fits")
         broadcasts_again(other, 6, fits)
+
+
+def test_no_rank_goes_on_while_another_is_in_the_gathering(job: Path, stage: Cast) -> None:
+    """It would bring the training's next collective to the one that the other is in."""
+    with Daemon(job):
+        trainer = stage.trainer(job, 2)
+        explorer = stage.explorer(job, "explorer")
+        reaches(trainer.step(1), 1, explorer)
+        ready(job, "explorer")
+        trainer[0].ask("cannot_gather")
+        for rank in trainer:
+            rank.tell("step", 2)
+        wait_until(lambda: by_files(job), "rank 0 has given the broadcast up")
+        assert not trainer[0].has_answered(within=2.0)
+
+
+def by_files(job: Path) -> bool:
+    path = JobLayout(job).offer
+    return path.exists() and parse(Offer, path.read_bytes(), path).decided == "files"
 
 
 def test_two_jobs_of_a_host_do_not_meet(tmp_path: Path, stage: Cast) -> None:
@@ -248,6 +267,22 @@ def test_explorers_that_ask_get_a_broadcast_and_none_twice(job: Path, stage: Cas
             assert trainer[0].ask("wait_for_data")["sync/broadcasts"] == 1
             wait_until(lambda: report(job, "explorer").requests > asked, "it asks")  # noqa: B023 # at once
         reaches(trainer.step(3), 3, explorer)
+
+
+def test_a_step_that_is_saved_is_broadcast_to_who_asks_and_not_saved_again(
+    job: Path, stage: Cast
+) -> None:
+    with Daemon(job):
+        driven = {"style": "explorer_driven"}
+        trainer = stage.trainer(job, checkpoint_every=1, **driven)
+        explorer = stage.explorer(job, "explorer", **driven)
+        wait_until(lambda: report(job, "explorer").requests, "it asks")
+        reaches(trainer.step(1), 1, explorer)
+        trainer[0].ask("over")
+        ready(job, "explorer")
+        told = trainer[0].ask("wait_for_data")
+        assert told["sync/broadcasts"] == 1
+        assert "time/sync_weight" not in told
 
 
 def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) -> None:

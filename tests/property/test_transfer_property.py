@@ -111,7 +111,7 @@ def test_all_transfer_the_step_or_none_does(seed: int, stays: float, looks: list
                     run_id="r", world_size=1, status="running", session=session, time=0.0))
                 if role == "trainer"
                 else (lambda session: ExplorerReport(
-                    name=f"e{number}", session=session, status="running", time=0.0))
+                    name=f"e{number}", session=session, status="running", workers=1, time=0.0))
             )  # fmt: skip
             path = layout.trainer_report if role == "trainer" else layout.explorer(f"e{number}")
             me: Participant[Any] = Participant(

@@ -111,6 +111,11 @@ def test_options_that_make_no_sense_are_refused(job: Job, options: list[str]) ->
     assert follow(job.layout.root, *options).exit_code == 2
 
 
+def test_a_timeout_of_broadcasts_is_for_who_takes_them(job: Job) -> None:
+    timed = ["--name", "a", "--link", "model", "--broadcast-timeout", "600"]
+    assert "give both" in follow(job.layout.root, *timed).output
+
+
 def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     result = follow(tmp_path / "none", "--name", "a", "--command", "true")
     assert "is not there" in str(result.exception)

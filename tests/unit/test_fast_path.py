@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -11,15 +12,16 @@ from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.fast_path import Transfer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
-from syncd.coordination import TrainerSynchronizer
+from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.requests import RollbackRequest
-from tests.explorers import leased, publish, report
+from tests.explorers import LONG, leased, publish, report
 from tests.jobs import Job
+from trainer_hooks import TrainerHook
 from trainer_hooks.broadcast import WeightSender
 from trainer_hooks.fast_path import Cadence, FastPath
 
@@ -66,6 +68,30 @@ def test_whatever_a_sending_ends_with_ends_no_training(
     assert not path.send(3)
     assert (path.failures, path.broadcasts) == (1, 0)
     assert "step 3 is not broadcast, and goes by the files: nobody foresaw it" in caplog.text
+
+
+class Held:
+    """A tokenizer that is written when it is let go: until then the writer is busy."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+
+    def save_pretrained(self, save_directory: str) -> None:
+        del save_directory
+        assert self.free.wait(LONG)
+
+
+def test_what_could_not_be_broadcast_is_saved_though_the_writer_is_busy(job: Job) -> None:
+    settings = SyncSettings(method="nccl", broadcast_timeout=0.1)  # type: ignore[arg-type] # a name will do
+    root, held = job.layout.root, Held()
+    with ExplorerSynchronizer(root, "busy") as explorer:
+        explorer.set_explorer_status(RunningStatus.RUNNING)  # and never waits for a broadcast
+        with TrainerHook(root, nn.Linear(2, 2), tokenizer=held, settings=settings) as hook:
+            hook.after_step(1)
+            metrics = hook.after_step(2)  # while that of step 1 is written
+            held.free.set()
+    assert (metrics["sync/broadcast_failures"], metrics["sync/skipped"]) == (2, 0)
+    assert job.layout.state_pointer.read_text().strip() == "2"
 
 
 # -- the explorer's ----------------------------------------------------------------------------
@@ -172,6 +198,21 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
     assert engine.asked("load") == [1, 3]
 
 
+def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(
+    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    receives(hook, step=9, counter=8)
+    job.save(5, counter=3)
+    with job.daemon() as loop:
+        loop.run_once()
+    assert has_nothing_newer(hook)  # it has later weights of the run
+    trainer.set_trainer_status(RunningStatus.STOPPED)
+    assert hook.pull_step(5, 0) == Version(2, 5)
+    assert (engine.asked("load"), report(job).received) == ([1, 2], None)
+
+
 def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
     job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
@@ -201,6 +242,19 @@ def test_a_broadcast_that_comes_to_nothing_changes_nothing(
     assert (hook.version, hook.fault, engine.is_paused) == (Version(1, 1), None, False)
 
 
+def test_an_engine_that_cannot_be_paused_for_a_broadcast_has_only_missed_it(
+    job: Job, engine: Taker, hook: ExplorerHook
+) -> None:
+    publish(job, 1)
+    hook.pull(0)
+    engine.fail("pause", RuntimeError("it is in the middle of something"))
+    with pytest.raises(BroadcastError, match="in the middle of something"):
+        receives(hook, step=2, counter=1)
+    assert (hook.version, hook.fault, engine.is_paused) == (Version(1, 1), None, False)
+    receives(hook, step=3, counter=2)
+    assert hook.version == Version(1, 3)
+
+
 def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
     job: Job, engine: Taker, hook: ExplorerHook
 ) -> None:
@@ -217,6 +271,18 @@ def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
     assert has_nothing_newer(hook)  # and so it goes back to what it holds
     assert (hook.version, hook.fault) == (Version(1, 1), None)
     assert (engine.asked("load"), report(job).workers) == ([1, 1], 1)
+
+
+def test_what_comes_by_the_files_counts_once_it_is_published(
+    job: Job, hook: ExplorerHook, trainer: TrainerSynchronizer
+) -> None:
+    """Its save may fail: whoever waits for data must not wait for who may not produce."""
+    publish(job, 1)
+    hook.pull(0)
+    trainer.goes_by_files(2)
+    assert hook.may_produce()
+    publish(job, 2)
+    assert not hook.may_produce()
 
 
 def test_who_missed_a_broadcast_lags_by_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+import json
 import os
 import signal
 import threading
@@ -665,6 +666,16 @@ def test_the_trainer_does_not_wait_for_an_explorer_that_refused_the_version(
 
 
 # -- transfers ---------------------------------------------------------------------------------
+
+
+def test_an_explorer_of_before_there_were_broadcasts_holds_none_up(members: Members) -> None:
+    trainer, _ = members.trainer(), members.explorer()
+    assert trainer.takers() == (1, 1)
+    path = members.job.layout.explorer("explorer")
+    told = json.loads(path.read_bytes())
+    del told["workers"]
+    path.write_text(json.dumps(told))
+    assert trainer.takers() == (1, 0)
 
 
 def test_a_transfer_takes_place_once_all_explorers_are_ready(members: Members) -> None:
