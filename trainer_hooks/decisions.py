@@ -99,19 +99,6 @@ class Decisions:
             raise SaveFailedError("rank 0 could not decide what to save: see its log")
         return plan
 
-    def meet(self) -> None:
-        """Wait until all ranks are here, and in no collective of the training's group any more.
-
-        Whoever went on would bring the training's next collective to those who are in another.
-
-        Raises:
-            SaveFailedError: they did not all come.
-        """
-        try:
-            self.ranks.gathered(None)
-        except RuntimeError as error:
-            raise SaveFailedError(f"not all ranks came: {error}; is a process gone?") from error
-
     def _send(self, plan: Plan) -> None:
         word = torch.tensor([plan.value], dtype=torch.int64, device="cpu")
         # What is sent must stay where it is until it has arrived.

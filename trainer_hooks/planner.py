@@ -166,9 +166,8 @@ class Planner:
             arrived: on rank 0, whether it has arrived.
 
         Raises:
-            SaveFailedError: rank 0 did not say; or a rank never came to the end of it.
+            SaveFailedError: rank 0 did not say.
         """
-        self._decisions.meet()
         word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
             self.last_sync = sent

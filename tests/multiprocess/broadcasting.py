@@ -35,7 +35,7 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import ExplorerReport, parse
 from tests.hooks import over
 from tests.multiprocess.processes import DEADLINE, wait_until
-from trainer_hooks import SaveSettings, TrainerHook, broadcast
+from trainer_hooks import SaveSettings, TrainerHook
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -139,15 +139,6 @@ class Trainer(Told):
         self._model.seen += step
         digest = digest_of(self._model)
         return {"digest": digest, **self._hook.after_step(step)}
-
-    def cannot_gather(self) -> None:
-        """Lack memory for what is gathered, on this rank alone."""
-        name = "_gather"
-
-        def gather(*_: object) -> None:
-            raise torch.OutOfMemoryError("no memory")
-
-        setattr(broadcast, name, gather)
 
     def wait_for_data(self) -> dict[str, float]:
         return self._hook.sync_while_waiting()

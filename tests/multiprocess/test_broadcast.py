@@ -188,25 +188,6 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast
         broadcasts_again(other, 6, fits)
 
 
-def test_no_rank_goes_on_while_another_is_in_the_gathering(job: Path, stage: Cast) -> None:
-    """It would bring the training's next collective to the one that the other is in."""
-    with Daemon(job):
-        trainer = stage.trainer(job, 2)
-        explorer = stage.explorer(job, "explorer")
-        reaches(trainer.step(1), 1, explorer)
-        ready(job, "explorer")
-        trainer[0].ask("cannot_gather")
-        for rank in trainer:
-            rank.tell("step", 2)
-        wait_until(lambda: by_files(job), "rank 0 has given the broadcast up")
-        assert not trainer[0].has_answered(within=2.0)
-
-
-def by_files(job: Path) -> bool:
-    path = JobLayout(job).offer
-    return path.exists() and parse(Offer, path.read_bytes(), path).decided == "files"
-
-
 def test_two_jobs_of_a_host_do_not_meet(tmp_path: Path, stage: Cast) -> None:
     jobs = [tmp_path / name for name in ("one", "other")]
     for job in jobs:
