@@ -169,12 +169,12 @@ def test_who_is_stopped_past_the_deadline_does_not_spoil_what_comes(
 def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast) -> None:
     """The explorer keeps its weights, and holds nobody up from then on."""
     with Daemon(job):
-        trainer = stage.trainer(job, **SHORT)
-        stays = stage.explorer(job, "stays", **SHORT)
+        trainer = stage.trainer(job)
+        stays = stage.explorer(job, "stays")
         truth = trainer.step(1)
         reaches(truth, 1, stays)
         trainer[0].leave()
-        other = stage.trainer(job, width=40, **SHORT)
+        other = stage.trainer(job, width=40)
         ready(job, "stays")
         assert other.step(2)["sync/broadcast_failures"] == 1
         wait_until(lambda: report(job, "stays").refused, "the version is refused")
@@ -182,10 +182,21 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast
         for step in (3, 4):
             assert other.step(step)["sync/broadcast_failures"] == 1
         assert stays.ask("served")["digest"] == truth["digest"]
-        fits = stage.explorer(job, "fits", width=40, **SHORT)
+        fits = stage.explorer(job, "fits", width=40)
         reaches(other.step(5), 5, fits)
         ready(job, "fits")
         broadcasts_again(other, 6, fits)
+
+
+def test_a_gathering_that_fails_on_one_rank_ends_the_training(stage: Cast) -> None:
+    """The other is in that collective still: it would take the next one of the training for it."""
+    first, other = stage.senders()
+    for rank in (first, other):
+        rank.tell("send_without_memory")
+    assert "out of step" in first.refusal()
+    assert not other.has_answered(within=0)
+    first.kill()
+    assert "out of step" in other.refusal()
 
 
 def test_two_jobs_of_a_host_do_not_meet(tmp_path: Path, stage: Cast) -> None:
