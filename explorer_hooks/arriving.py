@@ -95,9 +95,11 @@ class Arriving(Generic[T]):
             for _ in self._buckets(content):
                 pass
             return
-        for bucket, arrived in self._buckets():
-            content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
-        wait_for_copies({self._group.device})
+        try:
+            for bucket, arrived in self._buckets():
+                content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
+        finally:  # also on an error: the memory may be let go then
+            wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Each whole tensor when it has arrived, on the group's device; valid until the next."""

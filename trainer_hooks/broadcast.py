@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from syncd.checkpoint.plan import PlannedTensor
 from syncd.coordination.weight_meta import BUCKET
-from syncd.protocol.errors import SaveFailedError
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.outgoing import Buffers, Outgoing
 from trainer_hooks.state.full_file import ties_embeddings
@@ -83,22 +81,24 @@ class WeightSender:
             BroadcastError: on rank 0 alone: not all receivers have it, as far as is known here. The
                 group is of no use any more: leave it.
             SaveFailedError: on all ranks: they do not have the same tensors, or some that cannot be
-                sent; or a collective of the trainer's failed. Leave the group likewise.
+                sent. Leave the group likewise.
+            Exception: what a gathering raised, it may be on this rank alone, as where it has no
+                memory: the other ranks may wait for it in that collective, and take its next one
+                for it.
         """
         begun = time.monotonic()
         ranks = Ranks()
         state = tensors_of(sharded_state_dict(self._model))
-        with _told_as_ours():
-            plan = agree_on_plan(state, ranks.rank, tied=ties_embeddings(unwrapped(self._model)))
-            # Small ones are packed together: they come last, where nothing large is between them.
-            tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
-            outgoing = None
-            if group is not None:
-                outgoing = self._outgoing(group, tensors)
-                outgoing.greet()
-            # Where nobody takes it, it need not be gathered.
-            if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
-                _gather(state, tensors, ranks.rank, outgoing)
+        plan = agree_on_plan(state, ranks.rank, tied=ties_embeddings(unwrapped(self._model)))
+        # Small ones are packed together: they come last, where nothing large is between them.
+        tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
+        outgoing = None
+        if group is not None:
+            outgoing = self._outgoing(group, tensors)
+            outgoing.greet()
+        # Where nobody takes it, it need not be gathered.
+        if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
+            _gather(state, tensors, ranks.rank, outgoing)
         if outgoing is not None:
             try:
                 outgoing.end()
@@ -140,12 +140,3 @@ def _gather(
             if whole is not None and outgoing is not None:
                 outgoing.compare(number, str(copy.tied), whole)
             del whole
-
-
-@contextmanager
-def _told_as_ours() -> Iterator[None]:
-    """What a collective of the trainer's raises, as the hook knows it."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise SaveFailedError(f"the weights could not be gathered: {error}") from error

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from syncd.coordination.broadcast import WeightGroup
-from syncd.protocol.errors import SyncdError
+from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
+from trainer_hooks.agreement import Ranks
 from trainer_hooks.broadcast import WeightSender
 from trainer_hooks.explorers import Explorers
 
@@ -86,7 +87,8 @@ class FastPath:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
     Promised: no error of a broadcast ends a training; it is logged once, with its reason, and
-    counted, and the step is for the files to carry.
+    counted, and the step is for the files to carry. Not promised: that a training goes on where a
+    collective of its own ranks fails.
 
     Args:
         model: whose weights are sent.
@@ -142,12 +144,23 @@ class FastPath:
 
         Returns:
             On rank 0, whether they have arrived at all who take part; on others, True.
+
+        Raises:
+            SaveFailedError: a gathering failed, it may be on this rank alone: the training's ranks
+                may be out of step, and must not go on.
         """
         group, self._group = self._group, None
         try:
             self._sender.send(group)
-        except Exception as error:  # noqa: BLE001 - whatever it is: the ranks must go on alike
+        except Exception as error:
             self._failed(step, error)
+            # Those two all ranks have alike, or rank 0 alone, which has left nobody waiting.
+            is_alike = isinstance(error, BroadcastError | SaveFailedError)
+            if not is_alike and Ranks().world_size > 1:
+                raise SaveFailedError(
+                    f"the weights could not be gathered for a broadcast: {error}; the ranks may "
+                    "be out of step: end this training, and resume it"
+                ) from error
             if self._explorers is not None:
                 self._explorers.goes_by_files(step)
             return False

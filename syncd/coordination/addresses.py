@@ -55,7 +55,7 @@ def listen(address: str, port: int) -> socket.socket:
             address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listening = socket.socket(family, kind)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that no host can have
         raise BroadcastError(f"{address} cannot be listened on: {error}") from error
     try:
         # For a port that is given: the connections of the group before linger for a minute.

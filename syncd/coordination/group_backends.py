@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     import socket
 
     from torch._C._distributed_c10d import Store
+
+log = logging.getLogger(__name__)
 
 #: Seconds between two looks whether what a closed group was at has ended.
 _REAP: Final = 0.1
@@ -118,8 +121,8 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
                 if _exiting.is_set():
                     break
                 if not is_aborted:
-                    backend.abort()
                     is_aborted = True
+                    _abort(backend)
                 if all(map(_has_ended, unfinished)):
                     unfinished.clear()
                     del backend
@@ -128,6 +131,13 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
         threading.Event().wait()  # for ever: what this frame holds ends with the process
 
     threading.Thread(target=work, name="syncd-weight-group-end", daemon=True).start()
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning("NCCL took long to end a weight group: %s", error)
 
 
 def _has_ended(work: dist.Work) -> bool:
@@ -184,9 +194,16 @@ def _nccl(
     with torch.cuda.device(device):
         with _blocking():
             backend = nccl(store, rank, rendezvous.world_size, options)
-        # The communicator is made by the first operation: here, where that has a deadline.
-        work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
-        work.wait(torch_time(deadline))
+        try:
+            # The communicator is made by the first operation: here, where that has a deadline.
+            work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
+            work.wait(torch_time(deadline))
+        except BaseException:
+            # Its destructor would abort it, and end the process where that takes too long.
+            backends = [backend]
+            del backend
+            release(backends, [])
+            raise
     return backend
 
 

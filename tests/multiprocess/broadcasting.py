@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import trainer_hooks.broadcast
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.broadcast import WeightGroup
@@ -35,7 +36,9 @@ from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import ExplorerReport, parse
 from tests.hooks import over
 from tests.multiprocess.processes import DEADLINE, wait_until
+from tests.weight_groups import meeting
 from trainer_hooks import SaveSettings, TrainerHook
+from trainer_hooks.fast_path import FastPath
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload([__name__])
@@ -148,6 +151,33 @@ class Trainer(Told):
 
     def close(self) -> None:
         self._hook.close()
+
+
+class Sender(Told):
+    """A rank of two that sends a model."""
+
+    def __init__(self, rendezvous: Path, rank: int) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+        model = Mixed()
+        fully_shard(model)
+        settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
+        self._path = FastPath(model, settings, None)
+        self._rank = rank
+
+    def send_without_memory(self) -> bool:
+        """To nobody; rank 0 has no memory to gather in."""
+        if self._rank == 0:
+            met, listening = meeting(0)
+            self._path._group = WeightGroup.join(
+                met, 0, deadline=DEADLINE, device=torch.device("cpu"), listening=listening
+            )
+            trainer_hooks.broadcast.full_tensor = _without_memory  # type: ignore[attr-defined] # for tests
+        return self._path.send(1)
+
+
+def _without_memory(value: object, *, rank: int) -> torch.Tensor:
+    del value, rank
+    raise torch.OutOfMemoryError("as torch says it, before it calls the other ranks")
 
 
 class Explorer(Told):
@@ -318,6 +348,13 @@ class Peer:
         assert "is" in answer, answer
         return answer["is"]
 
+    def refusal(self) -> str:
+        """What a call is refused with."""
+        assert self._connection.poll(DEADLINE), "no answer"
+        answer = self._connection.recv()
+        assert "says" in answer, answer
+        return str(answer["says"])
+
     def ask(self, command: str, *given: Any, **named: Any) -> Any:
         self.tell(command, *given, **named)
         return self.answer()
@@ -371,6 +408,10 @@ class Cast:
     def _add(self, peer: Peer) -> Peer:
         self._stack.callback(peer.end)
         return peer
+
+    def senders(self) -> list[Peer]:
+        """Two ranks of a training."""
+        return [self._add(Peer(Sender, self._folder / "senders", rank)) for rank in range(2)]
 
     def trainer(self, job: Path, world_size: int = 1, *, width: int = 48, **settings: Any) -> Ranks:
         """A trainer whose hook is open."""

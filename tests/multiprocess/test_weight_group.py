@@ -388,6 +388,12 @@ def test_a_step_that_goes_by_the_files_ends_the_wait_for_a_transfer_at_once_and_
                 explorer.rendezvous()
 
 
+@pytest.mark.parametrize("name", ["no..host", "x" * 64])
+def test_an_address_that_is_none_is_an_error_of_the_broadcast(name: str) -> None:
+    with pytest.raises(BroadcastError, match="cannot be listened on"):
+        listen(name, 0)
+
+
 def test_this_host_has_an_address(job: Path) -> None:
     assert address_towards("127.0.0.1", 1) == "127.0.0.1"
     with listen(own_address(), 0) as listening:
