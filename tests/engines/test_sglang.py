@@ -289,7 +289,7 @@ def test_follow_and_its_engines_do_not_import_torch() -> None:
 def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
     job: Job, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "_LOOK", 0.0)
+    monkeypatch.setattr(pipeline, "_STILL", 0.0)
     fake.model_path = "elsewhere"  # no folder of this host: the first version is taken unseen
     publish(job, 1)
     with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
