@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from syncd.coordination.broadcast import WeightGroup
-from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
+from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from trainer_hooks.agreement import Ranks
@@ -146,7 +146,7 @@ class FastPath:
             On rank 0, whether they have arrived at all who take part; on others, True.
 
         Raises:
-            SaveFailedError: a gathering failed, it may be on this rank alone: the training's ranks
+            OutOfStepError: a gathering failed, it may be on this rank alone: the training's ranks
                 may be out of step, and must not go on.
         """
         group, self._group = self._group, None
@@ -157,7 +157,7 @@ class FastPath:
             # Those two all ranks have alike, or rank 0 alone, which has left nobody waiting.
             is_alike = isinstance(error, BroadcastError | SaveFailedError)
             if not is_alike and Ranks().world_size > 1:
-                raise SaveFailedError(
+                raise OutOfStepError(
                     f"the weights could not be gathered for a broadcast: {error}; the ranks may "
                     "be out of step: end this training, and resume it"
                 ) from error

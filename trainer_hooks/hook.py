@@ -161,6 +161,7 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
+            OutOfStepError: a collective failed in a broadcast: end this training.
         """
         begun = self._begun()
         self._step = step
@@ -181,6 +182,7 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
+            OutOfStepError: a collective failed in a broadcast: end this training.
         """
         begun = self._begun()
         plan = self._planner.by_policy(self._step, waiting=True)
@@ -194,6 +196,7 @@ class TrainerHook:
 
         Raises:
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
+            OutOfStepError: a collective failed in a broadcast: end this training.
         """
         begun = self._begun()
         self._step = step

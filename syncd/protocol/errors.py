@@ -29,7 +29,8 @@
     │   ├── ServerRefusedError   18   … and says that it did not do it
     │   └── ServerUnreachableError 18 … and does not answer (an OSError too)
     ├── UnfitStorageError        19   storage on which a promise of syncd's cannot hold
-    └── BroadcastError           20   weights that did not travel by broadcast; the files still do
+    ├── BroadcastError           20   weights that did not travel by broadcast; the files still do
+    └── OutOfStepError           21   a training whose ranks are in different collectives: end it
 
 The number is the exit code of a command that ends with that error. Messages say what happened, to
 which file, and what to do.
@@ -219,3 +220,12 @@ class BroadcastError(SyncdError):
     """
 
     exit_code = 20
+
+
+class OutOfStepError(SyncdError):
+    """Raised when a collective of a training failed on one of its ranks: it must not go on.
+
+    The other ranks may still be in that collective, and take this rank's next one for it.
+    """
+
+    exit_code = 21
