@@ -108,7 +108,9 @@ class FastPath:
         self.failures = 0
         self._model = model
         self._explorers = explorers
-        self._sender = WeightSender(model, bucket_bytes=settings.broadcast_bucket)
+        self._sender = WeightSender(
+            model, bucket_bytes=settings.broadcast_bucket, digests=settings.broadcast_digests
+        )
         self._group: WeightGroup | None = None
 
     def has_arrived(self, sent: SaveId | None, step: int) -> bool:

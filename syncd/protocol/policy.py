@@ -128,6 +128,8 @@ class SyncSettings:
         broadcast_timeout: seconds that a broadcast's handshake, its setup and its transfer may take
             each, before that step goes by the checkpoint path instead.
         broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.
+        broadcast_digests: whether explorers check a digest of each bucket; None = where the weights
+            are on the CPU.
         master_address: where explorers reach rank 0 of the trainer; None = this host's address.
 
     Raises:
@@ -148,6 +150,7 @@ class SyncSettings:
     checkpoint_every: int = 10
     broadcast_timeout: float = 120.0
     broadcast_bucket: int = 256 * 1024 * 1024
+    broadcast_digests: bool | None = None
     master_address: str | None = None
 
     def __post_init__(self) -> None:
