@@ -103,7 +103,7 @@ class Planner:
         """
         driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
-        if not (driven or due):
+        if not (driven or due or (waiting and self._may_leave_some_behind)):
             return Plan.NOTHING
         return self._decisions.agree(lambda: self._decide(step, due, waiting=waiting))
 
@@ -189,6 +189,11 @@ class Planner:
         return due
 
     @property
+    def _may_leave_some_behind(self) -> bool:
+        """Whether who came after a broadcast might not produce, and wait for the next."""
+        return self._fast_path is not None and self._settings.max_staleness is not None
+
+    @property
     def _last_sync_step(self) -> int | None:
         return None if self.last_sync is None else self.last_sync.step
 
@@ -230,7 +235,22 @@ class Planner:
                 plan |= self._for_checkpoint(step, with_hf=with_hf)
         if due & Plan.SYNC:
             plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self._one_save))
+        elif waiting and not busy and self._is_missed(step):
+            plan |= Plan.SYNC
         return plan
+
+    def _is_missed(self, step: int) -> bool:
+        """Whether the broadcast of a step is all there is of it, and somebody came after it.
+
+        Who may not produce for that would wait for the next sync, and the trainer for its data.
+        """
+        return (
+            self._may_leave_some_behind
+            and self._is_begun(self.last_sync, step)
+            and not self._is_begun(self.synced, step)
+            and self._fast_path is not None
+            and not self._fast_path.has_arrived(self.last_sync, step)
+        )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
         """How explorers get a step that is due, and may be saved as a full checkpoint anyway."""

@@ -298,6 +298,34 @@ def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) ->
         assert explorer.ask("after_step", 4)["step"] == 4
 
 
+def test_who_comes_after_a_broadcast_and_may_not_produce_gets_that_step_by_the_files(
+    job: Path, stage: Cast
+) -> None:
+    """Or it would wait for the next sync, and the trainer for its data."""
+    with Daemon(job):
+        fresh = {"max_staleness": 0}
+        early = stage.explorer(job, "early", **fresh)
+        trainer = stage.trainer(job, **fresh)
+        reaches(trainer.step(1), 1, early)
+        ready(job, "early")
+        truth = trainer.step(2)
+        assert truth["sync/broadcasts"] == 1
+        reaches(truth, 2, early)
+        wait_until(lambda: report(job, "early").received, "it says so")
+        assert "time/sync_weight" not in trainer[0].ask("wait_for_data"), "all have it"
+        late = stage.explorer(job, "late", **fresh)
+        late.ask("wait_for", 1)
+        wait_until(lambda: report(job, "late").step == 1, "it is known to the trainer")
+        wait_until(
+            lambda: "time/sync_weight" in trainer[0].ask("wait_for_data"), "the trainer sees it"
+        )
+        reaches(truth, 2, late)
+        assert late.ask("served")["may_produce"]
+        assert early.ask("served")["loads"] == 1, "it had these weights"
+        trainer[0].ask("over")
+        assert "time/sync_weight" not in trainer[0].ask("wait_for_data"), "once is enough"
+
+
 def trainer_status(job: Path) -> str:
     path = JobLayout(job).trainer_report
     return parse(TrainerReport, path.read_bytes(), path).status
