@@ -9,8 +9,11 @@ from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import check_is_job
 from syncd.daemon.journal_file import read_journal
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import TEMPORARY, JobLayout, parse_version_folder
-from syncd.protocol.records import AuditLine, ExplorerReport, JournalLine, Latest, parse
+from syncd.protocol.journal import AuditLine, JournalLine
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY, parse_version_folder
+from syncd.protocol.records import Latest, parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.append import last_lines
 from syncd.storage.fsio import Storage
 

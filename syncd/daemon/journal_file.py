@@ -10,12 +10,13 @@ from typing import Any, Final
 
 from syncd.protocol.errors import RecordError
 from syncd.protocol.events import Event
+from syncd.protocol.journal import JournalLine
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import JournalLine, encode, parse
+from syncd.protocol.records import encode, parse
 from syncd.storage.append import append, last_lines
-from syncd.storage.epoch import move_away
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
+from syncd.storage.in_the_way import move_away
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)

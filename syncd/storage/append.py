@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from syncd.storage.epoch import move_away
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
+from syncd.storage.in_the_way import move_away
 
 #: How much of a file that is read from its end is read at a time.
 _TAIL: Final = 64 * 1024

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from syncd.checkpoint.safetensors_file import Entry, header_bytes
-from syncd.protocol.layout import STATE_POINTER, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import STATE_POINTER
 from syncd.protocol.records import Latest, parse
 
 T = TypeVar("T")

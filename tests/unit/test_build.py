@@ -16,8 +16,9 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import EngineMismatchError, SupersededError
-from syncd.protocol.layout import shard_name
-from syncd.protocol.records import DaemonReport, Manifest, Quarantine, ReceiptFile, parse
+from syncd.protocol.names import shard_name
+from syncd.protocol.records import Manifest, Quarantine, ReceiptFile, parse
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.calls import Free
 from tests.jobs import Job, receipt_of
 from tests.shards import shard, tensor

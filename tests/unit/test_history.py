@@ -16,8 +16,10 @@ from syncd.daemon.history import history
 from syncd.daemon.journal_file import JournalFile, read_journal
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.journal import JournalLine
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import ExplorerReport, JournalLine, encode
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.requests import RollbackRequest
 from tests.jobs import Job
 from tests.lagging import Hosts

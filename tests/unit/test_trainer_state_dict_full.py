@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from syncd.checkpoint.safetensors_file import CONTENT, PAGE, SafetensorsFile
 from syncd.protocol.errors import CoverageError, SaveFailedError, ShardFormatError
-from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name
+from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Laden, tensors, values

@@ -19,7 +19,7 @@ from syncd.checkpoint.plan import PlannedFile, PlannedTensor, plan_merge
 from syncd.checkpoint.safetensors_file import CONTENT, DTYPES, ITEMSIZE, Entry, header_bytes
 from syncd.checkpoint.tensor_rules import name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
-from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import memory_of
 
