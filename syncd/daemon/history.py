@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import check_is_job
@@ -16,9 +15,6 @@ from syncd.protocol.records import Latest, parse
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.append import last_lines
 from syncd.storage.fsio import Storage
-
-#: The most bytes of the audit log that are read, from its end.
-_AUDIT: Final = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -135,7 +131,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
 
 
 def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:
-    for content in last_lines(storage, layout.audit, _AUDIT):
+    for content in last_lines(storage, layout.audit):
         if b'"version"' not in content:
             continue  # the deletions of steps and leases are many
         try:

@@ -96,18 +96,13 @@ class JobLayout:
 
     @property
     def audit(self) -> Path:
-        """One line for every deletion."""
+        """One line for every deletion; the older ones are beside it (:func:`older_lines`)."""
         return self.state / "audit.jsonl"
 
     @property
     def journal(self) -> Path:
-        """What became of saves and versions, a line for each; the older lines are beside it."""
+        """What became of saves and versions, a line for each; the older ones are beside it."""
         return self.state / "journal.jsonl"
-
-    @property
-    def older_journal(self) -> Path:
-        """The lines before those of :attr:`journal`; replaced when that is long enough."""
-        return self.state / "journal.older.jsonl"
 
     @property
     def leases(self) -> Path:
@@ -205,3 +200,8 @@ class JobLayout:
     def quarantine(self) -> Path:
         """Why a save could not be published, one file a save."""
         return self.state / "quarantine"
+
+
+def older_lines(path: Path) -> Path:
+    """Where the lines before those of a file that grows are, e.g. ``journal.older.jsonl``."""
+    return path.with_name(f"{path.stem}.older{path.suffix}")

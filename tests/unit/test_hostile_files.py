@@ -311,6 +311,7 @@ PLACES = {
         ".syncd/explorers/e.json",
         ".syncd/explorers/other.json",
         ".syncd/audit.jsonl",
+        ".syncd/audit.older.jsonl",
         ".syncd/journal.jsonl",
         ".syncd/journal.older.jsonl",
         ".syncd/quarantine/step_1-abc.json",
