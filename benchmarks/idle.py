@@ -27,7 +27,7 @@ from typing import Final
 import xxhash
 
 from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
-from syncd.checkpoint.safetensors_file import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     FULL,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import xxhash
 
-from syncd.checkpoint.safetensors_file import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop

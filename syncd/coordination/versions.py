@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from syncd.checkpoint.safetensors_file import DTYPES
+from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.coordination.leased_version import LeasedVersion, lease_version, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,

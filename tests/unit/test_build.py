@@ -11,7 +11,8 @@ from torch import nn
 
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import Reader
-from syncd.checkpoint.safetensors_file import Entry, SafetensorsFile, header_bytes
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
