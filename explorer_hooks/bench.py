@@ -11,15 +11,8 @@ from pathlib import Path
 
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
-from syncd.protocol.layout import (
-    ACTOR,
-    FULL,
-    RETIRED,
-    SAVING,
-    JobLayout,
-    is_resumable_state,
-    parse_step_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import ACTOR, FULL, RETIRED, SAVING, is_resumable_state, parse_step_folder
 from syncd.protocol.policy import Version
 from syncd.storage.fsio import Storage
 

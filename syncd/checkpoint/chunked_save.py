@@ -28,7 +28,7 @@ from syncd.checkpoint.source_reader import Part, Source
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
-from syncd.protocol.layout import DCP_METADATA
+from syncd.protocol.names import DCP_METADATA
 from syncd.storage.fsio import Storage
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)

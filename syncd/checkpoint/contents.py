@@ -15,7 +15,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.source_reader import Part, Source
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import ADAPTER_WEIGHTS, LORA_ADAPTER
+from syncd.protocol.names import ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import Kind
 
 

@@ -31,7 +31,8 @@ from syncd.protocol.errors import (
     RecordError,
     SaveNotReadyError,
 )
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
@@ -40,7 +41,6 @@ from syncd.protocol.layout import (
     RETIRED,
     SAVING,
     TEMPORARY,
-    JobLayout,
     is_resumable_state,
     is_weights_name,
     parse_part_name,

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.dcp_names import Entry, select_model
-from syncd.checkpoint.inert_pickle import DType, Inert, load_inert
+from syncd.checkpoint.inert_pickle import load_inert
+from syncd.checkpoint.inert_records import DType, Inert
 from syncd.checkpoint.pieces import check_name
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import DTYPES, NUMBER_LIMIT, is_offset, shape_of, shown

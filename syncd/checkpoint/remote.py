@@ -9,7 +9,7 @@ import xxhash
 
 from syncd.checkpoint.save import Save, look_at_save
 from syncd.protocol.errors import SaveNotReadyError
-from syncd.protocol.layout import MANIFEST, REMOTE_PATH, SAVING
+from syncd.protocol.names import MANIFEST, REMOTE_PATH, SAVING
 from syncd.protocol.records import Manifest, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage

@@ -11,19 +11,13 @@ from typing import Final
 
 from syncd.daemon.steering import Steering
 from syncd.protocol.events import Event
-from syncd.protocol.layout import (
-    HUGGINGFACE,
-    LORA_ADAPTER,
-    RECEIPTS,
-    TEMPORARY,
-    JobLayout,
-    parse_step_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY, parse_step_folder
 from syncd.protocol.participants import session_of
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
 
 log = logging.getLogger(__name__)

@@ -25,11 +25,8 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.events import Event
-from syncd.protocol.layout import (
-    JobLayout,
-    parse_version_folder,
-    version_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,

@@ -11,7 +11,8 @@ from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
 from syncd.daemon.decide import Pointer, StepSeen
 from syncd.daemon.let_be import LetBe
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     ACTOR,
     CRITIC,
     FULL,
@@ -23,7 +24,6 @@ from syncd.protocol.layout import (
     REMOTE_PATH,
     RETIRED,
     SAVING,
-    JobLayout,
     is_dcp_file,
     is_resumable_state,
     parse_step_folder,
@@ -31,7 +31,7 @@ from syncd.protocol.layout import (
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 
 #: How many step folders one look is into: the rest wait for the next ones.
 _AT_A_TIME: Final = 64

@@ -13,8 +13,10 @@ from syncd.doctor import job_verdicts
 from syncd.doctor.calls import Facts
 from syncd.doctor.finding import Finding
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import JobLayout, parse_step_folder, parse_version_folder, printable
-from syncd.protocol.records import DaemonReport, Format
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_step_folder, parse_version_folder, printable
+from syncd.protocol.records import Format
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.job import lease_time_of

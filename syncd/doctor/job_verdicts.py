@@ -7,7 +7,7 @@ from typing import Final
 
 from syncd.doctor.calls import Facts
 from syncd.doctor.finding import Finding, Measured, fail, ok, warn
-from syncd.protocol.layout import printable
+from syncd.protocol.names import printable
 
 #: Less than this, and no daemon can take over: bytes and inodes of its reserve.
 _LEAST: Final = (1024 * 1024, 16)

@@ -12,7 +12,7 @@ from typing import Final
 
 from syncd.doctor.calls import DONE, Answer, Call, Change, Facts, How, Look
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import TEMPORARY
+from syncd.protocol.names import TEMPORARY
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.watch import Watcher

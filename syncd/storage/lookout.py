@@ -10,7 +10,7 @@ from typing import Final
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
 log = logging.getLogger(__name__)
 

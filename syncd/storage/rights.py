@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import JobLayout, parse_step_folder, step_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_step_folder, step_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage

@@ -6,7 +6,8 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Storage
 

@@ -27,7 +27,7 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     ShardFormatError,
 )
-from syncd.protocol.layout import is_resumable_state
+from syncd.protocol.names import is_resumable_state
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.fsio import Storage
 from tests.dcp import FILE, Checkpoint, floats, made, properties, size, small

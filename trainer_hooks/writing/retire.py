@@ -8,14 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from syncd.protocol.layout import (
-    FULL,
-    RETIRED,
-    SAVING,
-    JobLayout,
-    parse_pointer,
-    parse_step_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import FULL, RETIRED, SAVING, parse_pointer, parse_step_folder
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
