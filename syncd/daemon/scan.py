@@ -82,7 +82,7 @@ class Scanner:
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
         self._steps = Steps(storage, layout, clock=clock)
-        self._let_be = LetBe(clock)
+        self._let_be = LetBe(clock=clock)
         self._steering = Steering(storage, layout)
 
     def reconfigure(self, config: DaemonConfig) -> None:
