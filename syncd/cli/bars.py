@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from syncd.checkpoint.merge import Progress, unheard
 
@@ -45,21 +43,3 @@ def at_work(what: str) -> Iterator[None]:
 
     with Console(stderr=True).status(what):
         yield
-
-
-@contextmanager
-def cleaned_up() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP leave through the ``finally`` blocks, which remove what is half made.
-
-    The process ends as a shell says that it was killed: 128 and the signal's number.
-    """
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

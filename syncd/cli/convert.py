@@ -14,7 +14,8 @@ from syncd.checkpoint.merge import Progress
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.cli.amounts import size, span
-from syncd.cli.bars import bar, cleaned_up
+from syncd.cli.bars import bar
+from syncd.cli.signals import cleaned_up
 from syncd.protocol.errors import SaveNotReadyError, SyncdError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import HUGGINGFACE, MODEL_CONFIG, is_weights_name, printable

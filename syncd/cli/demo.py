@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 import click
@@ -26,6 +24,7 @@ from rich.text import Text
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
+from syncd.cli.signals import cleaned_up
 from syncd.daemon.job_state import look
 from syncd.protocol.errors import JobUnavailableError, RecordError, VerificationError
 from syncd.protocol.journal import AuditLine
@@ -56,27 +55,27 @@ def command(steps: int, *, keep: bool, no_tty: bool) -> None:
 
     Exits with 0 if both explorers hold exactly the trainer's last weights.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
     console = Console(force_terminal=False) if no_tty else Console()
-    room = Path(tempfile.mkdtemp(prefix="syncd-demo-"))
     begun = time.monotonic()
-    try:
+    with cleaned_up(), _room(console, keep=keep) as room:
         run = _Run(room, steps)
         with run.processes():
             _watch(run, console)
         run.compare()
         _summary(run, console, time.monotonic() - begun)
+
+
+@contextmanager
+def _room(console: Console, *, keep: bool) -> Iterator[Path]:
+    """A folder for the job and the logs."""
+    room = Path(tempfile.mkdtemp(prefix="syncd-demo-"))
+    try:
+        yield room
     finally:
         if keep:
             console.print(f"kept: {room}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(room, ignore_errors=True)
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """Leave through the finally blocks, which end the processes and remove the folder."""
-    raise SystemExit(128 + number)
 
 
 @dataclass

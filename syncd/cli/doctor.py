@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import textwrap
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Final, Self
 
 import click
@@ -17,6 +15,7 @@ from rich.status import Status
 from rich.text import Text
 
 from syncd.cli import options
+from syncd.cli.signals import cleaned_up
 from syncd.doctor.examination import Examination, Limits, Watching, join
 from syncd.doctor.finding import Finding, Verdict, worst
 from syncd.protocol.errors import UnfitStorageError
@@ -65,12 +64,10 @@ def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: 
 
     Exits with 19 where a promise of syncd's cannot hold; a warning is no failure.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
     root = job.resolve()
     storage, layout = Storage(root), JobLayout(root)
     limits = Limits(look=limit, meeting=wait)
-    with _Shown(quiet=as_json) as shown:
+    with cleaned_up(), _Shown(quiet=as_json) as shown:
         if peer == 1:
             findings = join(storage, layout, shown, limits)
         else:
@@ -95,11 +92,6 @@ def _as_json(root: Path, findings: list[Finding]) -> dict[str, object]:
         "verdict": worst(findings).value,
         "findings": [finding.model_dump(mode="json") for finding in findings],
     }
-
-
-def _leave(number: int, _frame: FrameType | None) -> None:
-    """Leave through the finally blocks, which remove what was made."""
-    raise SystemExit(128 + number)
 
 
 class _Shown(Watching):

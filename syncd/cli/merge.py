@@ -12,7 +12,8 @@ from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
-from syncd.cli.bars import bar, cleaned_up
+from syncd.cli.bars import bar
+from syncd.cli.signals import cleaned_up
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import TEMPORARY, parse_step_folder, printable
 from syncd.storage.errnos import NOT_EMPTY

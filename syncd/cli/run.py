@@ -13,13 +13,13 @@ from typing import Any
 import click
 
 from syncd.cli import log_lines, options
+from syncd.cli.signals import stopped_by_signals
 from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import Reloader, load, misspelt
 from syncd.daemon.hang import HangGuard
 from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.root_services import RootServices
-from syncd.daemon.service import stopped_by_signals
 from syncd.daemon.services import Services
 from syncd.protocol.events import Event
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from syncd.cli import options
-from syncd.cli.bars import cleaned_up
+from syncd.cli.signals import cleaned_up
 from syncd.cli.status_page import page, table
 from syncd.daemon.configuration import load
 from syncd.daemon.job_state import is_job, look

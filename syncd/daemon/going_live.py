@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Final
 
 from syncd.daemon.decide import LeaseSeen
+from syncd.daemon.journal_file import read_journal
 from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_lease_marker
@@ -22,6 +23,8 @@ _AT_A_TIME: Final = 64
 #: How often an explorer's report is read after its lease is gone: one with a copy of its own gives
 #: the lease up before it says that it serves the version.
 _LAST_LOOKS: Final = 10
+#: Bytes of the journal's end in which those are who serve what is leased.
+_ENOUGH: Final = 512 * 1024
 
 #: An explorer's name, and the version that it serves.
 Serves = tuple[str, int]
@@ -32,20 +35,17 @@ class GoingLive:
 
     Only reports of explorers that hold a lease on a version which they have not been seen to serve,
     or held one just now, are read: where nobody loads anything, none are. Who has its weights by
-    a broadcast serves those, and no version.
+    a broadcast serves those, and no version. What the daemons before this one had found out is in
+    the journal, which is read once, when that is needed.
 
     Args:
         storage: the shared storage.
         layout: the job.
-        known: what was found out before this daemon; asked once, when it is needed.
     """
 
-    def __init__(
-        self, storage: Storage, layout: JobLayout, known: Callable[[], Iterable[Serves]]
-    ) -> None:
+    def __init__(self, storage: Storage, layout: JobLayout) -> None:
         self._storage = storage
         self._layout = layout
-        self._ask = known
         self._known: set[Serves] | None = None
         self._due: dict[Serves, int] = {}  # how many looks are left without a lease
 
@@ -66,7 +66,7 @@ class GoingLive:
         if self._known is None:
             if not held:
                 return []
-            self._known = set(self._ask())
+            self._known = self._on_record()
         self._known &= held  # a lease that is gone does not come back
         for one in sorted(held.difference(self._known, self._due)):
             self._due[one] = _LAST_LOOKS
@@ -82,6 +82,14 @@ class GoingLive:
             elif left:
                 self._due[one] = left  # behind the others
         return found
+
+    def _on_record(self) -> set[Serves]:
+        lines = read_journal(self._storage, self._layout, _ENOUGH)
+        return {
+            (line.explorer, line.version)
+            for line in lines
+            if line.event == "live" and line.explorer is not None and line.version is not None
+        }
 
     def _report(self, name: str) -> ExplorerReport | None:
         path = self._layout.explorer(name)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
 from pathlib import Path
 
 from syncd.protocol.events import Event
+from syncd.protocol.names import printable
+from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -19,15 +21,15 @@ class LetBe:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._repeats = Repeats(clock=clock)
 
-    def say(self, path: Path, error: OSError) -> None:
+    def say(self, path: Path, error: Exception) -> None:
         """Log it, unless that was just done."""
         if self._repeats.due(path):
             log.error(
                 "%s is let be, until someone puts it right: %s",
-                path,
+                printable(path),
                 error,
                 extra=Event.LEFT_ALONE(path=path, reason=error),
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import stat
 import time
@@ -10,20 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.merge import Progress, unheard
-from syncd.checkpoint.remote import look_at_weights, write_remote
+from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.republish import republish
 from syncd.checkpoint.room import Room
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
-from syncd.protocol.errors import (
-    JobUnavailableError,
-    SaveNotReadyError,
-    VersionGoneError,
-)
+from syncd.protocol.errors import JobUnavailableError, SaveNotReadyError, VersionGoneError
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_version_folder, version_folder
@@ -31,22 +26,18 @@ from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
-    Quarantine,
     RolledBack,
-    SaveOutcome,
-    Saves,
     encode,
 )
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
-from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """The active daemon's record of what is published, and how it grows.
+    """Makes the versions of a job, one at a time; knows which one LATEST names, and what it is of.
 
     Args:
         storage: the shared storage.
@@ -62,7 +53,7 @@ class Publisher:
         latest: LATEST, as this daemon wrote or found it; None before the first version.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
-        outcomes: step → what became of its last save.
+        outcomes: what became of the saves.
     """
 
     def __init__(
@@ -83,16 +74,14 @@ class Publisher:
         self._epoch = epoch
         self._session = session
         self._cancel = cancel
-        self._wall = wall
         self._clock = clock
         self._floor = 0
-        self._unwritten = False
         advice = "make room there, or lower --keep"
         self._room = Room(storage, layout.epochs, layout.root, advice=advice)
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
-        self.outcomes: dict[int, SaveOutcome] = {}
+        self.outcomes = Outcomes(storage, layout, epoch, wall=wall)
 
     def recover(self) -> Manifest | None:
         """After a take-over: read the records, and adopt a finished version or discard it.
@@ -105,7 +94,8 @@ class Publisher:
         """
         found = look_back(self._storage, self._layout)
         self._take_notice_down()
-        self.latest, self.outcomes, self._floor = found.latest, found.outcomes, found.highest
+        self.latest, self._floor = found.latest, found.highest
+        self.outcomes.of_step = found.outcomes
         for sequence in found.unfinished:
             log.warning(
                 "%s is not whole: discarded",
@@ -130,25 +120,29 @@ class Publisher:
         if served is None:
             return None
         self._serve(served)
-        if served.rolled_back is not None:
-            # The save in that step's folder, if there is one, may be another by now.
-            return found.adopted
-        recorded = self.outcomes.get(served.step)
-        # A later save of that step may have been quarantined: it is not tried again.
-        if recorded is None or recorded.outcome != "quarantined":
-            outcome = SaveOutcome(
-                identity=served.save_id,
-                outcome="published",
-                sequence=served.sequence,
-            )
-            if recorded is not None and recorded.identity == served.save_id:
-                outcome = outcome.model_copy(update={"model_only": recorded.model_only})
-            self._put_on_record(served.step, outcome)
+        # Of a rollback's step the folder may hold another save by now.
+        if served.rolled_back is None:
+            self.outcomes.found_published(served)
         return found.adopted
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Make the next version by another configuration."""
         self._config = config
+
+    def check_room(self, save: Save) -> None:
+        """Not to begin what cannot end.
+
+        Raises:
+            NoRoomError: the disk has no room for this version.
+            SaveNotReadyError, CheckpointError: as :meth:`publish`.
+        """
+        self._room.check(
+            self._layout.actor(save.step),
+            save,
+            cast=self._config.cast,
+            prefix=self._config.dcp_prefix,
+            cancel=self._cancel,
+        )
 
     def publish(self, save: Save, *, progress: Progress = unheard) -> Manifest:
         """Merge a whole save and make it LATEST.
@@ -186,10 +180,7 @@ class Publisher:
             )
 
         manifest = self._make_version(save.step, build)
-        self._put_on_record(
-            save.step,
-            SaveOutcome(identity=save.identity, outcome="published", sequence=manifest.sequence),
-        )
+        self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
 
     def republish(self, request: RollbackRequest) -> Manifest:
@@ -260,74 +251,6 @@ class Publisher:
         self.published_save = manifest.settles
         self.served_request = None if back is None else back.request
 
-    def skip(self, step: int, identity: str) -> None:
-        """Put on record that a save will never be published."""
-        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
-
-    def learn(self, step: int) -> None:
-        """Put on record whether a save of torch.distributed.checkpoint holds a model alone.
-
-        Nothing is where it is not the save on record any more.
-
-        Raises:
-            OSError: as the storage says: nothing is known.
-        """
-        outcome = self.outcomes.get(step)
-        if outcome is None:
-            return
-        try:
-            model_only = holds_model_only(
-                self._storage,
-                self._layout.actor(step),
-                prefix=self._config.dcp_prefix,
-                cancel=self._cancel,
-            )
-        except OSError as error:
-            if is_gone(error):
-                return
-            raise
-        now = look_at_weights(self._storage, self._layout.step(step), step)
-        if now.identity == outcome.identity:
-            self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
-
-    def forget(self, step: int) -> None:
-        """Take a step whose folder is gone off the record."""
-        if self.outcomes.pop(step, None) is not None:
-            self._write_saves()
-
-    def write_again(self) -> None:
-        """Write what storage refused to put on record before."""
-        if self._unwritten:
-            self._write_saves()
-
-    def quarantine(self, save: Save, error: Exception) -> Path:
-        """Put on record why a save cannot be published; it is not tried again.
-
-        Returns:
-            The record's file.
-        """
-        identity = save.known_as or ""
-        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
-        path = self._layout.quarantine / f"step_{save.step}-{name}.json"
-        record = Quarantine(
-            step=save.step,
-            identity=identity,
-            error=type(error).__name__,
-            reason=str(error),
-            time=self._wall(),
-        )
-        try:
-            self._epoch.publish_file(path, encode(record))
-        except OSError as refused:
-            log.error(
-                "%s cannot be written: %s",
-                path,
-                refused,
-                extra=Event.RECORD_UNWRITTEN(path=path, reason=refused),
-            )
-        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
-        return path
-
     def _next_sequence(self) -> int:
         """The next number, passing over those whose names something else than a folder has."""
         sequence = self._floor + 1
@@ -367,39 +290,3 @@ class Publisher:
         )
         self._epoch.publish_file(self._layout.latest, encode(latest))
         self.latest = latest
-
-    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
-        if self.outcomes.get(step) != outcome:
-            self.outcomes[step] = outcome
-            self._write_saves()
-
-    def _write_saves(self) -> None:
-        """What happened has happened, also where it cannot be put on record now."""
-        try:
-            self._epoch.publish_file(self._layout.saves, encode(Saves(steps=self.outcomes)))
-        except OSError as error:
-            if not self._unwritten:
-                log.error(
-                    "%s cannot be written now: %s",
-                    self._layout.saves,
-                    error,
-                    extra=Event.RECORD_UNWRITTEN(path=self._layout.saves, reason=error),
-                )
-            self._unwritten = True
-        else:
-            self._unwritten = False
-
-    def check_room(self, save: Save) -> None:
-        """Not to begin what cannot end.
-
-        Raises:
-            NoRoomError: the disk has no room for this version.
-            SaveNotReadyError, CheckpointError: as :meth:`publish`.
-        """
-        self._room.check(
-            self._layout.actor(save.step),
-            save,
-            cast=self._config.cast,
-            prefix=self._config.dcp_prefix,
-            cancel=self._cancel,
-        )

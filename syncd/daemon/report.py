@@ -8,10 +8,13 @@ import socket
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.journal import Journal
+from syncd.daemon.notify import JobNotice
+from syncd.daemon.publish import Publisher
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import Latest, encode
-from syncd.protocol.reports import DaemonCounters, DaemonReport, MergeProgress
+from syncd.protocol.records import encode
+from syncd.protocol.reports import DaemonReport, MergeProgress
 from syncd.storage.epoch import Epoch
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock
 from syncd.storage.repeats import Repeats
@@ -31,10 +34,16 @@ class Reporter:
         layout: the job.
         epoch: the active daemon's room.
         session: this process's heartbeat.
+        publisher: knows what LATEST is.
+        journal: counts what was done.
+        notice: is told the state too.
         reserve: given up where there is no room for a report.
         memory_dir: the second job that this process serves.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
+
+    Attributes:
+        pause: the id of the pause that the daemon keeps to, if there is one.
     """
 
     def __init__(
@@ -42,6 +51,9 @@ class Reporter:
         layout: JobLayout,
         epoch: Epoch,
         session: Session,
+        publisher: Publisher,
+        journal: Journal,
+        notice: JobNotice,
         reserve: Reserve,
         memory_dir: Path | None,
         *,
@@ -51,26 +63,24 @@ class Reporter:
         self._layout = layout
         self._epoch = epoch
         self._session = session
+        self._publisher = publisher
+        self._journal = journal
+        self._notice = notice
         self._reserve = reserve
         self._memory_dir = memory_dir
         self._clock = clock
         self._wall = wall
+        self.pause: str | None = None
         self._reported: DaemonReport | None = None
         self._reported_at = 0.0
         self._took = 0.0
         self._repeats = Repeats(clock=clock)
 
-    def report(
-        self,
-        state: str,
-        detail: str,
-        *,
-        latest: Latest | None,
-        paused: str | None,
-        counters: DaemonCounters,
-        merge: MergeProgress | None = None,
-    ) -> None:
+    def report(self, state: str, detail: str = "", merge: MergeProgress | None = None) -> None:
         """Say what the daemon does; where that cannot be written, what can be done goes on."""
+        latest = self._publisher.latest
+        served = f"version {latest.sequence} of step {latest.step}" if latest else "no version yet"
+        self._notice.status(f"{served}; {state}{detail and f': {detail}'}")
         report = DaemonReport.model_validate(
             {
                 "session": self._session.id,
@@ -81,9 +91,9 @@ class Reporter:
                 "detail": detail,
                 "sequence": latest.sequence if latest else None,
                 "step": latest.step if latest else None,
-                "paused": paused,
+                "paused": self.pause,
                 "memory_dir": str(self._memory_dir) if self._memory_dir else None,
-                "counters": counters,
+                "counters": self._journal.counters,
                 "merge": merge,
                 "time": 0.0,
             }

@@ -16,7 +16,7 @@ from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.let_be import LetBe
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
-from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.errors import RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     DCP_METADATA,
@@ -28,6 +28,7 @@ from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature, Storage
+from syncd.storage.job import check_is_there
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
 
@@ -84,7 +85,7 @@ class Scanner:
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
         self._steps = Steps(storage, layout, clock=clock)
-        self._let_be = LetBe(clock)
+        self._let_be = LetBe(clock=clock)
         self._steering = Steering(storage, layout)
 
     def reconfigure(self, config: DaemonConfig) -> None:
@@ -101,13 +102,9 @@ class Scanner:
         """Look once.
 
         Raises:
-            JobUnavailableError: the job's folder, or our own folder in it, is not there: an
-                unmounted storage looks so, and nothing may be concluded from it.
+            JobUnavailableError: as :func:`check_is_there`.
         """
-        if not self._storage.exists(self._layout.format):
-            raise JobUnavailableError(
-                f"{self._layout.format} is not there: is its storage mounted?"
-            )
+        check_is_there(self._storage, self._layout)
         pointer, pointer_key = self._pointer(self._layout.root / self._config.pointer)
         checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
         self._look_at_pointed(pointer, pointer_key, known)

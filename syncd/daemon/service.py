@@ -1,4 +1,4 @@
-"""The daemon as a process: standing by, taking over, pausing, stopping.
+"""The daemon of one job: standing by, taking over, pausing, stopping.
 
 Signal handlers only set a flag and wake the loop; the loop acts.
 """
@@ -6,11 +6,8 @@ Signal handlers only set a flag and wake the loop; the loop acts.
 from __future__ import annotations
 
 import logging
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from syncd.daemon.config import DaemonConfig
@@ -33,7 +30,7 @@ from syncd.protocol.records import Format, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
-from syncd.storage.job import check_folders, open_job
+from syncd.storage.job import check_folders, check_is_there, open_job
 from syncd.storage.judge import Judge, sweep_broken
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
@@ -102,13 +99,9 @@ class Service:
         self._away = False
         self._said = ""
         self._rights_seen = not config.prune_steps
-        if config.shared_group is not None:
-            share_with_group(self._storage, self._layout, config.shared_group)
         self._repeats = Repeats()
-        self._lease_time = open_job(
-            self._storage, self._layout, lease_time=config.lease_time
-        ).lease_time
-        check_rights(self._storage, self._layout)
+        self._lease_time = self._open_job()
+        self._folder = self._folder_of_job()
         if self._lease_time != config.lease_time:
             log.warning(
                 "the lease time of this job is %g s, since it was first opened; %g s is not heard",
@@ -203,10 +196,7 @@ class Service:
 
     def _stand_by_and_serve(self) -> None:
         """From one session to its end: until stopped, superseded, or without storage."""
-        if not self._storage.exists(self._layout.format):
-            raise JobUnavailableError(
-                f"{self._layout.format} is not there: is its storage mounted?"
-            )
+        self._check_there()
         check_folders(self._storage, self._layout)
         path = self._layout.format
         lease_time = parse(Format, self._storage.read(path), path).lease_time
@@ -226,6 +216,41 @@ class Service:
                 self._held = None
                 self._turn.leave()
                 lock.release()
+
+    def _open_job(self) -> float:
+        """Make what is missing of ours in the job; returns its lease time."""
+        if self._config.shared_group is not None:
+            share_with_group(self._storage, self._layout, self._config.shared_group)
+        lease_time = open_job(
+            self._storage, self._layout, lease_time=self._config.lease_time
+        ).lease_time
+        check_rights(self._storage, self._layout)
+        return lease_time
+
+    def _check_there(self) -> None:
+        """Look that the job is there; where another is in its place, open that.
+
+        A trainer without our hooks makes its folder anew and its pointer in it, and nothing of
+        ours. A mount point without its storage is another folder too: there is no pointer in it.
+        A job that is being deleted is the same folder to its end: nothing is made in that.
+        """
+        try:
+            check_is_there(self._storage, self._layout)
+        except JobUnavailableError:
+            folder = self._folder_of_job()
+            if folder is None:
+                self._folder = None  # whatever comes is another: an inode may be used again
+            if folder == self._folder:
+                raise
+            if not self._storage.exists(self._layout.root / self._config.pointer):
+                raise
+            self._open_job()
+        self._folder = self._folder_of_job()
+
+    def _folder_of_job(self) -> tuple[int, int] | None:
+        """Which folder the job's is, by device and inode; None where there is none."""
+        status = self._storage.status(self._layout.root)
+        return None if status is None else (status.st_dev, status.st_ino)
 
     def _elected(self, lock: DaemonLock) -> bool:
         while not self._stopping:
@@ -351,29 +376,3 @@ class Service:
             self._said = state
         if self._repeats.due(state):
             log.warning("%s", what, extra=event(job=self._layout.root, reason=why))
-
-
-@contextmanager
-def stopped_by_signals(
-    stop: Callable[[], None], *, reload: Callable[[], None] | None = None
-) -> Iterator[None]:
-    """SIGTERM and SIGINT call ``stop`` while this is open, and SIGHUP ``reload``.
-
-    Without ``reload`` SIGHUP does what it did before: it ends the process.
-    """
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGHUP and reload is not None:
-            reload()
-        else:
-            stop()
-
-    heard = [signal.SIGTERM, signal.SIGINT]
-    if reload is not None:
-        heard.append(signal.SIGHUP)
-    before = {number: signal.signal(number, on_signal) for number in heard}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

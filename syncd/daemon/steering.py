@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
+from syncd.daemon.let_be import LetBe
 from syncd.protocol.errors import RecordError
-from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import TEMPORARY, printable
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import parse
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.repeats import Repeats
-
-log = logging.getLogger(__name__)
 
 
 class Steering:
@@ -29,7 +25,7 @@ class Steering:
     def __init__(self, storage: Storage, layout: JobLayout) -> None:
         self._storage = storage
         self._layout = layout
-        self._repeats = Repeats()
+        self._let_be = LetBe()
 
     def pause(self) -> Pause | None:
         """The pause that holds, if there is one; a damaged one holds too."""
@@ -37,13 +33,13 @@ class Steering:
         try:
             return parse(Pause, self._storage.read(path), path)
         except RecordError as error:
-            self._say(path, error)
+            self._let_be.say(path, error)
         except OSError as error:
             if is_gone(error):
                 return None
             if not (is_no_record(error) or is_refused_here(error)):
                 raise
-            self._say(path, error)
+            self._let_be.say(path, error)
         # Someone meant something by it, and what happens meanwhile cannot be undone.
         return Pause(id="", by=f"{path.name}, which cannot be read", time=0.0)
 
@@ -67,7 +63,7 @@ class Steering:
         except OSError as error:
             if not (is_gone(error) or is_refused_here(error)):
                 raise
-            self._say(self._layout.requests, error)
+            self._let_be.say(self._layout.requests, error)
             return ()
         return self._asked()
 
@@ -89,7 +85,7 @@ class Steering:
         except OSError as error:
             if not is_refused_here(error):
                 raise
-            self._say(self._layout.requests, error)
+            self._let_be.say(self._layout.requests, error)
             return []
 
     def _request(self, name: str) -> RollbackRequest | None:
@@ -99,23 +95,13 @@ class Steering:
         try:
             request = parse(RollbackRequest, self._storage.read(path), path)
         except RecordError as error:
-            self._say(path, error)
+            self._let_be.say(path, error)
         except OSError as error:
             if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
                 raise
             if not is_gone(error):
-                self._say(path, error)
+                self._let_be.say(path, error)
         else:
             # Its id becomes a path: only that of the file itself will do.
             return request if self._layout.request(request.id) == path else None
         return None
-
-    def _say(self, path: Path, error: Exception) -> None:
-        """Log what is let be, and not at each look."""
-        if self._repeats.due(path):
-            log.error(
-                "%s is let be, until someone puts it right: %s",
-                printable(path),
-                error,
-                extra=Event.LEFT_ALONE(path=path, reason=error),
-            )

@@ -58,7 +58,7 @@ class Steps:
         self._again = False
         self._pointed: int | None = None
         self._passed: frozenset[int] = frozenset()
-        self._let_be = LetBe(clock)
+        self._let_be = LetBe(clock=clock)
 
     @property
     def has_more(self) -> bool:

@@ -62,6 +62,17 @@ def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = 
         ) from error
 
 
+def check_is_there(storage: Storage, layout: JobLayout) -> None:
+    """Look that a job which was opened is there now.
+
+    Raises:
+        JobUnavailableError: its folder, or ours in it, is not. An unmounted storage looks so, and
+            nothing may be concluded from it.
+    """
+    if not storage.exists(layout.format):
+        raise JobUnavailableError(f"{layout.format} is not there: is its storage mounted?")
+
+
 def lease_time_of(storage: Storage, layout: JobLayout) -> float:
     """The lease time of a job that is there already, in seconds; nothing is made.
 

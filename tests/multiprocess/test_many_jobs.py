@@ -18,7 +18,7 @@ from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.publish import Publisher
 from syncd.daemon.root_services import RootServices
 from syncd.daemon.service import Service
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.layout import STATE_POINTER, JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.jobs import Job
@@ -272,3 +272,64 @@ def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) 
         service.stop()
         serving.join(DEADLINE)
     assert not serving.is_alive()
+
+
+def test_a_job_that_its_trainer_deletes_and_makes_anew_at_once_is_served_again(
+    tmp_path: Path,
+) -> None:
+    """Without our hooks nobody makes ``.syncd``; so soon, no listing of the root has missed it."""
+    root, layout = tmp_path / "job", JobLayout(tmp_path / "job")
+
+    def saves(step: int) -> None:
+        root.mkdir()
+        made = tmp_path / f"made-{step}"
+        Job(made).save(step, receipts=False)
+        for found in (f"global_step_{step}", STATE_POINTER):
+            (made / found).rename(root / found)
+
+    saves(5)
+    service = Service(root, DaemonConfig(lease_time=2, tick=0.1))
+    serving = threading.Thread(target=service.run)
+    serving.start()
+    try:
+        wait_for_step(root, 5)
+        root.rename(tmp_path / "deleted")  # its inode is not used again meanwhile
+        saves(1)
+        assert wait_for_step(root, 1).sequence == 1
+    finally:
+        service.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
+    assert layout.daemon_report.exists()
+
+
+@pytest.mark.parametrize("pointed", [True, False])
+def test_what_is_left_of_a_job_that_is_deleted_is_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, pointed: bool
+) -> None:
+    """``rm -r`` takes ours first, say, and the pointer last: nothing may be made in its way."""
+    job = Job(tmp_path / "job")
+    job.save(1)
+    ticks: list[None] = []
+    service = Service(
+        job.layout.root,
+        DaemonConfig(lease_time=2, tick=0.1),
+        each_tick=lambda: ticks.append(None),
+    )
+    serving = threading.Thread(target=service.run)
+    serving.start()
+    try:
+        wait_for_step(job.layout.root, 1)
+        if pointed:
+            job.layout.state.rename(tmp_path / "ours")
+        else:  # a mount point without its storage
+            job.layout.root.rename(tmp_path / "job-away")
+            job.layout.root.mkdir()
+        wait_until(lambda: "is its storage mounted" in caplog.text, "it is said")
+        before = len(ticks)
+        wait_until(lambda: len(ticks) > before + 3, "it was looked at again and again")
+    finally:
+        service.stop()
+        serving.join(DEADLINE)
+    assert not serving.is_alive()
+    assert not job.layout.state.exists()

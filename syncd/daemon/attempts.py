@@ -1,0 +1,173 @@
+"""Attempts to make a version: what fails is tried again, later each time, or given up for good."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from syncd.checkpoint.merge import Progress
+from syncd.checkpoint.save import Save
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.journal import Journal
+from syncd.daemon.publish import Publisher
+from syncd.daemon.report import Reporter
+from syncd.daemon.steering import Steering
+from syncd.daemon.tidying import Tidying
+from syncd.protocol.errors import (
+    CheckpointError,
+    NoRoomError,
+    RecordError,
+    SaveNotReadyError,
+    SyncdError,
+    VerificationError,
+    VersionGoneError,
+)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.reports import MergeProgress
+from syncd.protocol.requests import RollbackRequest
+from syncd.storage.fsio import Storage
+from syncd.storage.job import check_is_there
+from syncd.storage.judge import Clock
+
+#: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
+_LONGEST_WAIT: Final = 30.0
+_MOST_DOUBLINGS: Final = 16
+#: How often a rollback that storage refuses is tried, one round each.
+_ROLLBACK_ATTEMPTS: Final = 6
+
+
+class Attempts:
+    """Publishes saves and rolls back, and knows what it means where that fails.
+
+    Args:
+        storage: the shared storage.
+        layout: the job.
+        config: the daemon's.
+        publisher: makes the versions.
+        journal: is told what came of it.
+        reporter: is told how far a merge is.
+        tidying: removes what a failed attempt left.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        layout: JobLayout,
+        config: DaemonConfig,
+        publisher: Publisher,
+        journal: Journal,
+        reporter: Reporter,
+        tidying: Tidying,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._storage = storage
+        self._layout = layout
+        self._config = config
+        self._publisher = publisher
+        self._journal = journal
+        self._reporter = reporter
+        self._tidying = tidying
+        self._clock = clock
+        self._steering = Steering(storage, layout)
+        self._tried: str | None = None
+        self._again_at = 0.0
+        self._failures = 0
+        self._asked: str | None = None
+        self._refusals = 0
+
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Try again by another tick."""
+        self._config = config
+
+    def publish(self, save: Save, whole_since: float) -> str:  # noqa: PLR0911 - one return for each way it ends
+        """Publish a save, or quarantine it.
+
+        Args:
+            save: as it was looked at last.
+            whole_since: when it was first seen as it is, by ``clock``.
+
+        Returns:
+            Why it has to wait; nothing where it does not.
+
+        Raises:
+            SyncdError: the daemon cannot go on: it was superseded, stopped, or the job is away.
+        """
+        if save.identity != self._tried:
+            self._tried, self._failures, self._again_at = save.identity, 0, 0.0
+        if self._clock() < self._again_at:
+            return self._journal.waiting_for
+        if self._steering.is_paused():
+            return "paused"
+        begun = self._clock()
+        try:
+            self._publisher.check_room(save)
+            self._reporter.report("merging", f"step {save.step}")
+            manifest = self._publisher.publish(save, progress=self._progress(save, begun))
+        except (SaveNotReadyError, NoRoomError) as error:
+            return self._try_later(str(error), error)
+        except CheckpointError as error:
+            self.give_up(save, error)
+            return ""
+        except OSError as error:
+            check_is_there(self._storage, self._layout)
+            return self._try_later(f"step {save.step} could not be merged: {error}", error)
+        except SyncdError:
+            raise
+        except MemoryError as error:
+            return self._try_later(f"step {save.step}: not enough memory to merge it now", error)
+        except Exception as error:  # noqa: BLE001 - a fault of ours is logged whole
+            self._journal.fault(save, error, self._publisher.outcomes.quarantine(save, error))
+            return ""
+        self._failures = 0
+        now = self._clock()
+        self._journal.published(manifest, seconds=now - begun, latency=now - whole_since)
+        self._journal.write()  # pruning, which comes next, may take long
+        return ""
+
+    def give_up(self, save: Save, error: CheckpointError) -> None:
+        """Quarantine a save."""
+        path = self._publisher.outcomes.quarantine(save, error)
+        self._journal.quarantined(save, error, path)
+
+    def roll_back(self, request: RollbackRequest) -> None:
+        """Make an old version LATEST again, and answer who asked; new saves wait meanwhile.
+
+        Raises:
+            OSError: storage refuses it; it may be tried again, some times.
+            SyncdError: as :meth:`publish`.
+        """
+        if request.id != self._asked:
+            self._asked, self._refusals = request.id, 0
+        try:
+            manifest = self._publisher.republish(request)
+        except (VersionGoneError, VerificationError, RecordError, OSError) as error:
+            check_is_there(self._storage, self._layout)
+            self._refusals += 1
+            if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
+                raise
+            self._journal.rollback_refused(request, error)
+            self._publisher.answer(request, made=None, why=str(error))
+            return
+        self._journal.rolled_back(request, manifest)
+        self._publisher.answer(request, made=manifest.sequence, why="")
+
+    def _progress(self, save: Save, begun: float) -> Progress:
+        """What says how far a merge is, now and then."""
+
+        def tell(done: int, total: int) -> None:
+            if self._reporter.may_say_more():
+                seconds = self._clock() - begun
+                merge = MergeProgress(step=save.step, done=done, total=total, seconds=seconds)
+                self._reporter.report("merging", f"step {save.step}", merge)
+
+        return tell
+
+    def _try_later(self, why: str, error: Exception) -> str:
+        """Let the next attempt at the same save wait, longer each time."""
+        self._journal.meter.failed(error)
+        self._tidying.after(error)
+        wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
+        self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
+        self._again_at = self._clock() + wait
+        return f"{why}; trying again in {wait:g} s"
