@@ -30,6 +30,8 @@ T = TypeVar("T")
 #: The label that a server has while weights are loaded into it. Where it stays, someone was killed
 #: in the middle of it: nobody knows what weights the server has.
 LOADING: Final = "syncd-loading"
+#: What all other labels of ours begin with.
+_STEP: Final = "step-"
 
 
 class ServerEngine(ServerCalls):
@@ -39,7 +41,8 @@ class ServerEngine(ServerCalls):
     the version counts as served, and one that does not generate is an error; a server of which
     nobody knows what weights it has, or which has caches of others, is an error and stays paused;
     where a load fails it is given back what it had.
-    Not promised: that it serves while the hook is away, or that nobody else changes its weights.
+    Not promised: that it serves while the hook is away, or that nobody else changes its weights: a
+    second hook of one server is noticed only where it is at a load, or has loaded something else.
 
     A version's label in the server is :func:`label`: the server shows it beside what it generates.
 
@@ -165,9 +168,17 @@ class ServerEngine(ServerCalls):
 
         Raises:
             ServerUnreachableError: it is not.
+            EngineBrokenError: another hook is in the middle of a load of it.
         """
         self._server.forget_routes()
         self._find_kinds()
+        said = self._must(self._said_label)
+        is_ours = (self._torn or self._uncached) is not None
+        if said is not None and said.startswith(LOADING) and not is_ours:
+            raise EngineBrokenError(
+                f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
+                "one hook; stop the other one"
+            )
         self._has_adapters |= version.kind == "adapter" or self._serves_adapter()
 
     def pause(self) -> None:
@@ -270,7 +281,15 @@ class ServerEngine(ServerCalls):
         except (ServerRefusedError, OSError) as error:
             log.warning("%s does not say what it serves: %s", self._whose, error)
             return False
-        return said is None or said == (self._received or label(version))
+        given = self._received or label(version)
+        if said is not None and said != given and said.startswith((_STEP, LOADING)):
+            log.warning(
+                "%s has %s, and was given %s here: by another hook? a server has one",
+                self._whose,
+                said,
+                given,
+            )
+        return said is None or said == given
 
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
@@ -325,7 +344,7 @@ class ServerEngine(ServerCalls):
 
 def label(version: LeasedVersion) -> str:
     """How a server names a version: by its step, and its number in the job."""
-    return f"step-{version.step}-version-{version.sequence}"
+    return f"{_STEP}{version.step}-version-{version.sequence}"
 
 
 def _is_here(host: str) -> bool:
