@@ -19,7 +19,7 @@ from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import POLL, Seams
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import InvalidSettingsError, WaitTimeoutError
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
 from syncd.protocol.policy import (
     RunningStatus,
     SyncMethod,
@@ -352,8 +352,10 @@ class ExplorerHook:
 
     def _waits(self, step: int) -> bool:
         """Whether a sync that is due is waited for: of broadcasts the trainer may decide."""
-        return self._fast_path is None or explorer_syncs(
-            self._settings,
-            step,
-            trainer_requires_sync=self._sync.trainer_requires_weight_sync(),
-        )
+        if self._fast_path is None:
+            return True
+        try:
+            requires = self._sync.trainer_requires_weight_sync()
+        except JobUnavailableError:
+            return True  # and so is the job
+        return explorer_syncs(self._settings, step, trainer_requires_sync=requires)
