@@ -128,7 +128,7 @@ class ServerEngine(ServerCalls):
         self._kinds = self._find_kinds()
         named = self._named_folder()
         if self._fits is None and named is not None:
-            self._fits = fits_if_here(named, casts=True, whose=self._whose)
+            self._fits = fits_if_here(named, self._whose)
         if self._fits is None:
             log.warning(
                 "%s names no model folder on this host: its first version is taken without being "
