@@ -134,6 +134,17 @@ def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
     assert hook.may_produce()
 
 
+def test_an_engine_that_has_lost_its_version_has_it_again_after_the_next_sync(
+    hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    """Also where the trainer has nothing newer, which ends a sync."""
+    assert hook.pull(0) == Version(2, 2)
+    engine.restart()
+    assert hook.after_step(1) == Version(2, 2)
+    assert engine.answer(0).sequence == 2
+    assert hook.may_produce()
+
+
 def test_a_broken_engine_takes_a_newer_version_where_what_it_had_is_gone(
     job: Job, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
