@@ -81,12 +81,12 @@ class Arriving(Generic[T]):
     def __init__(
         self, group: WeightGroup, header: Header, meta: WeightMeta, image: Image, prepared: T
     ) -> None:
+        self.header = header
         self.meta = meta
         self.image = image
         self.prepared = prepared
         self.fault: str | None = None
         self._group = group
-        self._has_digests = header.has_digests
         self._digests: list[bytes] = []
 
     def fill_image(self, content: Tensor) -> None:
@@ -127,7 +127,7 @@ class Arriving(Generic[T]):
         Raises:
             BroadcastError: it is not, or not everywhere.
         """
-        if self._has_digests:
+        if self.header.has_digests:
             told = _told(self._group, DIGEST * len(self._digests))
             if told != b"".join(self._digests):
                 self.fault = "it is not what the trainer says that it has sent"
@@ -160,7 +160,7 @@ class Arriving(Generic[T]):
         for number in range(len(buckets)):
             one = coming.popleft()
             one.broadcasting.wait()
-            if self._has_digests:
+            if self.header.has_digests:
                 self._digests.append(xxhash.xxh3_128_digest(bytes_of(one.memory.cpu())))
             yield one.bucket, one.memory
             if number + ahead < len(buckets):

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from explorer_hooks.reload import RefusedError
+from explorer_hooks.serving import Serving
+from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     CancelledError,
     EngineBrokenError,
+    InvalidSettingsError,
     JobUnavailableError,
+    NotFollowingError,
     WaitTimeoutError,
 )
+from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
 
@@ -53,37 +59,125 @@ def follow(pull: Callable[[], object], *, pause: Callable[[float], bool], poll: 
 
 
 class Follower:
-    """A thread that follows, and whose death is noticed.
+    """At most one thread that follows, and the word of its death, which is given once.
 
     Args:
-        work: what it does, until cancelled.
-        died: called in the thread where the work ended with an error.
+        name: the explorer's.
+        serving: what the thread's pulls change; it is told that something follows, or no more.
+        poll: as of :func:`follow`.
     """
 
-    def __init__(
-        self, work: Callable[[], None], *, died: Callable[[BaseException], object]
-    ) -> None:
-        self._work = work
-        self._died = died
-        self.error: BaseException | None = None
-        # A daemon thread: storage that never answers must not keep a process from its end.
-        self._thread = threading.Thread(target=self._run, name="syncd-follower", daemon=True)
-        self._thread.start()
+    def __init__(self, name: str, serving: Serving, poll: float) -> None:
+        self._name = name
+        self._serving = serving
+        self._poll = poll
+        self._cancel = Cancellation()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     @property
-    def is_alive(self) -> bool:
-        """Whether it is at work."""
-        return self._thread.is_alive()
+    def is_on(self) -> bool:
+        """Whether something follows, or has died and nobody was told."""
+        return self._thread is not None
 
-    def join(self) -> None:
-        """Wait for its end; who has cancelled its work."""
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+    def start(self, pull: Callable[[Cancellation], object]) -> None:
+        """Follow in a thread of its own; nothing where one does.
 
-    def _run(self) -> None:
+        Args:
+            pull: as of :func:`follow`; ends where it is cancelled.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._error = None
+        self._cancel = cancel = Cancellation()
+        self._serving.follows()
+        work = partial(follow, partial(pull, cancel), pause=cancel.pause, poll=self._poll)
+        # A daemon thread: storage that never answers must not keep a process from its end.
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name="syncd-follower", daemon=True
+        )
+        self._thread.start()
+
+    def cancel(self) -> None:
+        """End what follows, without waiting for that; from any thread, or a signal handler."""
+        self._cancel.cancel()
+
+    def stop(self) -> None:
+        """End what follows, and wait for that. Safe to call without one."""
+        self.cancel()
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        self._error = None
+
+    def check(self) -> None:
+        """Do nothing while it lives, or none was started.
+
+        Raises:
+            NotFollowingError: it has died; said once.
+        """
+        error = self._error
+        if error is None:
+            return
+        self.stop()  # it may be about to say that it died: not over one that is started now
+        raise NotFollowingError(
+            f"what followed the job for {self._name} has ended, and its engine stays at "
+            f"{self._serving.version or 'what it began with'}: {error!r}; start() again, or pull"
+        ) from error
+
+    def check_off(self) -> None:
+        """See that nothing follows: it would take its turn for as long as it lives.
+
+        Raises:
+            NotFollowingError: what followed has ended.
+            InvalidSettingsError: something follows.
+        """
+        self.check()
+        if self.is_on:
+            raise InvalidSettingsError(
+                f"{self._name} follows in the background: see version, or wait_until_served, or "
+                "stop() first"
+            )
+
+    def wait_until_served(
+        self, timeout: float | None, newer_than: Version | None, cancel: Cancellation
+    ) -> Version:
+        """Wait until the engine serves a version.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+            newer_than: a version that is not enough; None where any is.
+            cancel: ends the wait.
+
+        Raises:
+            WaitTimeoutError: it does not in time.
+            NotFollowingError: what followed has ended.
+            CancelledError: the wait was cancelled.
+        """
+        found = self._serving.wait(
+            lambda served: (
+                _is_other(served, newer_than) or self._error is not None or cancel.is_done
+            ),
+            timeout,
+        )
+        self.check()
+        cancel.check()
+        if found is None or not _is_other(found, newer_than):
+            newer = f" newer than {newer_than}" if newer_than else ""
+            raise WaitTimeoutError(f"{self._name} serves nothing{newer} within {timeout:g} s")
+        return found
+
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._work()
+            work()
         except BaseException as error:  # raised by the thread that calls next
             log.error("nothing follows the job any more", exc_info=True)
-            self.error = error
-            self._died(error)
+            self._error = error
+            self._serving.follows_no_more(f"nothing follows the job any more: {error!r}")
+
+
+def _is_other(version: Version | None, than: Version | None) -> bool:
+    """Whether a version is served that came after another one; by broadcast only steps differ."""
+    return version is not None and (
+        than is None or (version != than and version.sequence >= than.sequence)
+    )

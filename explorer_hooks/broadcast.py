@@ -73,26 +73,6 @@ class WeightReceiver:
         for offset, spec in zip(arriving.image.offsets, arriving.meta.tensors, strict=True):
             yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
-    def stream(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
-        """Tensors as they arrive: of a model that is too big to be held twice.
-
-        In memory are two buckets, and a tensor that is larger than a bucket. What was yielded may
-        be of a transfer that comes to nothing: only when the iterator has ended without an error
-        has every receiver all of it.
-
-        Args:
-            fits: as of :meth:`receive`.
-
-        Yields:
-            Name and whole tensor, contiguous, on the group's device; valid until the next one.
-
-        Raises:
-            BroadcastError: as of :meth:`receive`, but at any moment.
-        """
-        arriving = self._greet(lambda meta, _: fits(meta))
-        yield from arriving.tensors()
-        arriving.end()
-
     def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
         """What targets are to have, into host memory that is kept; they are not changed.
 

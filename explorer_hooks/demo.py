@@ -33,7 +33,8 @@ def main() -> None:
     with ExplorerHook(given.job, given.name, TorchModule(model)) as hook:
         while True:
             version = hook.pull(given.timeout)
-            seconds.append(hook.last_load_seconds)
+            if hook.last is not None:
+                seconds.append(hook.last.seconds)
             # A rollout of one token, and what stands for the many others of a batch.
             with torch.no_grad():
                 answered.append(int(model(torch.arange(8).unsqueeze(0))[0, -1].argmax()))

@@ -87,15 +87,15 @@ class Fits:
         }
 
 
-def fits_if_here(named: str, *, casts: bool, whose: str) -> Fits | None:
-    """By the model that a server names; None where that is no folder here, or holds no weights.
+def fits_if_here(named: str, whose: str) -> Fits | None:
+    """By the model that a server that casts names; None where that is no folder here with weights.
 
     A relative path is the server's, or a name on the hub, and no folder of ours.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None
     try:
-        return Fits(named, casts=casts, whose=whose)
+        return Fits(named, casts=True, whose=whose)
     except InvalidSettingsError as error:
         log.warning("%s: %s", whose, error)
         return None

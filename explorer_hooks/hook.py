@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from explorer_hooks.background import Follower, follow
+from explorer_hooks.background import Follower
 from explorer_hooks.engines.base import Engine, WeightTaker
 from explorer_hooks.fast_path import FastPath
 from explorer_hooks.pipeline import Pipeline
@@ -20,11 +19,7 @@ from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import POLL, Seams
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import (
-    InvalidSettingsError,
-    NotFollowingError,
-    WaitTimeoutError,
-)
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError, WaitTimeoutError
 from syncd.protocol.policy import (
     RunningStatus,
     SyncMethod,
@@ -94,11 +89,8 @@ class ExplorerHook:
         if why is not None:
             log.warning("%s", why)
         self._engine = engine
-        self._poll = poll
         self._cancel = Cancellation()
         self._closed = False
-        self._follower: Follower | None = None
-        self._unfollow = Cancellation()
         self._sync = ExplorerSynchronizer(
             job_dir,
             name,
@@ -123,6 +115,7 @@ class ExplorerHook:
                 fast_path=self._fast_path,
             )
             self._puller = Puller(self._sync, self._pipeline, self._fast_path, self._cancel, poll)
+            self._follower = Follower(name, self._pipeline, poll)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -152,11 +145,6 @@ class ExplorerHook:
         return self._pipeline.last
 
     @property
-    def last_load_seconds(self) -> float:
-        """How long the last pull took to verify and load what it had waited for."""
-        return self.last.seconds if self.last else 0.0
-
-    @property
     def fault(self) -> str | None:
         """Why this explorer cannot be relied on; None while all is well."""
         return self._pipeline.fault
@@ -173,7 +161,7 @@ class ExplorerHook:
             NotFollowingError: what followed in the background has ended.
             OSError: LATEST cannot be read.
         """
-        self._raise_if_dead()
+        self._follower.check()
         return self.fault is None and self._sync.may_produce()
 
     def get_weight(self, name: str) -> Tensor:
@@ -227,7 +215,7 @@ class ExplorerHook:
             NotFollowingError: what followed in the background has ended.
             InvalidSettingsError: something follows in the background.
         """
-        self._check_not_followed()
+        self._follower.check_off()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
         except RefusedError as refused:
@@ -245,7 +233,7 @@ class ExplorerHook:
             InvalidSettingsError: a trainer works, or something follows in the background.
             WaitTimeoutError, or as :meth:`pull`.
         """
-        self._check_not_followed()
+        self._follower.check_off()
         seconds = self._settings.sync_timeout if timeout is None else timeout
         try:
             return self._puller.step(step, seconds)
@@ -274,10 +262,10 @@ class ExplorerHook:
             EngineBrokenError, CancelledError, NotFollowingError: as :meth:`pull`.
             InvalidSettingsError: ``fully_async``, and nothing follows.
         """
-        self._raise_if_dead()
-        if self._settings.style is SyncStyle.FULLY_ASYNC and self._follower is None:
+        self._follower.check()
+        if self._settings.style is SyncStyle.FULLY_ASYNC and not self._follower.is_on:
             raise InvalidSettingsError("style fully_async: call start() before the first step")
-        if not self.sync_is_due(step) or self._follower is not None:
+        if self._follower.is_on or not self.sync_is_due(step):
             return self.version
         waits = True
         try:
@@ -305,22 +293,12 @@ class ExplorerHook:
         Does nothing where it follows already.
         """
         self._cancel.check()
-        if self._follower is not None and self._follower.is_alive:
-            return
-        self._unfollow = cancel = Cancellation()
-        self._pipeline.follows()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
-        pull = partial(self._puller.newest, None, asks=asks, cancel=cancel)
-        self._follower = Follower(
-            partial(follow, pull, pause=cancel.pause, poll=self._poll), died=self._follower_died
-        )
+        self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
 
     def stop(self) -> None:
         """End the thread; a load that it is in is waited for. Safe to call without one."""
-        self._unfollow.cancel()
-        follower, self._follower = self._follower, None
-        if follower is not None:
-            follower.join()
+        self._follower.stop()
 
     def wait_until_served(
         self, timeout: float | None = None, *, newer_than: Version | None = None
@@ -336,27 +314,14 @@ class ExplorerHook:
             NotFollowingError: what followed has ended.
             CancelledError: the hook was cancelled, or closed.
         """
-        found = self._pipeline.wait(
-            lambda version: (
-                _is_other(version, newer_than)
-                or self._follower_error() is not None
-                or self._cancel.is_done
-            ),
-            timeout,
-        )
-        self._raise_if_dead()
-        self._cancel.check()
-        if found is None or not _is_other(found, newer_than):
-            newer = f" newer than {newer_than}" if newer_than else ""
-            raise WaitTimeoutError(f"{self._sync.name} serves nothing{newer} within {timeout:g} s")
-        return found
+        return self._follower.wait_until_served(timeout, newer_than, self._cancel)
 
     # -- the end -----------------------------------------------------------------------------------
 
     def cancel(self) -> None:
         """End all pulls, now and from now on; from any thread, or a signal handler."""
         self._cancel.cancel()
-        self._unfollow.cancel()
+        self._follower.cancel()
 
     def close(self) -> None:
         """End pulls in other threads, let the version go, and say that this explorer has stopped.
@@ -387,47 +352,10 @@ class ExplorerHook:
 
     def _waits(self, step: int) -> bool:
         """Whether a sync that is due is waited for: of broadcasts the trainer may decide."""
-        return self._fast_path is None or explorer_syncs(
-            self._settings,
-            step,
-            trainer_requires_sync=self._sync.trainer_requires_weight_sync(),
-        )
-
-    def _follower_died(self, error: BaseException) -> None:
-        self._pipeline.follows_no_more(f"nothing follows the job any more: {error!r}")
-
-    def _follower_error(self) -> BaseException | None:
-        return self._follower.error if self._follower is not None else None
-
-    def _check_not_followed(self) -> None:
-        """See that nothing follows: it would take its turn for as long as it lives.
-
-        Raises:
-            NotFollowingError: what followed has ended.
-            InvalidSettingsError: something follows.
-        """
-        self._raise_if_dead()
-        if self._follower is not None:
-            raise InvalidSettingsError(
-                f"{self._sync.name} follows in the background: see version, or wait_until_served, "
-                "or stop() first"
-            )
-
-    def _raise_if_dead(self) -> None:
-        error = self._follower_error()
-        if error is None:
-            return
-        follower, self._follower = self._follower, None
-        if follower is not None:
-            follower.join()  # it may be about to say that it died: not over one that is started now
-        raise NotFollowingError(
-            f"what followed the job for {self._sync.name} has ended, and its engine stays at "
-            f"{self.version or 'what it began with'}: {error!r}; start() again, or pull"
-        ) from error
-
-
-def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether a version is served that came after another one; by broadcast only steps differ."""
-    return version is not None and (
-        than is None or (version != than and version.sequence >= than.sequence)
-    )
+        if self._fast_path is None:
+            return True
+        try:
+            requires = self._sync.trainer_requires_weight_sync()
+        except JobUnavailableError:
+            return True  # and so is the job
+        return explorer_syncs(self._settings, step, trainer_requires_sync=requires)

@@ -202,9 +202,16 @@ class Puller:
     def _restore(self) -> None:
         """Let a broken engine serve again what it had, or go on where something newer is there.
 
+        One that has lost it, a server that was restarted say, is broken.
+
         Raises:
             EngineBrokenError: it is still broken, and there is nothing newer.
         """
+        if not self._pipeline.is_broken:
+            try:
+                self._pipeline.look()
+            except EngineBrokenError as error:
+                log.warning("%s", error)
         try:
             self._pipeline.restore()
         except EngineBrokenError as error:

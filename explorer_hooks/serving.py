@@ -107,7 +107,7 @@ class Serving:
             if self._staging is not None and held.source != held.folder:
                 again = self._staging.hold_again(held)
             else:
-                again = self._sync.hold(_label(held))
+                again = self._sync.hold(Version(held.sequence, held.step))
         try:
             yield again
         finally:
@@ -178,7 +178,3 @@ class Serving:
                     self._leaving.pop()
             except OSError as error:
                 log.warning("a lease stays until the next pull: %s", error)
-
-
-def _label(version: LeasedVersion) -> Version:
-    return Version(version.sequence, version.step)

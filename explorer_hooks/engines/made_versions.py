@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import xxhash
 
@@ -34,19 +33,11 @@ class TensorBytes(NamedTuple):
     content: bytes
 
 
-@dataclass(slots=True)
-class Hold:
-    """Stands for a lease: nobody removes these versions.
-
-    Attributes:
-        is_released: whether the version was let go.
-    """
-
-    is_released: bool = field(default=False)
+class NoLease:
+    """Stands for a lease: nobody removes these versions."""
 
     def release(self) -> None:
-        """Let the version go."""
-        self.is_released = True
+        """There is nothing to let go of."""
 
 
 def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, TensorBytes]:
@@ -120,8 +111,7 @@ def make_version(
         base_model=AdaptedModel(name=base_model) if base_model else None,
     )
     storage.write_new(folder / MANIFEST, encode(manifest))
-    hold: Any = Hold()  # all of a lease that a version uses
-    return LeasedVersion(storage, folder, manifest, hold)
+    return LeasedVersion(storage, folder, manifest, NoLease())
 
 
 def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:

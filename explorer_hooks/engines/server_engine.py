@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.server_calls import ServerCalls
 from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
@@ -30,16 +30,19 @@ T = TypeVar("T")
 #: The label that a server has while weights are loaded into it. Where it stays, someone was killed
 #: in the middle of it: nobody knows what weights the server has.
 LOADING: Final = "syncd-loading"
+#: What all other labels of ours begin with.
+_STEP: Final = "step-"
 
 
-class ServerEngine(ABC):
+class ServerEngine(ServerCalls):
     """A server that takes weights from a folder that it can read.
 
     Promised: versions that do not fit never reach it; after each load one token is generated before
     the version counts as served, and one that does not generate is an error; a server of which
     nobody knows what weights it has, or which has caches of others, is an error and stays paused;
     where a load fails it is given back what it had.
-    Not promised: that it serves while the hook is away, or that nobody else changes its weights.
+    Not promised: that it serves while the hook is away, or that nobody else changes its weights: a
+    second hook of one server is noticed only where it is at a load, or has loaded something else.
 
     A version's label in the server is :func:`label`: the server shows it beside what it generates.
 
@@ -125,7 +128,7 @@ class ServerEngine(ABC):
         self._kinds = self._find_kinds()
         named = self._named_folder()
         if self._fits is None and named is not None:
-            self._fits = fits_if_here(named, casts=True, whose=self._whose)
+            self._fits = fits_if_here(named, self._whose)
         if self._fits is None:
             log.warning(
                 "%s names no model folder on this host: its first version is taken without being "
@@ -165,9 +168,17 @@ class ServerEngine(ABC):
 
         Raises:
             ServerUnreachableError: it is not.
+            EngineBrokenError: another hook is in the middle of a load of it.
         """
         self._server.forget_routes()
         self._find_kinds()
+        said = self._must(self._said_label)
+        is_ours = (self._torn or self._uncached) is not None
+        if said is not None and said.startswith(LOADING) and not is_ours:
+            raise EngineBrokenError(
+                f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
+                "one hook; stop the other one"
+            )
         self._has_adapters |= version.kind == "adapter" or self._serves_adapter()
 
     def pause(self) -> None:
@@ -270,92 +281,19 @@ class ServerEngine(ABC):
         except (ServerRefusedError, OSError) as error:
             log.warning("%s does not say what it serves: %s", self._whose, error)
             return False
-        return said is None or said == (self._received or label(version))
+        given = self._received or label(version)
+        if said is not None and said != given and said.startswith((_STEP, LOADING)):
+            log.warning(
+                "%s has %s, and was given %s here: by another hook? a server has one",
+                self._whose,
+                said,
+                given,
+            )
+        return said is None or said == given
 
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
         self._server.close()
-
-    # -- what each server has its own way for ------------------------------------------------------
-
-    @abstractmethod
-    def _find_kinds(self) -> frozenset[str]:
-        """What it can load, by its routes.
-
-        Raises:
-            InvalidSettingsError: routes are missing.
-        """
-
-    @abstractmethod
-    def _named_folder(self) -> str | None:
-        """The model that it names: of the same names and shapes as what it serves."""
-
-    @abstractmethod
-    def _serves_what_it_names(self, said: str | None) -> bool:
-        """Whether what it serves is the model that it names, by its label."""
-
-    @abstractmethod
-    def _said_label(self) -> str | None:
-        """The label of its weights; None where it has none."""
-
-    @abstractmethod
-    def _set_label(self, text: str) -> None:
-        """Label its weights, where it can."""
-
-    @abstractmethod
-    def _can_label(self) -> bool:
-        """Whether it says, and is told, the label of its weights, whatever kind they are."""
-
-    @abstractmethod
-    def _may_be_paused(self) -> bool:
-        """Whether requests wait, or may: asked of one that cannot be labelled."""
-
-    @abstractmethod
-    def _serves_adapter(self) -> bool:
-        """Whether there is an adapter of ours that requests may hold."""
-
-    @abstractmethod
-    def _pause(self) -> None: ...
-
-    @abstractmethod
-    def _resume(self) -> None: ...
-
-    @abstractmethod
-    def _reset_cache(self) -> None: ...
-
-    @abstractmethod
-    def _load_folder(self, kind: str, folder: str, name: str) -> None:
-        """Load a full model, which ends what adapters there are, or an adapter.
-
-        Args:
-            kind: ``full`` or ``adapter``.
-            folder: as the server sees it.
-            name: the label, for servers that take it with the weights.
-
-        Raises:
-            ServerRefusedError: it says that it has not.
-        """
-
-    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not each can look
-        """Look at what was loaded, while it is still paused.
-
-        Raises:
-            ServerRefusedError: it is not what it should be.
-        """
-
-    @abstractmethod
-    def _prove(self, kind: str, name: str) -> None:
-        """Generate one token.
-
-        Args:
-            kind: with a ``full`` model, or an ``adapter``.
-            name: the label of what it must generate with.
-
-        Raises:
-            ServerRefusedError: it does not.
-        """
-
-    # -- helpers -----------------------------------------------------------------------------------
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Have the server load a full model that its workers have received, under a label.
@@ -406,7 +344,7 @@ class ServerEngine(ABC):
 
 def label(version: LeasedVersion) -> str:
     """How a server names a version: by its step, and its number in the job."""
-    return f"step-{version.step}-version-{version.sequence}"
+    return f"{_STEP}{version.step}-version-{version.sequence}"
 
 
 def _is_here(host: str) -> bool:

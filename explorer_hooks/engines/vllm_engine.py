@@ -70,7 +70,7 @@ class VLLMEngine(InProcessEngine):
         if base is not None:
             self._fits = Fits(base, casts=True, whose="this vLLM")
         elif isinstance(named := getattr(getattr(llm, "model_config", None), "model", None), str):
-            self._fits = fits_if_here(named, casts=True, whose="this vLLM")
+            self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
         """Compare with the model that it was made from, or with what it took before.

@@ -249,9 +249,10 @@ class VLLMServer(ServerEngine):
         told = self._server.ask(_CHECKER, {"action": "checksum"}, timeout=self._load_timeout)
         found = told.get("checksums") if isinstance(told, dict) else None
         key = (version.sequence, version.manifest.save_id)
-        before = self._digests.get(key, found)
+        # What it had when it was loaded first counts, however often it is given again.
+        before = self._digests.pop(key, found)
         # What can come back is what is served, and the one before.
-        self._digests = dict([*self._digests.items(), (key, found)][-2:])
+        self._digests = dict([*self._digests.items(), (key, before)][-2:])
         if before != found:
             raise ServerRefusedError(
                 f"the weights that it has of version {version.sequence} are not those that it had "

@@ -115,7 +115,7 @@ class Membership:
         """
         self._received = None
         if self._fits is None:
-            self._fits = fits_if_here(model, casts=True, whose="this vLLM")
+            self._fits = fits_if_here(model, "this vLLM")
         where = torch.device("cpu") if rendezvous.backend == "gloo" else device
         group = self._kept.open(rendezvous, rank, deadline=deadline, device=where)
         try:

@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from syncd.coordination.asking import Request
 from syncd.coordination.explorer_transfers import ExplorerTransfers
 from syncd.coordination.member import Seams
-from syncd.coordination.participant import back_to_running, become, require_sync
+from syncd.coordination.participant import become
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     InvalidSettingsError,
@@ -27,38 +28,8 @@ from syncd.protocol.policy import (
 )
 from syncd.protocol.records import SaveId
 from syncd.protocol.reports import Reload
-from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
-
-#: How often which trainer has said that nothing newer will come; None for never.
-_Said = tuple[str | None, int] | None
-
-
-class _Request:
-    """What a wait has asked the trainer, and when: not more often than once a poll."""
-
-    def __init__(self, clock: Clock, poll: float) -> None:
-        self._clock = clock
-        self._poll = poll
-        self._at = -math.inf
-        self._answers: _Said | str = "not asked yet"
-
-    def is_due(self) -> bool:
-        """Whether it is time to look whether it was answered; then it is not for a poll."""
-        now = self._clock()
-        if now - self._at < self._poll:
-            return False
-        self._at = now
-        return True
-
-    def is_answered_by(self, said: _Said) -> bool:
-        """Whether there is something to ask: it was not asked, or answered since."""
-        return said != self._answers
-
-    def asked(self, said: _Said) -> None:
-        """It was asked, of a trainer that had said so much by then."""
-        self._answers = said
 
 
 class ExplorerSynchronizer(ExplorerTransfers):
@@ -183,24 +154,24 @@ class ExplorerSynchronizer(ExplorerTransfers):
         if no_wait:
             return self._versions.newest(current)
         with self._wait(timeout, cancel) as wait:
-            missed = 0
+            missed, request = False, self._request()
             try:
                 newest = self._versions.newest(current)
                 if newest != current:
                     return newest
                 # Before it is asked: what is said after this is said to us too.
-                said = self._said()
+                said = request.said()
                 if self._roster.trainer_status() is RunningStatus.STOPPED:
                     return self._versions.newest(current, sure=True)
-                self._require_sync()
-                missed = 1
+                request.require()
+                missed = True
                 while True:
-                    nothing_comes = self._said() not in {None, said} or (
+                    nothing_comes = request.said() not in {None, said} or (
                         self._roster.trainer_status() is RunningStatus.STOPPED
                     )
                     newest = self._versions.newest(current, sure=nothing_comes)
                     if newest != current:
-                        missed = 0
+                        missed = False
                         return newest
                     if nothing_comes:
                         self._warn_once(current)
@@ -212,7 +183,7 @@ class ExplorerSynchronizer(ExplorerTransfers):
                             "daemon works, and what it waits for"
                         )
             finally:
-                back_to_running(self._me, nothing_new=self._me.record.nothing_new + missed)
+                request.end(missed=missed)
 
     def wait_for_newer(
         self,
@@ -245,24 +216,23 @@ class ExplorerSynchronizer(ExplorerTransfers):
         """
         patience = math.inf if timeout is None else timeout
         with self._wait(patience, cancel) as wait:
-            missed = 1
-            request = _Request(self._clock, self._poll)
+            missed, request = True, self._request()
             try:
                 while True:
                     newest = self._versions.newest(current)
                     if newest is not None and newest != current:
-                        missed = 0
+                        missed = False
                         return newest
                     look()
                     if asks and patience > 0:
-                        self._ask(request)
+                        request.repeat()
                     if not wait.more():
                         raise WaitTimeoutError(
                             f"nothing newer than {current or 'nothing'} within {timeout:g} s in "
                             f"{self._versions.layout.root}"
                         )
             finally:
-                self._end_wait(missed)
+                request.end(missed=missed)
 
     def wait_for_weights(
         self,
@@ -296,31 +266,31 @@ class ExplorerSynchronizer(ExplorerTransfers):
             OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
-            said = self._said() if ends_with_trainer else None
-            missed, request = 1, _Request(self._clock, self._poll)
+            missed, request = True, self._request()
+            said = request.said() if ends_with_trainer else None
             try:
                 while True:
                     ends = False
                     try:
                         has_stopped = self._roster.trainer_status() is RunningStatus.STOPPED
                         if offer := self._offered(joins=joins(), has_stopped=has_stopped):
-                            missed = 0
+                            missed = False
                             return offer
                         if ends_with_trainer:
-                            ends = has_stopped or self._said() not in {None, said}
+                            ends = has_stopped or request.said() not in {None, said}
                     except JobUnavailableError:
                         if ends_with_trainer:
                             raise
                     if not self._transfer.has_joined:  # else its other members wait for us
                         newest = self._versions.newest(current, sure=ends)
                         if newest is not None and newest != current:
-                            missed = 0
+                            missed = False
                             return newest
                         if ends:
                             self._warn_once(current)
                             return None
                         look()
-                    self._ask(request)
+                    request.repeat()
                     if not wait.more():
                         if (offer := self._transfer.leave()) is not None:
                             return offer
@@ -332,7 +302,7 @@ class ExplorerSynchronizer(ExplorerTransfers):
                 try:
                     self._transfer.leave()
                 finally:
-                    self._end_wait(missed)
+                    request.end(missed=missed)
 
     def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
         """One look at what is offered; a trainer that has stopped decides no more."""
@@ -346,47 +316,13 @@ class ExplorerSynchronizer(ExplorerTransfers):
         working = trainer is not None and trainer.status != RunningStatus.STOPPED.value
         return trainer.run_id if trainer is not None and working else None
 
-    def _ask(self, request: _Request) -> None:
-        """Require a sync, if nobody has answered since it was required last."""
-        if not request.is_due():
-            return
-        try:
-            said = self._said()
-            if request.is_answered_by(said):
-                asked = self._me.record.requests + 1
-                if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
-                    self._me.update(requests=asked)
-                else:
-                    require_sync(self._me, requests=asked)
-                request.asked(said)
-        except (JobUnavailableError, OSError) as error:
-            log.warning("%s cannot ask for weights now: %s", self.name, error)
-
-    def _end_wait(self, missed: int) -> None:
-        count = self._me.record.nothing_new + missed
-        if self._me.record.status == RunningStatus.REQUIRE_SYNC.value:
-            back_to_running(self._me, nothing_new=count, joined=None)
-        elif missed and self._me.record.status == RunningStatus.RUNNING.value:
-            try:
-                self._me.update(nothing_new=count)
-            except OSError as error:
-                log.warning("%s cannot say that there was nothing newer: %s", self.name, error)
-
     def _warn_once(self, current: Version | None) -> None:
         if current is not None and current != self._warned:
             self._warned = current
             log.warning("nothing newer than step %d: %s serves it on", current.step, self.name)
 
-    def _require_sync(self) -> None:
-        me = self._me
-        if me.record.status == RunningStatus.REQUIRE_SYNC.value:
-            me.update()  # storage may have refused it when it was said
-        else:
-            require_sync(me, requests=me.record.requests + 1)
-
-    def _said(self) -> _Said:
-        trainer = self._roster.trainer()
-        return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
+    def _request(self) -> Request:
+        return Request(self._me, self._roster, clock=self._clock, poll=self._poll)
 
     def may_produce(self) -> bool:
         """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
@@ -17,7 +16,7 @@ from syncd.coordination.roster import Roster
 from syncd.coordination.saved_state import StateFile
 from syncd.coordination.transfer import Offers
 from syncd.coordination.versions import Versions
-from syncd.coordination.waiting import Cancellation, Wait
+from syncd.coordination.waiting import Cancellation, Wait, Waits
 from syncd.coordination.weight_sync import Meetings
 from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
 from syncd.protocol.layout import JobLayout
@@ -28,7 +27,6 @@ from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from syncd.storage.judge import Clock
-from syncd.storage.watch import Watcher
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,11 +115,7 @@ class Member(Generic[Report]):
         lease_time = open_job(storage, layout).lease_time
         storage.make_folder(layout.offer.parent, below=layout.state)
         self._poll = min(seams.poll, lease_time / 4)
-        self._closing = Cancellation()
-        # Of a thread: whose signal handler may close what it waits for.
-        self._waiting = threading.RLock()
-        self._watcher: Watcher | None = None
-        self._watched: dict[Path, frozenset[str]] = {}
+        self._waits = Waits(name, self._worth_a_look, poll=self._poll, clock=seams.clock)
         self._offers = Offers(storage, layout)
         self._meetings = Meetings(storage, layout)
         self._state = StateFile(storage, layout, layout.saved_state(role, name))
@@ -331,15 +325,12 @@ class Member(Generic[Report]):
         """
         if not self.is_ours:
             return
-        self._closing.cancel()
-        with self._waiting:
+        with self._waits.ended():
             if self._me.record.status != RunningStatus.STOPPED.value:
                 try:
                     become(self._me, RunningStatus.STOPPED)
                 except (OSError, SyncdError) as error:
                     log.warning("%s cannot say that it stops: %s", self.name, error)
-            if self._watcher is not None:
-                self._watcher.close()
             try:
                 self._stack.close()
             except OSError as error:
@@ -351,40 +342,12 @@ class Member(Generic[Report]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _wait(self, timeout: float | None, cancel: Cancellation | None) -> Iterator[Wait]:
-        """One wait at a time: each would put back the other's status."""
+    def _wait(
+        self, timeout: float | None, cancel: Cancellation | None
+    ) -> AbstractContextManager[Wait]:
+        """One wait, of at most the settings' ``sync_timeout`` where no other time is said."""
         self._me.check_process()
-        cancels = (self._closing,) if cancel is None else (self._closing, cancel)
-        deadline = self._clock() + (self.settings.sync_timeout if timeout is None else timeout)
-        while True:
-            for each in cancels:
-                each.check()
-            left = deadline - self._clock()
-            if self._waiting.acquire(timeout=max(0.0, min(left, self._poll))):
-                break
-            if left <= 0:
-                raise WaitTimeoutError(f"{self.name} waited for something else all the time")
-        try:
-            with Wait(
-                self._hints(),
-                timeout=deadline - self._clock(),
-                poll=self._poll,
-                cancels=cancels,
-                clock=self._clock,
-            ) as wait:
-                yield wait
-        finally:
-            self._waiting.release()
-
-    def _hints(self) -> Watcher:
-        """What ends a pause early: made for the first wait, and anew for others than before."""
-        names = self._worth_a_look()
-        if self._watcher is None or names != self._watched:
-            if self._watcher is not None:
-                self._watcher.close()
-            self._watcher, self._watched = Watcher(names), names
-        return self._watcher
+        return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
         """Folder → names in it whose change may end a wait."""

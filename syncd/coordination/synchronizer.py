@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self
 
+from syncd.coordination.awaiting import Threads, elsewhere, finished
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.member import Module, Role
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.coordination.transfer import Takers
-from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.participants import Offer, Rendezvous, SavedState
 from syncd.protocol.policy import RunningStatus, Version
@@ -26,11 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from syncd.coordination.broadcast import WeightGroup
-
-T = TypeVar("T")
-
-#: One wait, and what else is asked meanwhile.
-_THREADS: Final = 4
 
 
 class Synchronizer:
@@ -68,7 +62,8 @@ class Synchronizer:
             self.blocking = TrainerSynchronizer(job_dir, name, **options)
         else:
             self.blocking = ExplorerSynchronizer(job_dir, name, **options)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")
+        self._threads = Threads()
+        self._run, self._wait = self._threads.run, self._threads.wait
 
     @classmethod
     async def open(cls, job_dir: str | Path, role: Role, name: str, **options: Any) -> Self:
@@ -76,13 +71,12 @@ class Synchronizer:
 
         A cancellation is raised once it is constructed, and closed again.
         """
-        construct = partial(cls, job_dir, role, name, **options)
-        future = asyncio.get_running_loop().run_in_executor(None, construct)
+        future = elsewhere(partial(cls, job_dir, role, name, **options))
         try:
-            return await _finished(future)
+            return await finished(future)
         except asyncio.CancelledError:
             if not future.cancelled() and future.exception() is None:
-                await _finished(asyncio.ensure_future(future.result().close()))
+                await finished(asyncio.ensure_future(future.result().close()))
             raise
 
     # -- who there is --------------------------------------------------------------------------
@@ -260,8 +254,7 @@ class Synchronizer:
             while (item := await self._run(next, tensors, None)) is not None:
                 yield item
         finally:
-            # Not in one of our threads: they may have ended before it.
-            await _finished(asyncio.get_running_loop().run_in_executor(None, tensors.close))
+            await finished(elsewhere(tensors.close))
 
     async def get_state_dict_meta(
         self, version: Version | None = None
@@ -367,11 +360,10 @@ class Synchronizer:
 
     async def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up."""
-        # Not in one of our threads: all of them may wait for what this ends.
         try:
-            await _finished(asyncio.get_running_loop().run_in_executor(None, self.blocking.close))
+            await finished(elsewhere(self.blocking.close))
         finally:
-            self._threads.shutdown(wait=False)
+            self._threads.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -390,32 +382,3 @@ class Synchronizer:
         if isinstance(self.blocking, ExplorerSynchronizer):
             return self.blocking
         raise InvalidSettingsError(f"{self.blocking.name} is the trainer: only explorers can do so")
-
-    async def _run(self, call: Callable[..., T], *given: Any) -> T:
-        return await _finished(self._submit(partial(call, *given)))
-
-    async def _wait(self, call: Callable[..., T]) -> T:
-        cancel = Cancellation()
-        return await _finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
-
-    def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, call)
-
-
-async def _finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
-    """What a thread is at; a cancellation is raised once it is done, however often it comes.
-
-    Not before: its caller would go on beside it, and the event loop might be closed by then.
-    """
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = error
-            cancel()
-    if cancelled is None:
-        return future.result()
-    if not future.cancelled():
-        future.exception()  # looked at: asyncio complains of what nobody has seen
-    raise cancelled

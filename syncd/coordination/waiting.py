@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Final, Self
 
-from syncd.protocol.errors import CancelledError
+from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
@@ -117,3 +119,86 @@ class Wait:
     def __exit__(self, *_: object) -> None:
         for cancel in self._cancels:
             cancel.detach(self._watcher.wake)
+
+
+class Waits:
+    """The waits of one participant, one at a time: each would put back another one's status.
+
+    The time that a wait takes counts for those that want to be next.
+
+    Args:
+        name: the participant's.
+        worth_a_look: gives folder → names in it whose change may end a wait.
+        poll: seconds between two looks where the filesystem sends no events.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        worth_a_look: Callable[[], Mapping[Path, frozenset[str]]],
+        *,
+        poll: float,
+        clock: Clock,
+    ) -> None:
+        self._name = name
+        self._worth_a_look = worth_a_look
+        self._poll = poll
+        self._clock = clock
+        self._ending = Cancellation()
+        # Of a thread: whose signal handler may end what it waits for.
+        self._turn = threading.RLock()
+        self._watcher: Watcher | None = None
+        self._watched: Mapping[Path, frozenset[str]] = {}
+
+    @contextmanager
+    def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
+        """Wait for our turn, and then for whatever it is.
+
+        Args:
+            timeout: seconds for both.
+            cancel: ends it from another thread.
+
+        Raises:
+            WaitTimeoutError: another wait went on all the time.
+            CancelledError: it was cancelled, or all waits have ended.
+        """
+        cancels = (self._ending,) if cancel is None else (self._ending, cancel)
+        deadline = self._clock() + timeout
+        while True:
+            for each in cancels:
+                each.check()
+            left = deadline - self._clock()
+            if self._turn.acquire(timeout=max(0.0, min(left, self._poll))):
+                break
+            if left <= 0:
+                raise WaitTimeoutError(f"{self._name} waited for something else all the time")
+        try:
+            with Wait(
+                self._hints(),
+                timeout=deadline - self._clock(),
+                poll=self._poll,
+                cancels=cancels,
+                clock=self._clock,
+            ) as wait:
+                yield wait
+        finally:
+            self._turn.release()
+
+    @contextmanager
+    def ended(self) -> Iterator[None]:
+        """End all waits, now and from now on; inside, none goes on."""
+        self._ending.cancel()
+        with self._turn:
+            if self._watcher is not None:
+                self._watcher.close()
+            yield
+
+    def _hints(self) -> Watcher:
+        """What ends a pause early: made for the first wait, and anew for others than before."""
+        names = self._worth_a_look()
+        if self._watcher is None or names != self._watched:
+            if self._watcher is not None:
+                self._watcher.close()
+            self._watcher, self._watched = Watcher(names), names
+        return self._watcher

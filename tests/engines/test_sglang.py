@@ -305,10 +305,12 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
         assert fake.weight_version == "step-1-version-1"
         fake.is_up = False
         wait_for(lambda: hook.fault is not None)
+        hook.stop()  # else it may find the server down for version 2, and up for version 1
         publish(job, 2)
         fake.restart()
         fake.loaded.clear()
         fake.is_up = True
+        hook.start()
         assert hook.wait_until_served(LONG, newer_than=first).step == 2
         wait_for(lambda: hook.fault is None)
     assert fake.weight_version == "step-2-version-2"
@@ -419,3 +421,27 @@ def test_a_newer_version_heals_what_cannot_be_given_back(job: Job, fake: FakeSGL
         publish(job, 3)
         assert hook.pull(LONG).step == 3
         assert hook.fault is None
+
+
+def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = version(tmp_path / "v1", 1), version(tmp_path / "v2", 2)
+    other = engine_of(fake)
+    other.attach()
+    load(engine, first)
+    other.prepare(second)  # by then nobody is at a load
+    other.pause()
+    other.load(second)
+    with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
+        engine.prepare(version(tmp_path / "v3", 3))
+    assert fake.is_paused
+    assert not engine.still_serves(first)
+    other.reset_cache()
+    other.resume()
+    assert not engine.still_serves(first)
+    assert "has step-2-version-2, and was given step-1-version-1 here" in caplog.text
+    fake.restart()
+    caplog.clear()
+    assert not engine.still_serves(first)
+    assert "another hook" not in caplog.text

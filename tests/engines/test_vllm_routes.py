@@ -16,7 +16,12 @@ from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.vllm_engine import VLLMEngine
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.engines.vllm_workers import EXTENSION, workers_of
-from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
+from syncd.protocol.errors import (
+    BroadcastError,
+    EngineBrokenError,
+    EngineMismatchError,
+    ServerRefusedError,
+)
 from syncd.protocol.participants import GroupMember, Rendezvous
 
 ROUTES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/v1/completions")
@@ -50,7 +55,7 @@ class Routes:
         self.asked: list[str] = []
         self._answers = answers or {}
         self._paths = (*ROUTES, *more)
-        self._told: dict[str, Any] = {
+        self.told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
             "/weight_info": {"weight_version": label},
             "/is_paused": {"is_paused": paused},
@@ -86,9 +91,9 @@ class Routes:
             self.asked.append(f"label {self.label}")
         elif path == "/v1/completions":
             return httpx2.Response(200, json={"choices": [{"text": "a"}]})
-        elif path not in self._told:
+        elif path not in self.told:
             self.asked.append(f"{path} {request.url.params.get('mode', '')}".strip())
-        return httpx2.Response(200, json=self._told.get(path, {}))
+        return httpx2.Response(200, json=self.told.get(path, {}))
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait"])
@@ -217,3 +222,20 @@ def test_what_is_loaded_after_a_load_that_failed_is_loaded_twice(tmp_path: Path)
         routes.asked.clear()
         engine.load(version)
         assert routes.asked.count("reload_weights") == loads
+
+
+def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(
+    tmp_path: Path,
+) -> None:
+    """However often: a server that has it wrong twice in the same way has it wrong."""
+    routes = Routes(*LABELS, "/weight_checker")
+    engine = routes.engine(checksums=True)
+    engine.attach()
+    first, second = (make_version(tmp_path / f"v{n}", {}, sequence=n) for n in (1, 2))
+    for version, checksums in ((first, "one"), (second, "two"), (second, "two"), (first, "one")):
+        routes.told["/weight_checker"] = {"checksums": checksums}
+        engine.load(version)
+    routes.told["/weight_checker"] = {"checksums": "another"}
+    for _ in range(2):
+        with pytest.raises(ServerRefusedError, match="not those that it had"):
+            engine.load(first)

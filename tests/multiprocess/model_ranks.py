@@ -34,6 +34,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from explorer_hooks.arriving import greet
 from explorer_hooks.broadcast import WeightReceiver
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.protocol.errors import SaveFailedError
@@ -254,7 +255,8 @@ def broken_off(model: nn.Module) -> str:
         return "nothing"
 
     def leave(group: WeightGroup) -> None:
-        for number, _ in enumerate(WeightReceiver(group).stream(lambda _: None)):
+        arriving = greet(group, None, lambda *_: None)
+        for number, _ in enumerate(arriving.tensors()):
             if number == 3:
                 return
 

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 
-from explorer_hooks.engines.made_versions import Hold, TensorBytes, make_version
+from explorer_hooks.engines.made_versions import NoLease, TensorBytes, make_version
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES
@@ -162,7 +162,7 @@ class _Rank:
                 },
             )
         dist.barrier()
-        hold: Any = Hold()
+        hold: Any = NoLease()
         storage = RuledStorage()
         return LeasedVersion(storage, folder, read_manifest(storage, folder), hold)
 

@@ -12,7 +12,7 @@ from torch import nn
 from explorer_hooks.engines.conformance import FailingStorage, Place
 from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.made_versions import (
-    Hold,
+    NoLease,
     TensorBytes,
     make_version,
     random_tensors,
@@ -126,7 +126,7 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
         entries = [one.model_copy(update={"digest": None}) for one in with_digests.manifest.tensors]
         update = {"digests": "off", "tensors": tuple(entries)}
         manifest = with_digests.manifest.model_copy(update=update)
-        hold: Any = Hold()
+        hold: Any = NoLease()
         version = LeasedVersion(Storage(durable=False), with_digests.folder, manifest, hold)
         if fits:
             TorchModule(net).check(version)

@@ -60,7 +60,7 @@ def test_how_long_it_took_is_on_record(job: Job, hook: ExplorerHook) -> None:
     assert (told.sequence, told.step, told.staged, told.not_staged) == (2, 2, None, None)
     assert 0 < told.load <= told.pause
     assert told.verify > 0
-    assert hook.last_load_seconds == told.seconds == told.verify + told.prepare + told.pause
+    assert told.seconds == told.verify + told.prepare + told.pause
     assert report(job).reload == told
 
 
@@ -131,6 +131,17 @@ def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
         hook.pull(0)
     assert engine.answer(0).sequence == 2
     assert report(job).fault is None
+    assert hook.may_produce()
+
+
+def test_an_engine_that_has_lost_its_version_has_it_again_after_the_next_sync(
+    hook: ExplorerHook, engine: FakeEngine
+) -> None:
+    """Also where the trainer has nothing newer, which ends a sync."""
+    assert hook.pull(0) == Version(2, 2)
+    engine.restart()
+    assert hook.after_step(1) == Version(2, 2)
+    assert engine.answer(0).sequence == 2
     assert hook.may_produce()
 
 

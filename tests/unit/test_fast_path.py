@@ -8,12 +8,15 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
+from explorer_hooks.arriving import greet
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.fast_path import Transfer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
+from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.member import Seams
+from syncd.coordination.weight_meta import Header
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
@@ -21,6 +24,7 @@ from syncd.protocol.records import SaveId, encode
 from syncd.protocol.requests import RollbackRequest
 from tests.explorers import LONG, leased, publish, report
 from tests.jobs import Job
+from tests.weight_groups import transfer
 from trainer_hooks import TrainerHook
 from trainer_hooks.broadcast import WeightSender
 from trainer_hooks.fast_path import Cadence, FastPath
@@ -68,6 +72,30 @@ def test_whatever_a_sending_ends_with_ends_no_training(
     assert not path.send(3)
     assert (path.failures, path.broadcasts) == (1, 0)
     assert "step 3 is not broadcast, and goes by the files: nobody foresaw it" in caplog.text
+
+
+@pytest.mark.parametrize(("said", "checked"), [(None, True), (True, True), (False, False)])
+def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
+    said: bool | None, checked: bool
+) -> None:
+    """Where they say nothing, what comes from a CPU is digested."""
+    settings = SyncSettings(method="nccl", broadcast_bucket=128, broadcast_digests=said)  # type: ignore[arg-type] # a name will do
+    path = FastPath(nn.Linear(2, 2), settings, None)
+
+    def send(group: WeightGroup) -> bool:
+        path._group = group
+        return path.send(1)
+
+    def receive(group: WeightGroup) -> Header:
+        arriving = greet(group, None, lambda meta, _: meta)
+        for _ in arriving.tensors():
+            pass
+        arriving.end()
+        return arriving.header
+
+    sent, header = (rank.result() for rank in transfer(send, receive))
+    assert sent
+    assert (header.bucket_bytes, header.has_digests) == (128, checked)
 
 
 class Held:
@@ -226,6 +254,16 @@ def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
         loop.run_once()
     assert hook.pull(0) == Version(3, 1)
     assert engine.asked("load") == [2, 3]
+
+
+def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(job: Job, engine: Taker) -> None:
+    settings = SyncSettings(method="nccl", sync_timeout=0.1)  # type: ignore[arg-type] # a name will do
+    away = job.layout.format.with_name("away")
+    with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as hook:
+        job.layout.format.rename(away)
+        with pytest.raises(WaitTimeoutError, match="is its storage mounted"):
+            hook.after_step(1)
+        away.rename(job.layout.format)
 
 
 def test_a_broadcast_that_comes_to_nothing_changes_nothing(

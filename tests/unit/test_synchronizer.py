@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import errno
 import inspect
@@ -39,6 +40,7 @@ from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from syncd.protocol.records import SaveOutcome, Saves, encode, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
+from tests.doc_blocks import blocks
 from tests.jobs import Job
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, RuledStorage, once, refuse
@@ -780,6 +782,25 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
     asyncio.run(scenario())
 
 
+def test_the_code_of_the_page_loads_what_is_published(members: Members) -> None:
+    version = members.publish(3)
+    loaded: list[Version] = []
+    names: dict[str, Any] = {
+        "job_dir": members.job.layout.root,
+        "settings": SyncSettings(),
+        "step": 1,
+        "version": None,
+        "work": iter((True, False)).__next__,
+        "roll_out": lambda _: None,
+        "load": loaded.append,
+    }
+    (page,) = blocks("synchronizer.md")
+    code = compile(page, "synchronizer.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    asyncio.run(eval(code, names))  # noqa: S307 # what a user pastes
+    assert (loaded, names["version"]) == ([version], version)
+    assert members.report("explorer-0").step == 3
+
+
 def test_every_method_of_the_twins_is_awaited_under_its_name() -> None:
     for twin in (TrainerSynchronizer, ExplorerSynchronizer):
         for name in dir(twin):
@@ -787,6 +808,12 @@ def test_every_method_of_the_twins_is_awaited_under_its_name() -> None:
                 continue
             awaited = getattr(Synchronizer, name)
             assert inspect.iscoroutinefunction(awaited) or inspect.isasyncgenfunction(awaited), name
+
+
+def test_the_page_has_every_method() -> None:
+    said = (Path(__file__).parents[2] / "docs" / "synchronizer.md").read_text(encoding="utf-8")
+    methods = {name for name in dir(Synchronizer) if not name.startswith("_")}
+    assert {name for name in methods if f"{name}(" not in said and f"{name}`" not in said} == set()
 
 
 def test_a_cancelled_task_has_put_the_status_back(members: Members) -> None:
