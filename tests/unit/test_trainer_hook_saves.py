@@ -160,7 +160,7 @@ def test_a_third_save_waits_for_one_of_two_buffers(
 def test_a_save_that_never_ends_is_given_up_and_said(
     job: Job, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_hooks.hook._LAST", 0.1)
+    monkeypatch.setattr("trainer_hooks.save_queue._LAST", 0.1)
     gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage

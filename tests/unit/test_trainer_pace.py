@@ -22,7 +22,7 @@ from tests.jobs import Job
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
-from trainer_hooks.hook import patience_of
+from trainer_hooks.save_queue import patience_of
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
 from trainer_hooks.writing.writer import Contents, RankWriter
 
