@@ -30,9 +30,7 @@ from torch.distributed.tensor import DTensor
 from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import SAVING, JobLayout
-from syncd.protocol.records import ExplorerReport, parse
-from syncd.storage.fsio import Storage
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, explorer_report, wait_until
 
 #: The explorer that trainers wait for.
 EXPLORER: Final = "explorer"
@@ -61,7 +59,7 @@ def wait_for_explorer(job: Path, step: int) -> None:
     layout = JobLayout(job)
     path = layout.explorer(EXPLORER)
     wait_until(
-        lambda: path.exists() and parse(ExplorerReport, Storage().read(path), path).step == step,
+        lambda: path.exists() and explorer_report(job, EXPLORER).step == step,
         f"the explorer serves step {step}",
     )
     wait_until(lambda: not (layout.step(step) / SAVING).exists(), f"step {step} is saved")

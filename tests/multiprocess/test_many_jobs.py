@@ -29,7 +29,7 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
-from tests.unit.test_metrics import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture

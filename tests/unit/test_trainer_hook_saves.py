@@ -587,6 +587,7 @@ def test_a_hook_that_is_closed_says_so(job: Job, model: nn.Module) -> None:
 
 
 def test_a_second_trainer_is_refused_and_the_first_goes_on(job: Job, model: nn.Module) -> None:
+    job.layout.format.write_bytes(b'{"lease_time": 4}')  # a part of which it waits for a heartbeat
     with TrainerHook(job.layout.root, model) as hook:
         with pytest.raises(NameTakenError):
             TrainerHook(job.layout.root, model)
