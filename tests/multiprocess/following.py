@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file

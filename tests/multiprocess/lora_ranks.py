@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model

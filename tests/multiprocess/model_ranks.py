@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn

@@ -20,7 +20,8 @@ from syncd.protocol.errors import SyncdError
 from tests.multiprocess.processes import DEADLINE, wait_until
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.multiprocess.broadcasting"])
+# fully_shard would import the first one in each rank.
+CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.multiprocess.broadcasting"])
 
 
 class Told:

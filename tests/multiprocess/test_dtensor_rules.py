@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn

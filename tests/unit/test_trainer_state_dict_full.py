@@ -26,7 +26,7 @@ from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
 from trainer_hooks.state.full_plan import _outline
 from trainer_hooks.state.gather import Derived
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 

@@ -288,7 +288,7 @@ def test_who_goes_in_the_middle_changes_nobody_elses_weights(laden: Laden, broad
     ranks = transfer(
         sent(laden, bucket_bytes=ALIGNED),
         lost_after(broadcasts, received), staged(others[0]), filled(others[1]),
-        deadline=3.0,
+        deadline=1.5,
     )  # fmt: skip
     with pytest.raises(BroadcastError):
         ranks[0].result()
@@ -307,7 +307,7 @@ def test_a_sender_that_goes_leaves_everyone_on_what_they_had(laden: Laden) -> No
     other = Laden()
     before = tensors(other)
     send = lost_after(5, sent(laden, bucket_bytes=ALIGNED))
-    ranks = transfer(send, staged(other), streamed, deadline=3.0)
+    ranks = transfer(send, staged(other), streamed, deadline=1.5)
     with pytest.raises(BroadcastError):
         ranks[0].result()
     for rank in ranks[1:]:
@@ -342,7 +342,7 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
 def test_memory_that_bytes_may_still_arrive_in_is_used_no_more(laden: Laden) -> None:
     other, stage = Laden(), HostStage(2)
     ranks = transfer(
-        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, stage), deadline=3.0
+        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, stage), deadline=1.5
     )
     with pytest.raises(BroadcastError):
         ranks[1].result()
