@@ -14,7 +14,7 @@ from explorer_hooks.engines.targets import Fit, find_targets, tensors_of
 from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.weight_meta import ALIGNED, BUCKET, WeightMeta
 from syncd.protocol.errors import BroadcastError, EngineBrokenError
-from tests.fsdp_models import Laden, tensors
+from tests.fsdp_models import Config, Laden, tensors
 from tests.weight_groups import transfer
 from trainer_hooks.broadcast import WeightSender
 
@@ -166,13 +166,6 @@ def test_floating_values_are_cast_where_the_engine_says_so(receive: Any) -> None
 # -- tied weights ------------------------------------------------------------------------------
 
 
-class Config:
-    """A config of transformers, for our purposes."""
-
-    def to_json_string(self) -> str:
-        return '{"tie_word_embeddings": true}'
-
-
 def untied(model: Laden) -> Laden:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return model
@@ -184,7 +177,7 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
 ) -> None:
     """As it is not published: an engine takes either."""
     model: Any = laden if of_one_memory else untied(laden)
-    model.config = Config()
+    model.config = Config(tie_word_embeddings=True)
     ranks = transfer(sent(model), received, staged(Laden()))
     truth = tensors(laden)
     assert same(ranks[2].result(), truth)
@@ -194,7 +187,7 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
 
 def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) -> None:
     model: Any = untied(laden)
-    model.config = Config()
+    model.config = Config(tie_word_embeddings=True)
     model.lm_head.weight.data[0, 0] += 1
     other = Laden()
     before = tensors(other)
