@@ -27,17 +27,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import IO, Final
 
 import torch
 from torch import nn
 
 from benchmarks.machine import (
+    daemon,
     describe_machine,
-    median,
+    median_ratio,
     prepare_process,
     print_machine,
     print_table,
@@ -181,7 +183,7 @@ class _Trainer:
         self._kept = KeptGroup()
         stack.callback(self._kept.close)
         self._hook = stack.enter_context(TrainerHook(job, self.model))
-        stack.enter_context(_daemon(job))
+        stack.enter_context(daemon(job))
 
     def time(self, way: str) -> float:
         """Seconds until the last explorer has the weights of a new step."""
@@ -215,16 +217,6 @@ class _Trainer:
         self._senders[way].send(group)
 
 
-@contextmanager
-def _daemon(job: Path) -> Iterator[None]:
-    command = (sys.executable, "-m", "syncd", "run", str(job))
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
-
-
 def _measure(work: Path, explorers: int, gigabytes: float, rounds: int) -> list[list[str]]:
     """A row a way."""
     with ExitStack() as stack:
@@ -242,7 +234,7 @@ def _measure(work: Path, explorers: int, gigabytes: float, rounds: int) -> list[
             f"{median(seconds):.2f} s",
             f"{nbytes / 1e9 / median(seconds):.2f}",
             # Of the same round: what the host does besides changes from one to the next.
-            f"{median(one / flat for one, flat in zip(seconds, told[_FLAT], strict=True)):.2f}",
+            f"{median_ratio(seconds, told[_FLAT]):.2f}",
             f"{min(seconds):.2f} to {max(seconds):.2f}",
         ]
         for way, seconds in told.items()

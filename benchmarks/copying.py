@@ -28,11 +28,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
+from statistics import median
 from typing import Final, NamedTuple
 
 import xxhash
 
-from benchmarks.machine import describe_machine, median, print_machine, print_table, settle
+from benchmarks.machine import describe_machine, median_ratio, print_machine, print_table, settle
 
 _SHARDS: Final = 4
 _PAGE: Final = 4096
@@ -296,7 +297,7 @@ def _measure(
     return {
         name: (
             median(found),
-            median(mine / theirs for mine, theirs in zip(found, cat, strict=True)),
+            median_ratio(found, cat),
         )
         for name, found in seconds.items()
         if found

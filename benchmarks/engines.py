@@ -21,19 +21,17 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.machine import describe_machine, median, print_machine, print_table
+from benchmarks.machine import daemon, describe_machine, print_machine, print_table
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
@@ -83,16 +81,6 @@ class _Trainer:
         self.step += 1
         self.job.point(self.step)
         return f"step-{self.step}-"
-
-
-@contextmanager
-def _daemon(job: Job) -> Iterator[None]:
-    command = (sys.executable, "-m", "syncd", "run", str(job.layout.root))
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
-        try:
-            yield
-        finally:
-            process.terminate()
 
 
 def _wait_for_tokens(server: VLLMProcess, beginning: str) -> float:
@@ -225,7 +213,7 @@ def main() -> None:
         server = VLLMProcess(trainer.base, work / "log.txt")
         try:
             server.wait_until_up()
-            with _daemon(trainer.job):
+            with daemon(trainer.job):
                 both = _both(trainer, server, Path(stage), given.rounds)
                 rows = [_row(name, told) for name, told in both.items()]
                 told = _lost(trainer, server, given.load_rounds, given.seconds)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: one measured process, the machine in words, and a plain table."""
+"""What the benchmarks share: processes, the machine in words, and a plain table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -110,9 +111,20 @@ def settle(inputs: Iterable[Path], memory: int) -> None:
         subprocess.run((sys.executable, "-c", _TOUCH, str(size)), check=True)
 
 
-def median(values: Iterable[float]) -> float:
-    """The median."""
-    return statistics.median(values)
+def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
+    """The median of the ratios inside each round."""
+    return statistics.median(this / that for this, that in zip(these, those, strict=True))
+
+
+@contextmanager
+def daemon(job: Path) -> Iterator[None]:
+    """``syncd run`` with its defaults, in a process of its own."""
+    command = (sys.executable, "-m", "syncd", "run", str(job))
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
 
 
 def describe_machine(folder: Path) -> dict[str, str]:

@@ -31,12 +31,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Final
 
 from benchmarks.machine import (
     Usage,
     describe_machine,
-    median,
+    median_ratio,
     prepare_process,
     print_machine,
     print_table,
@@ -202,8 +203,8 @@ def _print_rounds(found: dict[str, list[Usage]], model: Model, size: int) -> Non
         times = (f"{middle:.3f}", f"{min(mine):.3f}-{max(mine):.3f}")
         if not at_work:
             return (name, *times, *("" for _ in range(2 + len(others))), *resources)
-        ratios = [_ratio(mine, seconds[CAT])]
-        ratios += [_ratio(seconds[other], mine) for other in others.values()]
+        ratios = [median_ratio(mine, seconds[CAT])]
+        ratios += [median_ratio(seconds[other], mine) for other in others.values()]
         rate = 1e3 * middle / tensors if small else size / 1e9 / middle
         return (name, *times, *(f"{ratio:.2f}" for ratio in ratios), f"{rate:.3f}", *resources)
 
@@ -218,10 +219,6 @@ def _print_rounds(found: dict[str, list[Usage]], model: Model, size: int) -> Non
     rate = "ms a tensor" if small else "GB/s"
     heads = ("process", "median s", "min-max s", "x cat", *others, rate, "CPU s", "peak RSS MB")
     print_table(heads, rows)
-
-
-def _ratio(these: list[float], those: list[float]) -> float:
-    return median(this / that for this, that in zip(these, those, strict=True))
 
 
 def _print_peaks(peaks: dict[int, dict[str, tuple[float, float]]], model: Model) -> None:

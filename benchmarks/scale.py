@@ -3,6 +3,9 @@
 Repeat with ``python -m benchmarks.scale`` from the project's root (some ten minutes), or a part of
 it with ``--parts``.
 
+Saves are full state dicts with a receipt, which are linked: what is measured is syncd, and no
+copying of bytes.
+
 - **jobs**: ``syncd run --root`` on so many jobs, a real process with its defaults. Idle processor
   time is user and system time; a job's tick is one second. Wake-up is from the rename of a pointer
   to the moment at which LATEST names its step, one job at a time; the burst is of all jobs at once.
@@ -50,7 +53,6 @@ _IDLE: Final = 20.0
 _WAKE_UPS: Final = 20
 _DAY: Final = 86_400.0
 _TICKS: Final = 300
-# A full state dict with a receipt is linked: what is measured is syncd, and no copying of bytes.
 Row = dict[str, float]
 #: Makes the rows of a part, for so many of what it is about.
 Part = Callable[[Path, tuple[int, ...]], list[Row]]

@@ -36,12 +36,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 from benchmarks.machine import (
     ROOT,
     describe_machine,
-    median,
+    median_ratio,
     prepare_process,
     print_machine,
     print_table,
@@ -300,8 +301,8 @@ def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
 
     def row(name: str) -> tuple[str, ...]:
         mine = rounds[name]
-        ratios = [_ratio(mine, rounds[other]) for other in others.values()]
-        ratios.append(_ratio(rounds[TORCH_SAVE], mine))
+        ratios = [median_ratio(mine, rounds[other]) for other in others.values()]
+        ratios.append(median_ratio(rounds[TORCH_SAVE], mine))
         times = (median(mine), min(mine), max(mine), first[name])
         return (
             name,
@@ -311,10 +312,6 @@ def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
 
     heads = ("stall", "median ms", "min", "max", "first save", *others, "torch.save / it")
     print_table(heads, [row(name) for name in rounds])
-
-
-def _ratio(these: list[float], those: list[float]) -> float:
-    return median(this / that for this, that in zip(these, those, strict=True))
 
 
 def _memory(world_size: int, given: argparse.Namespace, work: Path) -> tuple[str, ...]:

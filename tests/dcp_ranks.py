@@ -9,8 +9,6 @@ What they save is that of ``tests/fsdp_ranks.py``. For each kind and world size 
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -57,17 +55,6 @@ NAMES: Final = [
     for size in sizes
     if kind != "half_of_the_ranks"
 ]
-
-
-def write_saves(root: Path) -> None:
-    """Write all saves, in one child process and its forks."""
-    subprocess.run(
-        [sys.executable, "-m", "tests.dcp_ranks", str(root)],
-        check=True,
-        timeout=240,
-        cwd=Path(__file__).resolve().parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
 
 
 def rank(rank: int, world_size: int, root: Path) -> None:

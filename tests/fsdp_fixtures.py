@@ -1,4 +1,4 @@
-"""Saves of real ranks, gloo on the CPU: their kinds, and how to have them written.
+"""Saves of real ranks, gloo on the CPU: their kinds.
 
 What a kind is, says the function of its name in ``tests/fsdp_ranks.py``, which writes, for each
 kind and each of its world sizes W::
@@ -9,9 +9,6 @@ kind and each of its world sizes W::
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -57,17 +54,6 @@ WORLD_SIZES: Final = (1, 2, 4, 8)
 def names(kinds: dict[str, tuple[int, ...]]) -> list[str]:
     """The folders of all saves of these kinds."""
     return [f"{kind}-{size}" for kind, sizes in kinds.items() for size in sizes]
-
-
-def write_saves(root: Path) -> None:
-    """Write all saves, in one child process and its forks."""
-    subprocess.run(
-        [sys.executable, "-m", "tests.fsdp_ranks", str(root)],
-        check=True,
-        timeout=240,
-        cwd=Path(__file__).resolve().parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-    )
 
 
 def shard_paths(folder: Path) -> list[Path]:

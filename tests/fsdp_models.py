@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final
 
 import torch
@@ -107,6 +108,17 @@ class Parallel(nn.Module):
         self.norm_after = nn.LayerNorm(7)
         self.experts = nn.Parameter(values(6, 4, 3))
         self.register_buffer("scale", torch.tensor(0.5))
+
+
+class Config:
+    """A config of transformers, for our purposes."""
+
+    def __init__(self, **fields: object) -> None:
+        self._fields = fields
+
+    def to_json_string(self) -> str:
+        """As transformers has it."""
+        return json.dumps(self._fields)
 
 
 def tensors(module: nn.Module) -> dict[str, torch.Tensor]:

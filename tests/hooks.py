@@ -10,12 +10,10 @@ DEADLINE = 60.0
 
 def over(hook: TrainerHook) -> None:
     """Wait until what is under way has ended, well or not."""
-    assert hook._saves.thread.wait(most=0, timeout=DEADLINE)
+    assert hook._queue.thread.wait(most=0, timeout=DEADLINE)
 
 
 def written(hook: TrainerHook) -> None:
     """Wait until what is under way has ended; raises what failed."""
     over(hook)
-    error = hook._saves.thread.take_error()
-    if error is not None:
-        raise error
+    hook._queue.raise_failure()

@@ -1,6 +1,6 @@
 """Saves of real FSDP2 ranks that train LoRA with PEFT: gloo on the CPU, forked into ranks.
 
-``python tests/lora_fixtures.py ROOT`` writes::
+``python -m tests.lora_fixtures ROOT`` writes::
 
     ROOT/base/                   the base model, a Hugging Face folder
     ROOT/KIND/actor/             a save, as a trainer that knows nothing of syncd leaves it
@@ -15,13 +15,12 @@ DoRA, biases, an embedding and a head of its own).
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -30,6 +29,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from tests.tiny_language import SIZES
 
 WORLD_SIZE: Final = 2
 KINDS: Final = ("gathered", "trained", "whole", "rich")
@@ -42,33 +43,9 @@ _RICH: Final[dict[str, Any]] = {
 }
 
 
-def write_saves(root: Path) -> None:
-    """Write all saves, in one child process."""
-    subprocess.run(
-        [sys.executable, __file__, str(root)],
-        check=True,
-        timeout=240,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "HF_HUB_OFFLINE": "1",
-        },
-    )
-
-
 def _base() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)).eval()
 
 
 def _trained(kind: str) -> PeftModel:

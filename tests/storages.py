@@ -60,12 +60,13 @@ class RuledStorage(FastStorage):
 
     def count(self, method: str, under: Path) -> int:
         """How often ``method`` was called with a path at or below ``under``."""
+        top = str(under)
         return sum(
             1
             for name, given in self.calls
             if name == method
             and isinstance(given[0], Path)
-            and (given[0] == under or under in given[0].parents)
+            and f"{given[0]}/".startswith(f"{top}/")
         )
 
     def _before(self, method: str, *given: Any) -> None:

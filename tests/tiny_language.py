@@ -11,6 +11,16 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 _SPECIAL: Final = ("<unk>", "<pad>", "<eos>")
 WORDS: Final = (*_SPECIAL, *(f"w{number}" for number in range(98)))
+#: Of a transformer; the vocabulary is a multiple of no world size.
+SIZES: Final[dict[str, Any]] = {
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -27,16 +37,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def model() -> Any:
     """A Qwen2 whose output embedding is its input embedding, of random weights."""
     config = Qwen2Config(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        dtype="float32",
-        pad_token_id=1,
-        eos_token_id=2,
+        **SIZES, tie_word_embeddings=True, dtype="float32", pad_token_id=1, eos_token_id=2
     )
     return AutoModelForCausalLM.from_config(config)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
-from trainer_hooks.background import LIMIT, SaveThread, raise_first
+from trainer_hooks.background import raise_first
 from trainer_hooks.decisions import Decisions
-from trainer_hooks.hook import patience_of
 from trainer_hooks.progress import Progress
+from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.settings import SaveSettings
-from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import TrainerJob
 from trainer_hooks.writing.contents import Contents
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
     from trainer_hooks.writing.writer import RankWriter
 
 log = logging.getLogger(__name__)
-
-#: Seconds for a save that is given up to be put away.
-_LAST: Final = 30.0
 
 
 class CheckpointCoordinator:
@@ -74,15 +69,16 @@ class CheckpointCoordinator:
             raise InvalidSettingsError(
                 f"CheckpointCoordinator saves with method checkpoint, not {settings.method}"
             )
-        self._patience = patience_of(settings, saving, Ranks().world_size)
-        self._progress = Progress()
-        ranks = Decisions(timeout=self._patience).ranks
+        patience = patience_of(settings, saving, Ranks().world_size)
+        progress = Progress()
+        ranks = Decisions(timeout=patience).ranks
         self._rank = ranks.rank
         self._job = TrainerJob(
-            job_dir, None, name, ranks, settings, saving, self._progress, storage=storage
+            job_dir, None, name, ranks, settings, saving, progress, storage=storage
         )
-        self._thread = SaveThread()
-        self._buffers = deque(HostBuffers() for _ in range(LIMIT))
+        self._queue = SaveQueue(
+            patience=patience, progress=progress, begin_save=self._job.begin_save
+        )
         self._counter = 0
         self._closed = False
 
@@ -112,15 +108,22 @@ class CheckpointCoordinator:
             SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
         """
         self._check_open()
-        save_id = self._next_id(global_step) if is_state_dict else None
-        if not self._has_room(global_step, name):
-            if save_id is not None:
-                self._leave_out(save_id)
-        elif save_id is not None:
-            self._submit(save_id, Contents(written_by=save_fn))
-        else:
-            self._thread.submit(global_step, lambda: _done(save_fn))
-        self._raise_failure()
+        queue, has_room = self._queue, self._queue.has_room()
+        if not has_room:
+            queue.refuse(f"{name} of step {global_step}")
+        if is_state_dict:
+            save_id = self._next_id(global_step)
+            if has_room:
+                queue.submit(self._writer, save_id, Contents(written_by=save_fn))
+            else:
+                queue.leave_out(self._writer, save_id)
+        elif has_room:
+
+            def work() -> None:
+                save_fn()
+
+            queue.thread.submit(global_step, work)
+        queue.raise_failure()
 
     def save_model(
         self,
@@ -141,13 +144,14 @@ class CheckpointCoordinator:
             SaveFailedError: an earlier save did not become whole, or this one had to wait too long.
         """
         self._check_open()
-        save_id = self._next_id(global_step)
+        queue, save_id = self._queue, self._next_id(global_step)
         # Where there is no room, too: the other ranks of FSDP1 gather.
         state = sharded_state_dict(model)
-        if not self._has_room(global_step, "the state dict"):
-            self._leave_out(save_id)
+        if not queue.has_room():
+            queue.refuse(f"the state dict of step {global_step}")
+            queue.leave_out(self._writer, save_id)
         else:
-            buffers = self._buffers.pop()
+            buffers = queue.buffers()
             try:
                 contents = Contents(
                     model=buffers.copy(state),
@@ -155,11 +159,10 @@ class CheckpointCoordinator:
                     fsdp_version=fsdp_version(model),
                 )
             except BaseException:  # no memory for the copy, say: nobody must wait for this rank
-                self._buffers.append(buffers)
-                self._leave_out(save_id)
+                queue.leave_out(self._writer, save_id, buffers)
                 raise
-            self._submit(save_id, contents, buffers)
-        self._raise_failure()
+            queue.submit(self._writer, save_id, contents, buffers)
+        queue.raise_failure()
 
     def check_path(self, local_path: str | Path, global_step: int) -> None:
         """Check that a folder is where the daemon looks for the step.
@@ -181,9 +184,8 @@ class CheckpointCoordinator:
             SaveFailedError: a save did not become whole, or is not yet, after twice the
                 ``save_timeout`` for each.
         """
-        if not self._thread.wait(most=0, timeout=LIMIT * self._patience):
-            raise SaveFailedError(f"{self._under_way()} is still being written; it goes on")
-        self._raise_failure()
+        self._queue.wait()
+        self._queue.raise_failure()
 
     def close(self) -> None:
         """Wait for what is under way, and say that this trainer has stopped. Safe to call twice.
@@ -194,18 +196,8 @@ class CheckpointCoordinator:
         if self._closed:
             return
         self._closed = True
-        left = self._thread.close(timeout=self._patience)
-        if left:
-            self._job.stop_waiting()
-            self._thread.close(timeout=_LAST)
+        errors = self._queue.close(self._job.stop_waiting)
         self._job.close()
-        errors: list[SaveFailedError] = []
-        while (failed := self._thread.take_error()) is not None:
-            errors.append(failed)
-        if left:
-            steps = " and ".join(map(str, left))
-            error = f"step {steps} was still being written, and was given up"
-            errors.append(SaveFailedError(error))
         raise_first(errors)
 
     def __enter__(self) -> Self:
@@ -230,38 +222,6 @@ class CheckpointCoordinator:
         assert writer is not None  # noqa: S101 # of a job directory every rank has one
         return writer
 
-    def _submit(
-        self, save_id: SaveId, contents: Contents, buffers: HostBuffers | None = None
-    ) -> None:
-        def work() -> int:
-            try:
-                try:
-                    self._writer.again(save_id, lambda: self._job.begin_save(save_id.step))
-                except BaseException:
-                    self._writer.say_failed(save_id)
-                    raise
-                return self._writer.save(save_id, contents)
-            finally:
-                if buffers is not None:
-                    self._buffers.append(buffers)
-
-        self._thread.submit(save_id.step, work)
-
-    def _leave_out(self, save_id: SaveId) -> None:
-        """Let nobody wait for this rank's part of a save that it does not write."""
-        self._thread.submit(save_id.step, lambda: self._writer.say_failed(save_id))
-
-    def _has_room(self, step: int, name: str) -> bool:
-        """Wait until at most one save is under way; what is not in time is a failure."""
-        if self._thread.wait(most=LIMIT - 1, timeout=self._patience):
-            return True
-        error = f"{name} of step {step} is not saved: {self._under_way()} still is"
-        self._thread.fail(SaveFailedError(error))
-        return False
-
-    def _under_way(self) -> str:
-        return "step " + " and ".join(map(str, self._thread.under_way))
-
     def _next_id(self, step: int) -> SaveId:
         self._counter += 1
         return SaveId(self._job.run_id, step, self._counter)
@@ -269,13 +229,3 @@ class CheckpointCoordinator:
     def _check_open(self) -> None:
         if self._closed:
             raise SaveFailedError("this coordinator is closed, and saves nothing any more")
-
-    def _raise_failure(self) -> None:
-        error = self._thread.take_error()
-        if error is not None:
-            raise error
-
-
-def _done(save_fn: Callable[[], object]) -> None:
-    """What the thread does of that which is no save of ours."""
-    save_fn()

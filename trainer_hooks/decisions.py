@@ -28,7 +28,7 @@ class Plan(IntFlag):
     weights are written again. ``HUGGING_FACE``: with its full weights; without ``FULL``, beside a
     full checkpoint that is there. ``SYNC_SKIPPED``, ``FULL_SKIPPED``: it is due, and stays so,
     since the writer is busy. ``BROADCAST``: the weights are sent to the weight group that rank
-    0 has opened; said after that, they have arrived.
+    0 has opened; said after that, they have arrived. ``UNDECIDED``: rank 0 could not say.
     """
 
     NOTHING = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-from syncd.protocol.errors import SaveFailedError, SyncdError
+from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
@@ -17,8 +17,9 @@ from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.fast_path import FastPath
 from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
+from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.saves import Saves, Trained
-from trainer_hooks.settings import SaveAsHf, SaveSettings, WriteConcurrency
+from trainer_hooks.settings import SaveAsHf, SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful
 from trainer_hooks.trainer_job import TrainerJob, served
 from trainer_hooks.writing.model_files import Pretrained, model_files
@@ -28,15 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: save_timeouts that anything waits for one save (for each rank where they write in turns): one to
-#: write it, one for the other ranks.
-_PATIENCE: Final = 2
 #: broadcast_timeouts that a broadcast takes at most: until all are ready, to meet, to transfer.
 _BROADCAST_WAITS: Final = 3
-#: Seconds: longer than any training; what locks take has a bound.
-_FOREVER: Final = 1e9
-#: Seconds for a save that is given up to be put away.
-_LAST: Final = 30.0
 #: Seconds that torch lets a rank wait for another by default; rank 0 may take that much besides.
 _TORCH_TIMEOUT: Final = 1800.0
 
@@ -96,8 +90,8 @@ class TrainerHook:
     ) -> None:
         self._settings = served(settings or SyncSettings(), model, memory_dir)
         self._saving = saving or SaveSettings()
-        self._patience = patience_of(self._settings, self._saving, Ranks().world_size)
-        decisions = Decisions(timeout=_longest_wait(self._settings, self._patience))
+        patience = patience_of(self._settings, self._saving, Ranks().world_size)
+        decisions = Decisions(timeout=_longest_wait(self._settings, patience))
         self._progress = Progress()
         self._job = TrainerJob(
             job_dir,
@@ -120,12 +114,11 @@ class TrainerHook:
             lora=self._saving.lora,
             base_vocabulary=self._job.base_vocabulary(model),
         )
+        self._queue = SaveQueue(
+            patience=patience, progress=self._progress, begin_save=self._job.begin_save
+        )
         self._saves = Saves(
-            trained,
-            rank=decisions.ranks.rank,
-            patience=self._patience,
-            progress=self._progress,
-            begin_save=self._job.begin_save,
+            trained, rank=decisions.ranks.rank, queue=self._queue, progress=self._progress
         )
         self._fast_path: FastPath | None = None
         if self._settings.method is SyncMethod.NCCL:
@@ -138,10 +131,10 @@ class TrainerHook:
             one_save=self._job.memory is None,
             explorers=self._job.explorers,
             fast_path=self._fast_path,
-            thread=self._saves.thread,
+            thread=self._queue.thread,
             progress=self._progress,
             are_weights_there=self._job.are_weights_there,
-            patience=self._patience,
+            patience=patience,
         )
         self._step: int | None = None
         self._last_sync_time: float | None = None
@@ -227,7 +220,7 @@ class TrainerHook:
         with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf
         metrics = self._carry_out(self._planner.checkpoint(step, with_hf=with_hf), step)
         if block_until_saved:
-            self._wait_until_saved(step)
+            self._queue.wait()
             metrics["time/save_checkpoint"] = time.monotonic() - begun
         return self._told(metrics, begun)
 
@@ -244,7 +237,7 @@ class TrainerHook:
         if self._closed:
             return
         self._closed = True
-        failed: SyncdError | None = None
+        failed: SaveFailedError | None = None
         try:
             hf = self._saving.save_as_hf
             if self._step is not None and (self._settings.save_interval or hf is SaveAsHf.LAST):
@@ -315,10 +308,8 @@ class TrainerHook:
 
     def _told(self, metrics: dict[str, float], begun: float) -> dict[str, float]:
         """The metrics of a call that is over, unless a save has failed meanwhile."""
-        error = self._saves.thread.take_error()
-        if error is not None:
-            raise error
-        written = self._saves.thread.take_written()
+        self._queue.raise_failure()
+        written = self._queue.thread.take_written()
         if written is not None:
             metrics["sync/bytes"] = float(written)
         announced = self._progress.announced_step
@@ -331,45 +322,14 @@ class TrainerHook:
         metrics["time/stall"] = time.monotonic() - begun
         return metrics
 
-    def _wait_until_saved(self, step: int) -> None:
-        if not self._saves.thread.wait(most=0, timeout=2 * self._patience):
-            raise SaveFailedError(
-                f"the full checkpoint of step {step} is still being written after "
-                f"{2 * self._patience:g} s; it goes on"
-            )
-
-    # -- the beginning and the end -----------------------------------------------------------------
-
-    def _end(self) -> list[SyncdError]:
+    def _end(self) -> list[SaveFailedError]:
         """Wait for what is under way, say that this trainer has stopped; returns what failed."""
         self._has_ended = True
-        thread = self._saves.thread
-        left = thread.close(timeout=self._patience)
-        if left:
-            self._job.stop_waiting()
-            thread.close(timeout=_LAST)
-        errors: list[SyncdError] = []
-        while (failed := thread.take_error()) is not None:
-            errors.append(failed)
-        if left:
-            steps = " and ".join(map(str, left))
-            errors.append(
-                SaveFailedError(
-                    f"step {steps} was still being written after {self._patience:g} s: that is not "
-                    "waited for any longer; what was announced before stays"
-                )
-            )
+        errors = self._queue.close(self._job.stop_waiting)
         if self._fast_path is not None:
             self._fast_path.close()
         self._job.close()
         return errors
-
-
-def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -> float:
-    """Seconds that anything waits for one save to come to its end."""
-    in_turns = saving.write_concurrency is WriteConcurrency.ONE_AT_A_TIME
-    turns = world_size if in_turns else 1  # each within the save_timeout
-    return min(_PATIENCE * settings.save_timeout * turns, _FOREVER)
 
 
 def _longest_wait(settings: SyncSettings, patience: float) -> float:

@@ -48,6 +48,7 @@ class Planner:
         thread: whose work rank 0 looks at.
         progress: what became of earlier saves.
         are_weights_there: on rank 0, whether an announced save still has all its weights.
+        patience: seconds that rank 0 waits for a save that a full checkpoint completes.
 
     Attributes:
         synced: the save whose weights went to explorers last by the files.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import HUGGINGFACE
 from syncd.protocol.records import SaveId
-from trainer_hooks.background import LIMIT, SaveThread
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
+from trainer_hooks.save_queue import SaveQueue
 from trainer_hooks.settings import SaveLayout, SaveLora
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
@@ -30,7 +28,6 @@ from trainer_hooks.writing.contents import Contents
 from trainer_hooks.writing.model_files import adapters_of, unwrapped
 from trainer_hooks.writing.parts import full_bytes
 from trainer_hooks.writing.spool import Spool
-from trainer_hooks.writing.writer import RankWriter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,32 +70,18 @@ class Saves:
     Args:
         trained: what is saved.
         rank: this one.
-        patience: seconds that a save waits for those before it.
-        progress: is told what failed.
-        begin_save: called in the thread before the first byte.
-
-    Attributes:
-        thread: what is under way.
+        queue: has them written.
+        progress: is told what became of full weights that are added.
     """
 
     def __init__(
-        self,
-        trained: Trained,
-        *,
-        rank: int,
-        patience: float,
-        progress: Progress,
-        begin_save: Callable[[int], None],
+        self, trained: Trained, *, rank: int, queue: SaveQueue, progress: Progress
     ) -> None:
-        self.thread = SaveThread()
         self._trained = trained
         self._rank = rank
-        self._patience = patience
+        self._queue = queue
         self._progress = progress
-        self._begin_save = begin_save
         self._said_merged = False
-        # The one that was used last first: the second one is filled only when both are needed.
-        self._buffers = deque(HostBuffers() for _ in range(LIMIT))
 
     def begin(self, place: Place, save_id: SaveId, plan: Plan) -> None:
         """Copy this rank's part of a save, and have it written. Collective where ranks gather.
@@ -107,42 +90,23 @@ class Saves:
             SaveFailedError: the ranks could not gather the weights.
             InvalidSettingsError: something of it could not be loaded again.
         """
-        writer = place.writer
-        room = self.thread.wait(most=LIMIT - 1, timeout=self._patience)
-        buffers = self._buffers.pop() if room else None
-        contents: Contents | None = None
+        queue, writer = self._queue, place.writer
+        if writer is None:  # rank 0 alone writes there, and all gather
+            self._contents(place, save_id.step, plan, None).close()
+            return
+        buffers = queue.buffers() if queue.has_room() else None
         try:
             # Where there is no room too: the other ranks gather.
             contents = self._contents(place, save_id.step, plan, buffers)
-        finally:
-            if contents is None or writer is None or not room:
-                if contents is None or not room:
-                    self._progress.failed(save_id)
-                self._leave_out(writer, save_id, contents, buffers)
-        if writer is not None and room:
-            self.thread.submit(save_id.step, self._work(writer, save_id, contents, buffers))
-
-    def _leave_out(
-        self,
-        writer: RankWriter | None,
-        save_id: SaveId,
-        contents: Contents | None,
-        buffers: HostBuffers | None,
-    ) -> None:
-        """This rank writes nothing of a save."""
-        if contents is not None:
+        except BaseException:
+            queue.leave_out(writer, save_id, buffers)
+            raise
+        if buffers is None:
             contents.close()
-        if buffers is not None:
-            self._buffers.append(buffers)
-        if writer is None:
-            return
-        step, before = save_id.step, self.thread.under_way
-        if contents is not None:
-            steps = " and ".join(map(str, before))
-            error = f"step {step} is not saved: after {self._patience:g} s step {steps} still is"
-            self.thread.fail(SaveFailedError(error))
+            queue.refuse(f"step {save_id.step}")
+            queue.leave_out(writer, save_id)
         else:
-            self.thread.submit(step, lambda: writer.say_failed(save_id))
+            queue.submit(writer, save_id, contents, buffers)
 
     def add_hugging_face(self, place: Place, save_id: SaveId) -> None:
         """Give a full checkpoint that is there its full weights too. Collective.
@@ -174,35 +138,7 @@ class Saves:
             finally:
                 spool.close()
 
-        self.thread.submit(save_id.step, work)
-
-    def _work(
-        self,
-        writer: RankWriter,
-        save_id: SaveId,
-        contents: Contents,
-        buffers: HostBuffers | None,
-    ) -> Callable[[], int]:
-        def work() -> int:
-            """In the thread: storage must not stop the training for longer than a copy."""
-            try:
-                try:
-                    # What lies below a step that a resumed trainer is about to write again is not
-                    # for the pruner.
-                    writer.again(save_id, lambda: self._begin_save(save_id.step))
-                except BaseException:
-                    writer.say_failed(save_id)
-                    raise
-                return writer.save(save_id, contents)
-            except BaseException:
-                self._progress.failed(save_id)
-                raise
-            finally:
-                contents.close()
-                if buffers is not None:
-                    self._buffers.append(buffers)
-
-        return work
+        self._queue.thread.submit(save_id.step, work)
 
     # -- what is copied --------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ _SUMMED: Final = frozenset(
     {
         "time/stall",
         "time/sync_weight",
+        "time/broadcast",
         "time/wait_for_explorers",
         "sync/bytes",
         "sync/failed",

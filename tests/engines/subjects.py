@@ -19,6 +19,7 @@ from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.engines.transformers_model import TransformersModel
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.coordination.tensors import bytes_of
+from tests.tiny_language import SIZES
 
 
 class Odd(nn.Module):
@@ -38,16 +39,7 @@ class Odd(nn.Module):
 
 def tiny_qwen() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config).eval()
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)).eval()
 
 
 def lora_qwen(**options: Any) -> Any:

@@ -18,9 +18,10 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.engines.pages import ROOT, TRAIN
 from tests.engines.tiny_models import CONFIG, save_model
-from tests.engines.vllm_process import VLLMProcess, free_port
+from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG, wait_for
 from tests.multiprocess.processes import ENVIRONMENT
+from tests.ports import free_port
 
 STEPS = 4
 RANKS = 2
@@ -65,7 +66,11 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
     job.mkdir()
     open_job(Storage(), JobLayout(job))
     (tmp_path / "train.py").write_text(program)
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(RANKS)}
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(RANKS),
+    }
     syncd = (sys.executable, "-m", "syncd")
     # As ``syncd follow``, whose entry point is there only where syncd is installed.
     run = (sys.executable, "-c", "from explorer_hooks.follow import command; command()")

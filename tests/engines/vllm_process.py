@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any, Final
 import httpx2
 
 from explorer_hooks.engines.vllm_workers import EXTENSION
+from tests.ports import free_port
 
 #: Names the Python of the environment that tests/engines/environment.py makes.
 PYTHON: Final = "SYNCD_VLLM_PYTHON"
@@ -78,7 +78,7 @@ class VLLMProcess:
     """
 
     def __init__(self, model: Path, log: Path) -> None:
-        self._port = free_port()
+        self._port = str(free_port())
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
         self._process = self._start(model)
@@ -174,10 +174,3 @@ class VLLMProcess:
         except ProcessLookupError:
             pass
         self._process.wait()
-
-
-def free_port() -> str:
-    """A port of this host that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -1,16 +1,12 @@
-"""Trainers and explorers for tests of broadcasts: real processes that do what they are told.
-
-They are forked from one process that has imported torch, so that many of them cost little.
-"""
+"""Trainers and explorers for tests of broadcasts: real processes that do what they are told."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,20 +25,14 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.coordination.transfer import ExplorerSide, Offers
-from syncd.protocol.errors import SyncdError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import parse
-from syncd.protocol.reports import ExplorerReport
 from tests.hooks import over
-from tests.multiprocess.processes import DEADLINE, wait_until
+from tests.multiprocess.peers import CONTEXT, Peer, Ranks, Told
+from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
 from tests.weight_groups import meeting
 from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.fast_path import FastPath
-
-CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
 
 SETTINGS: dict[str, Any] = {
     "method": "nccl",
@@ -78,8 +68,8 @@ def digest_of(module: nn.Module) -> str:
 # -- in the processes ----------------------------------------------------------------------------
 
 
-class Told:
-    """Methods that a test calls by name, in this process."""
+class Participant(Told):
+    """Gets signals where a test wants it to."""
 
     def at(self, stage: str, number: int = signal.SIGKILL, after: int = 0) -> None:
         """Get a signal at a stage: ``offered``, ``decided``, ``joined``, ``bucket``, ``agree``."""
@@ -101,9 +91,6 @@ class Told:
 
         setattr(owner, name, signalled)
 
-    def pid(self) -> int:
-        return os.getpid()
-
 
 _STAGES: dict[str, tuple[type, str]] = {
     "offered": (Offers, "make"),
@@ -114,7 +101,7 @@ _STAGES: dict[str, tuple[type, str]] = {
 }
 
 
-class Trainer(Told):
+class Trainer(Participant):
     """One rank."""
 
     def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int, width: int) -> None:
@@ -154,7 +141,7 @@ class Trainer(Told):
         self._hook.close()
 
 
-class Sender(Told):
+class Sender(Participant):
     """A rank of two that sends a model."""
 
     def __init__(self, rendezvous: Path, rank: int) -> None:
@@ -181,7 +168,7 @@ def _without_memory(value: object, *, rank: int) -> torch.Tensor:
     raise torch.OutOfMemoryError("as torch says it, before it calls the other ranks")
 
 
-class Explorer(Told):
+class Explorer(Participant):
     """An explorer; with a second worker where it is given a connection to one."""
 
     def __init__(self, job: Path, name: str, worker: Connection | None, width: int) -> None:
@@ -286,37 +273,7 @@ def _ask(connection: Connection, command: str, *given: Any) -> Any:
     return connection.recv()
 
 
-def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    told = make(*given)
-    threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    os._exit(0)  # without waiting for ranks that are gone
-
-
-def _listen(told: Told, connection: Connection) -> None:
-    while True:
-        try:
-            command, given, named = connection.recv()
-        except EOFError:
-            return
-        try:
-            answer = {"is": getattr(told, command)(*given, **named)}
-        except SyncdError as error:
-            answer = {"error": type(error).__name__, "says": str(error)}
-        connection.send(answer)
-
-
 # -- in the test -----------------------------------------------------------------------------------
-
-
-def report(job: Path, name: str) -> ExplorerReport:
-    path = JobLayout(job).explorer(name)
-    return parse(ExplorerReport, path.read_bytes(), path)
 
 
 def ready(job: Path, *names: str) -> None:
@@ -324,78 +281,11 @@ def ready(job: Path, *names: str) -> None:
     for name in names:
         wait_until(
             lambda name=name: (  # type: ignore[misc] # mypy infers no type of a default
-                (one := report(job, name)).workers > 0
+                (one := explorer_report(job, name)).workers > 0
                 and one.status == RunningStatus.REQUIRE_SYNC.value
             ),
             f"{name} is ready for a broadcast",
         )
-
-
-class Peer:
-    """One such process."""
-
-    def __init__(self, make: Callable[..., Told], *given: Any, others: Any = ()) -> None:
-        self._connection, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=_serve, args=(make, given, theirs, *others))
-        self.process.start()
-        theirs.close()
-
-    def tell(self, command: str, *given: Any, **named: Any) -> None:
-        self._connection.send((command, given, named))
-
-    def answer(self, within: float = DEADLINE) -> Any:
-        assert self._connection.poll(within), "no answer"
-        answer = self._connection.recv()
-        assert "is" in answer, answer
-        return answer["is"]
-
-    def refusal(self) -> str:
-        """What a call is refused with."""
-        assert self._connection.poll(DEADLINE), "no answer"
-        answer = self._connection.recv()
-        assert "says" in answer, answer
-        return str(answer["says"])
-
-    def ask(self, command: str, *given: Any, **named: Any) -> Any:
-        self.tell(command, *given, **named)
-        return self.answer()
-
-    def kill(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGKILL)
-
-    def pause(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def has_answered(self, *, within: float) -> bool:
-        return self._connection.poll(within)
-
-    def wait_until_stopped(self) -> None:
-        stat = Path(f"/proc/{self.process.pid}/stat")
-        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
-
-    def leave(self) -> None:
-        """End by itself, well."""
-        self.ask("close")
-        self._connection.close()
-        self.process.join(DEADLINE)
-        assert self.process.exitcode == 0
-
-    def wait_until_killed(self) -> None:
-        self.process.join(DEADLINE)
-        assert self.process.exitcode == -signal.SIGKILL
-
-    def end(self) -> None:
-        if self.process.is_alive():
-            self.resume()
-            self.kill()
-        self.process.join(DEADLINE)
-        self._connection.close()
 
 
 class Cast:
@@ -414,11 +304,13 @@ class Cast:
         """Two ranks of a training."""
         return [self._add(Peer(Sender, self._folder / "senders", rank)) for rank in range(2)]
 
-    def trainer(self, job: Path, world_size: int = 1, *, width: int = 48, **settings: Any) -> Ranks:
+    def trainer(
+        self, job: Path, world_size: int = 1, *, width: int = 48, **settings: Any
+    ) -> TrainerRanks:
         """A trainer whose hook is open."""
         self._rendezvous += 1
         met = self._folder / f"ranks-{self._rendezvous}"
-        ranks = Ranks(
+        ranks = TrainerRanks(
             self._add(Peer(Trainer, job, met, rank, world_size, width))
             for rank in range(world_size)
         )
@@ -444,13 +336,8 @@ class Cast:
         return peer
 
 
-class Ranks(list[Peer]):
+class TrainerRanks(Ranks):
     """The ranks of a trainer."""
-
-    def all(self, command: str, *given: Any, **named: Any) -> list[Any]:
-        for rank in self:
-            rank.tell(command, *given, **named)
-        return [rank.answer() for rank in self]
 
     def step(self, step: int) -> dict[str, Any]:
         """One step of training, and its sync; rank 0's metrics, and what the model is then."""

@@ -41,17 +41,24 @@ class TrainerByHand:
         megabytes: of float32 in all tensors together.
         tensors: how many there are.
         ranks: how many files the tensors are cut into, each in equal parts.
+        run: of all its save ids.
     """
 
     def __init__(
-        self, job: Path, *, megabytes: float = 0.1, tensors: int = 4, ranks: int = 2
+        self,
+        job: Path,
+        *,
+        megabytes: float = 0.1,
+        tensors: int = 4,
+        ranks: int = 2,
+        run: str | None = None,
     ) -> None:
         self._storage = Storage(job)
         self._layout = JobLayout(job)
         self._part = int(megabytes * 1e6 / 4 / tensors / ranks)
         self._tensors = tensors
         self._ranks = ranks
-        self._run = f"hand{secrets.token_hex(2)}"
+        self._run = run or f"hand{secrets.token_hex(2)}"
         self._saves = 0
 
     def save(self, step: int, number: float | None = None) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
@@ -31,10 +32,7 @@ from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
-from syncd.protocol.records import parse
-from syncd.protocol.reports import ExplorerReport
-from syncd.storage.fsio import Storage
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
+from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, explorer_report, wait_until
 
 #: The explorer that trainers wait for.
 EXPLORER: Final = "explorer"
@@ -63,7 +61,7 @@ def wait_for_explorer(job: Path, step: int) -> None:
     layout = JobLayout(job)
     path = layout.explorer(EXPLORER)
     wait_until(
-        lambda: path.exists() and parse(ExplorerReport, Storage().read(path), path).step == step,
+        lambda: path.exists() and explorer_report(job, EXPLORER).step == step,
         f"the explorer serves step {step}",
     )
     wait_until(lambda: not (layout.step(step) / SAVING).exists(), f"step {step} is saved")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import save_file
@@ -32,27 +33,19 @@ from transformers import (
 )
 
 from syncd.protocol.names import FSDP_CONFIG, HUGGINGFACE, shard_name
+from tests.tiny_language import SIZES
 
 WORLD_SIZE: Final = 4
 LM_HEAD: Final = "lm_head.weight"
 EMBEDDING: Final = "model.embed_tokens.weight"
-VOCABULARY: Final = 101  # a multiple of no world size
+VOCABULARY: Final = SIZES["vocab_size"]
 TOKENS: Final = torch.arange(24).reshape(2, 12) * 17 % VOCABULARY
 
-_SIZES: Final = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 CONFIGS: Final[dict[str, Callable[[], PretrainedConfig]]] = {
-    "qwen2": lambda: Qwen2Config(**_SIZES, tie_word_embeddings=True, dtype="bfloat16"),
-    "llama": lambda: LlamaConfig(**_SIZES, tie_word_embeddings=False, dtype="float32"),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True, dtype="bfloat16"),
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False, dtype="float32"),
     # Its module fuses the experts into one tensor each, three rows that leave a rank without any.
-    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=3, dtype="bfloat16"),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=3, dtype="bfloat16"),
 }
 
 

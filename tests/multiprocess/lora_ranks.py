@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from peft import LoraConfig, get_peft_model
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 from trainer_hooks.state.host_buffers import _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
@@ -72,16 +74,7 @@ def checks() -> list[str]:
 
 def write_base(folder: Path) -> None:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=41,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)).save_pretrained(folder)
 
 
 def peft_model(root: Path, kind: str, seed: int) -> Any:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
@@ -41,7 +42,7 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
 from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
-from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors
+from tests.fsdp_models import Block, Columns, Config, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
 from tests.weight_groups import transfer
 from trainer_hooks.broadcast import WeightSender
@@ -227,13 +228,6 @@ def gathered(state: dict[str, Any], actor: Path, *, limit: int, tied: bool = Fal
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
 
 
-class Ties:
-    """A config of transformers, for our purposes."""
-
-    def to_json_string(self) -> str:
-        return '{"tie_word_embeddings": true}'
-
-
 def broadcast(model: nn.Module, path: Path) -> None:
     """What arrives where all ranks send; the receiver is a thread of rank 0's process."""
     sender = WeightSender(model, bucket_bytes=4096)
@@ -309,7 +303,7 @@ def save(kind: str, root: Path) -> None:
         gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
     broadcast(model, folder / "broadcast.pt")
     if kind in TIED:
-        model.config = Ties()
+        model.config = Config(tie_word_embeddings=True)
         broadcast(model, folder / "broadcast-tied.pt")
     dist.barrier()
     sharded(model, folder / "sharded" / "actor")

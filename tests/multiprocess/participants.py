@@ -1,8 +1,8 @@
 """A trainer or an explorer as a process of its own: ``python -m tests.multiprocess.participants``.
 
 Each says what it does as JSON lines on stdout. A rollout or a training step is a sleep; a save is
-three numbers that are all the step's, written by the trainer hook's ``RankWriter``, or as a full
-state dict into the memory folder.
+numbers that are all the step's, written without torch, which would take longer to import than all
+else that is done here: as shards, or as a full state dict into the memory folder.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import (
     FULLY_ASYNC_POLL,
     RunningStatus,
@@ -28,7 +27,8 @@ from syncd.protocol.policy import (
     explorer_syncs,
     trainer_decision,
 )
-from syncd.protocol.records import SaveId
+from tests.jobs import Job
+from tests.multiprocess.by_hand import TrainerByHand
 
 BEGUN = time.monotonic()
 SAYING = threading.Lock()
@@ -44,30 +44,16 @@ class Saver:
     """Writes whole saves and moves the pointer."""
 
     def __init__(self, given: argparse.Namespace, run: str) -> None:
-        self._given = given
-        self._run = run
-        self._count = 0
-        if given.memory is None:
-            # Before anyone waits for a save: on a loaded machine torch takes many seconds.
-            import trainer_hooks.writing.writer  # noqa: F401, PLC0415 # explorers do without
+        self._memory: Path | None = given.memory
+        self._by_hand = TrainerByHand(given.job, run=run)
+        self._count = int(run, 16)
 
     def __call__(self, _: Any, step: int) -> None:
-        self._count += 1
-        if self._given.memory is not None:
-            from tests.jobs import Job  # noqa: PLC0415 # for this method alone
-
-            values = [float(step)] * 3
-            Job(self._given.memory).save(step, *values, counter=int(self._run, 16) + self._count)
+        if self._memory is None:
+            self._by_hand.save(step)
             return
-        import torch  # noqa: PLC0415 # for this method alone
-
-        from syncd.storage.fsio import Storage  # noqa: PLC0415 # with it
-        from trainer_hooks.writing.writer import Contents, RankWriter  # noqa: PLC0415 # with it
-
-        layout = JobLayout(self._given.job)
-        writer = RankWriter(Storage(layout.root), layout, 0, 1, save_timeout=60)
-        model = {"weight": torch.full((3,), float(step))}
-        writer.save(SaveId(self._run, step, self._count), Contents(model=model))
+        self._count += 1
+        Job(self._memory).save(step, *[float(step)] * 3, counter=self._count)
 
 
 class Trainer:

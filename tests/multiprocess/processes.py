@@ -16,16 +16,15 @@ from typing import Self, TypeVar
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Latest, parse
-from syncd.protocol.reports import DaemonReport
+from syncd.protocol.reports import DaemonReport, ExplorerReport
 from tests.multiprocess.shared_job import IS_NETWORK, Host
+from tests.rank_programs import ENVIRONMENT
 
 T = TypeVar("T")
 
 #: A guard against hanging, for what takes a second or two; of a client that remembers, minutes.
 DEADLINE = 240.0 if IS_NETWORK else 60.0
 LEASE_TIME = 6.0 if IS_NETWORK else 2.0
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def wait_until(look: Callable[[], T], what: str, deadline: float = DEADLINE) -> T:
@@ -62,6 +61,35 @@ def report(job: Path) -> DaemonReport | None:
         return parse(DaemonReport, layout.daemon_report.read_bytes(), layout.daemon_report)
     except FileNotFoundError:
         return None
+
+
+def explorer_report(job: Path, name: str) -> ExplorerReport:
+    """What an explorer says about itself.
+
+    Raises:
+        FileNotFoundError: it has said nothing yet.
+    """
+    path = JobLayout(job).explorer(name)
+    return parse(ExplorerReport, path.read_bytes(), path)
+
+
+def syncd(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command, run to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "syncd", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        timeout=DEADLINE,
+        check=False,
+    )
+
+
+def said_by_syncd(*arguments: object) -> str:
+    """What a command says that succeeds."""
+    done = syncd(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def verified(job: Path, sequence: int) -> None:

@@ -7,7 +7,7 @@ goes on only when the explorers that it is told to wait for have reported the st
 from __future__ import annotations
 
 import argparse
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,9 +19,7 @@ from torch.distributed.tensor import DTensor
 from syncd.cli.demo_model import TinyTransformer
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import parse
-from syncd.protocol.reports import ExplorerReport
-from syncd.storage.fsio import Storage
+from tests.multiprocess.processes import explorer_report, wait_until
 from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.settings import WhenBusy
 
@@ -62,18 +60,14 @@ def main() -> None:
                 save_file(truth, given.truth / f"{step}.safetensors")
             hook.after_step(step)
             for name in given.wait_for:
-                _wait(JobLayout(given.job).explorer(name), step)
+                wait_until(partial(has, given.job, name, step), f"{name} has step {step}")
             dist.barrier()
     dist.destroy_process_group()
 
 
-def _wait(path: Path, step: int) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if path.exists() and parse(ExplorerReport, Storage().read(path), path).step == step:
-            return
-        time.sleep(0.01)
-    raise SystemExit(f"the explorer did not report step {step}")
+def has(job: Path, name: str, step: int) -> bool:
+    """Whether an explorer says that it has a step."""
+    return JobLayout(job).explorer(name).exists() and explorer_report(job, name).step == step
 
 
 if __name__ == "__main__":

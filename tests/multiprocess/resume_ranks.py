@@ -12,18 +12,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
-import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -38,6 +35,8 @@ from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.checkpoints import Net, same, write_full
+from tests.fsdp_models import Config
+from tests.fsdp_ranks import CPU, mesh
 from tests.multiprocess.resume_checks import (
     EXPERTS,
     FULL,
@@ -51,21 +50,6 @@ from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 
-CPU: Final = torch.device("cpu")
-
-
-@cache
-def mesh(**dims: int) -> DeviceMesh:
-    """All ranks, in dimensions of these names and sizes."""
-    return init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
-
-
-class TiedConfig:
-    """A config of transformers, for our purposes."""
-
-    def to_json_string(self) -> str:
-        return json.dumps({"tie_word_embeddings": True})
-
 
 class Tied(nn.Module):
     """A language model whose head is its embedding, and whose config says so."""
@@ -76,7 +60,7 @@ class Tied(nn.Module):
         self.norm = nn.LayerNorm(3)
         self.lm_head = nn.Linear(3, 5, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.config = TiedConfig()
+        self.config = Config(tie_word_embeddings=True)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm(self.embed_tokens(tokens)))  # type: ignore[no-any-return]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,24 +17,14 @@ from transformers import AutoTokenizer, Qwen2ForCausalLM
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
-from tests.lora_fixtures import KINDS, write_saves
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step
+from tests.lora_fixtures import KINDS
+from tests.multiprocess.processes import DEADLINE, Daemon, said_by_syncd, wait_for_step
+from tests.rank_programs import written_by
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("lora")
-    write_saves(root)
-    return root
-
-
-def syncd(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "syncd", *map(str, arguments)],
-        capture_output=True, text=True, timeout=DEADLINE, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return written_by(tmp_path_factory, "tests.lora_fixtures", HF_HUB_OFFLINE="1")
 
 
 def gives_the_trainers_logits(written: Path, kind: str, folder: Path) -> None:
@@ -78,9 +66,9 @@ def test_a_job_that_trains_lora_publishes_adapters_that_peft_loads(
             assert AutoTokenizer.from_pretrained(version.folder).decode([1, 2]) == "a b"
             assert "config.json" not in names_in(version.folder)
             version.release()
-        assert "(adapter)" in syncd("status", job)
-        assert json.loads(syncd("status", job, "--json"))["latest"]["kind"] == "adapter"
-        assert "whole adapter" in syncd("verify", job)
+        assert "(adapter)" in said_by_syncd("status", job)
+        assert json.loads(said_by_syncd("status", job, "--json"))["latest"]["kind"] == "adapter"
+        assert "whole adapter" in said_by_syncd("verify", job)
         assert daemon.terminate() == 0
 
 
@@ -89,9 +77,9 @@ def test_an_adapter_merged_by_hand_is_the_one_that_peft_would_have_saved(
     written: Path, tmp_path: Path, kind: str
 ) -> None:
     out = tmp_path / "out"
-    said = syncd("merge", written / kind / "actor", out, "--max-shard-size", 100)
+    said = said_by_syncd("merge", written / kind / "actor", out, "--max-shard-size", 100)
     assert f"into {out}, a LoRA adapter," in said
-    assert "whole adapter" in syncd("verify", out)
+    assert "whole adapter" in said_by_syncd("verify", out)
     gives_the_trainers_logits(written, kind, out)
     if kind == "gathered":
         truth = written / kind / "actor" / "lora_adapter"

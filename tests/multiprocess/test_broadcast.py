@@ -15,10 +15,12 @@ from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast, ready, report
+from tests.multiprocess.broadcasting import Cast, TrainerRanks, cast, ready
+from tests.multiprocess.peers import Peer
 from tests.multiprocess.processes import (
     LEASE_TIME,
     Daemon,
+    explorer_report,
     latest,
     wait_for_step,
     wait_until,
@@ -48,7 +50,7 @@ def reaches(truth: dict[str, Any], step: int, *explorers: Peer) -> None:
         assert (served["digest"], served["step"]) == (truth["digest"], step), served
 
 
-def broadcasts_again(trainer: Ranks, step: int, *explorers: Peer) -> int:
+def broadcasts_again(trainer: TrainerRanks, step: int, *explorers: Peer) -> int:
     """Train until a step was broadcast; each reaches the explorers, however it goes."""
     begun = None
     for each in range(step, step + 40):
@@ -79,7 +81,11 @@ def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: 
         assert wait_for_step(job, 9).sequence == 3  # of steps 1, 5 and 9
         adopted = wait_until(
             # It serves a step before its report says so.
-            lambda: one if ((one := report(job, "first")).sequence, one.step) == (3, 11) else None,
+            lambda: (
+                one
+                if ((one := explorer_report(job, "first")).sequence, one.step) == (3, 11)
+                else None
+            ),
             "it is adopted",
         )
         assert (adopted.received is not None, adopted.workers) == (True, 1)
@@ -108,7 +114,7 @@ def test_an_explorer_that_dies_costs_the_others_one_broadcast(job: Path, stage: 
 
 
 def _until_both_are_ready(
-    job: Path, trainer: Ranks, step: int, one: Peer, other: Peer, *names: str
+    job: Path, trainer: TrainerRanks, step: int, one: Peer, other: Peer, *names: str
 ) -> int:
     if step > 1:  # else there is nothing yet that it could begin with
         ready(job, *names)
@@ -180,8 +186,8 @@ def test_what_does_not_fit_is_refused_before_a_byte_moves(job: Path, stage: Cast
         other = stage.trainer(job, width=40)
         ready(job, "stays")
         assert other.step(2)["sync/broadcast_failures"] == 1
-        wait_until(lambda: report(job, "stays").refused, "the version is refused")
-        wait_until(lambda: not report(job, "stays").workers, "it takes no part any more")
+        wait_until(lambda: explorer_report(job, "stays").refused, "the version is refused")
+        wait_until(lambda: not explorer_report(job, "stays").workers, "it takes no part any more")
         for step in (3, 4):
             assert other.step(step)["sync/broadcast_failures"] == 1
         assert stays.ask("served")["digest"] == truth["digest"]
@@ -249,18 +255,18 @@ def test_explorers_that_ask_get_a_broadcast_and_none_twice(job: Path, stage: Cas
         driven = {"style": "explorer_driven"}
         explorer = stage.explorer(job, "explorer", **driven)
         trainer = stage.trainer(job, **driven)
-        wait_until(lambda: report(job, "explorer").requests, "it asks")
+        wait_until(lambda: explorer_report(job, "explorer").requests, "it asks")
         reaches(trainer.step(1), 1, explorer)
         ready(job, "explorer")
         truth = trainer.step(2)
         reaches(truth, 2, explorer)
         assert truth["sync/broadcasts"] == 1
-        wait_until(lambda: report(job, "explorer").received, "it says so")
+        wait_until(lambda: explorer_report(job, "explorer").received, "it says so")
         ready(job, "explorer")
         for _ in range(3):  # it has these weights, and goes on asking
-            asked = report(job, "explorer").requests
+            asked = explorer_report(job, "explorer").requests
             assert trainer[0].ask("wait_for_data")["sync/broadcasts"] == 1
-            wait_until(lambda: report(job, "explorer").requests > asked, "it asks")  # noqa: B023 # at once
+            wait_until(lambda: explorer_report(job, "explorer").requests > asked, "it asks")  # noqa: B023 # at once
         reaches(trainer.step(3), 3, explorer)
 
 
@@ -271,7 +277,7 @@ def test_a_step_that_is_saved_is_broadcast_to_who_asks_and_not_saved_again(
         driven = {"style": "explorer_driven"}
         trainer = stage.trainer(job, checkpoint_every=1, **driven)
         explorer = stage.explorer(job, "explorer", **driven)
-        wait_until(lambda: report(job, "explorer").requests, "it asks")
+        wait_until(lambda: explorer_report(job, "explorer").requests, "it asks")
         reaches(trainer.step(1), 1, explorer)
         trainer[0].ask("over")
         ready(job, "explorer")
@@ -312,11 +318,11 @@ def test_who_comes_after_a_broadcast_and_may_not_produce_gets_that_step_by_the_f
         truth = trainer.step(2)
         assert truth["sync/broadcasts"] == 1
         reaches(truth, 2, early)
-        wait_until(lambda: report(job, "early").received, "it says so")
+        wait_until(lambda: explorer_report(job, "early").received, "it says so")
         assert "time/sync_weight" not in trainer[0].ask("wait_for_data"), "all have it"
         late = stage.explorer(job, "late", **fresh)
         late.ask("wait_for", 1)
-        wait_until(lambda: report(job, "late").step == 1, "it is known to the trainer")
+        wait_until(lambda: explorer_report(job, "late").step == 1, "it is known to the trainer")
         wait_until(
             lambda: "time/sync_weight" in trainer[0].ask("wait_for_data"), "the trainer sees it"
         )

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from tests.multiprocess.processes import (
-    DEADLINE,
-    ENVIRONMENT,
     Daemon,
     latest,
     report,
+    said_by_syncd,
     verified,
     wait_for_step,
     wait_until,
 )
 from tests.multiprocess.saves import Constant, save
-
-
-def syncd(*arguments: object) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "syncd", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=ENVIRONMENT,
-        timeout=DEADLINE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 def versions(job: Path) -> list[str]:
@@ -45,19 +29,21 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         for step in (1, 2):
             save(job, model, step, step)
             wait_for_step(job, step)
-        assert syncd("pause", job) == "paused"
+        assert said_by_syncd("pause", job) == "paused"
         save(job, model, 3, 3)
-        assert syncd("rollback", job, "v1") == "v000001 is served again, as v000003"
+        assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000003"
         verified(job, 3)
         daemon.kill()
-    assert "no daemon works on this job now" in syncd("rollback", job, "v2", "--timeout", 60)
+    assert "no daemon works on this job now" in said_by_syncd(
+        "rollback", job, "v2", "--timeout", 60
+    )
     with Daemon(job, "--keep", "9") as daemon:
         found = wait_for_step(job, 2)  # asked for while nobody was there
         assert found.sequence == 4
         wait_until(lambda: (told := report(job)) and told.paused, "it keeps to the pause")
-        assert "paused   by" in syncd("status", job)
+        assert "paused   by" in said_by_syncd("status", job)
         assert latest(job) == found
-        assert syncd("resume", job) == "resumed"
+        assert said_by_syncd("resume", job) == "resumed"
         assert wait_for_step(job, 3).sequence == 5
         manifest = read_manifest(Storage(), JobLayout(job).version(5))
         assert manifest.rolled_back is None
@@ -70,8 +56,8 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
     with Daemon(job, "--keep", "1", "--no-prune-steps") as daemon:
         save(job, model, 1, 1)
         wait_for_step(job, 1)
-        assert syncd("pin", job, "v1") == "v000001 is pinned"
-        assert syncd("pin", job, 1) == "global_step_1 is pinned"
+        assert said_by_syncd("pin", job, "v1") == "v000001 is pinned"
+        assert said_by_syncd("pin", job, 1) == "global_step_1 is pinned"
         assert daemon.terminate() == 0
     with Daemon(job, "--keep", "1"):
         for step in (2, 3, 4):
@@ -82,9 +68,9 @@ def test_what_is_pinned_outlives_the_pruning_of_a_running_daemon(job: Path) -> N
             "all but what is pinned is pruned",
         )
         assert layout.step(1).exists()
-        assert "1 pinned, 4" in syncd("status", job)
-        syncd("unpin", job, "v1")
-        syncd("unpin", job, 1)
+        assert "1 pinned, 4" in said_by_syncd("status", job)
+        said_by_syncd("unpin", job, "v1")
+        said_by_syncd("unpin", job, 1)
         save(job, model, 5, 5)  # step folders are looked at again when something moves
         wait_until(
             lambda: versions(job) == ["v000005"] and not layout.step(1).exists(),

@@ -19,12 +19,12 @@ from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.protocol.errors import NameTakenError, ProtocolMismatchError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import parse
 from syncd.protocol.reports import ExplorerReport
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
     Daemon,
+    explorer_report,
     latest,
     wait_for_step,
     wait_until,
@@ -116,8 +116,7 @@ def started() -> Iterator[ExitStack]:
 
 
 def report(job: Path, name: str) -> ExplorerReport | None:
-    path = JobLayout(job).explorer(name)
-    return parse(ExplorerReport, path.read_bytes(), path) if path.exists() else None
+    return explorer_report(job, name) if JobLayout(job).explorer(name).exists() else None
 
 
 def requires(job: Path, name: str) -> bool:

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import CoverageError, SaveNotReadyError
-from tests.dcp_ranks import NAMES, write_saves
+from tests.dcp_ranks import NAMES
 from tests.merging import assert_equal, build, loaded, truth
+from tests.rank_programs import written_by
 
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("dcp")
-    write_saves(root)
-    return root
+    return written_by(tmp_path_factory, "tests.dcp_ranks")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,10 +6,7 @@ import itertools
 import json
 import logging
 import math
-import os
 import random
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo  # which fully_shard would import in each rank
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
@@ -29,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests import dtensor_rules as rules
 from tests.dtensor_rules import Cuts, Shape
+from tests.rank_programs import SAID, run_ranks
 
 #: For each number of ranks: the meshes over all of them, and how many of the first dimensions are
 #: left away, so that each rank is on a submesh.
@@ -122,18 +121,8 @@ def expected(world_size: int) -> int:
 
 @pytest.mark.parametrize("world_size", MESHES)
 def test_full_tensor_of_what_the_model_cuts_is_the_whole(world_size: int, tmp_path: Path) -> None:
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "tests.multiprocess.test_dtensor_rules", str(world_size), tmp_path],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        start_new_session=True,
-    )
-    try:
-        assert launcher.wait(DEADLINE) == 0
-    finally:
-        if launcher.poll() is None:  # ranks that wait for each other outlive it
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+    said_at = tmp_path / SAID
+    run_ranks("tests.multiprocess.test_dtensor_rules", world_size, tmp_path, said=said_at)
     said = [json.loads((tmp_path / f"rank_{rank}.json").read_text()) for rank in range(world_size)]
     assert said == [{"compared": expected(world_size), "wrong": []}] * world_size
 

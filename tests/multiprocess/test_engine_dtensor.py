@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +35,6 @@ from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError
 from tests.fsdp_ranks import mesh
 from tests.multiprocess import model_ranks
-from tests.multiprocess.processes import ENVIRONMENT
 from tests.multiprocess.test_dtensor_rules import (
     MESHES,
     _cut,
@@ -47,6 +43,7 @@ from tests.multiprocess.test_dtensor_rules import (
     init_device_mesh,
     random_layouts,
 )
+from tests.rank_programs import written_by
 from tests.storages import RuledStorage
 from tests.weight_groups import CPU, meeting
 from trainer_hooks.broadcast import WeightSender
@@ -60,19 +57,7 @@ DEADLINE: Final = 120.0
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank has found out."""
-    folder = tmp_path_factory.mktemp("engine")
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "tests.multiprocess.test_engine_dtensor", str(folder)],
-        cwd=Path(__file__).parents[2],
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
-    try:
-        assert launcher.wait(DEADLINE) == 0
-    finally:
-        if launcher.poll() is None:  # ranks that wait for each other outlive it
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+    folder = written_by(tmp_path_factory, "tests.multiprocess.test_engine_dtensor")
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 

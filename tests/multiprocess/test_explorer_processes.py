@@ -13,14 +13,13 @@ from typing import IO, Any
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import parse
-from syncd.protocol.reports import ExplorerReport
 from tests.jobs import Job
 from tests.multiprocess.explorer_processes import following, staging
 from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
     Daemon,
+    explorer_report,
     wait_for_step,
     wait_until,
 )
@@ -47,14 +46,9 @@ def told(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
     raise AssertionError(f"it never said {event!r}")
 
 
-def report(job: Path, name: str) -> ExplorerReport:
-    path = JobLayout(job).explorer(name)
-    return parse(ExplorerReport, path.read_bytes(), path)
-
-
 def serves(job: Path, name: str, sequence: int) -> bool:
     path = JobLayout(job).explorer(name)
-    return path.exists() and report(job, name).sequence == sequence
+    return path.exists() and explorer_report(job, name).sequence == sequence
 
 
 def test_one_process_of_a_host_copies_and_hands_over_when_it_is_killed(
@@ -99,7 +93,7 @@ def test_a_follower_moves_a_link_ends_at_sigterm_and_survives_kills(
         with ended(following(job, "server", *options)) as follower:
             wait_until(lambda: serves(job, "server", 1), "version 1 is linked")
             assert stage in link.resolve().parents
-            found = report(job, "server")
+            found = explorer_report(job, "server")
             assert found.reload is not None
             assert (found.reload.staged, found.requests) == (True, 0)
             trainer.save(2)
@@ -114,10 +108,10 @@ def test_a_follower_moves_a_link_ends_at_sigterm_and_survives_kills(
             layout.latest.write_bytes(b"torn")
             with Daemon(job, "--keep", "1"):
                 trainer.save(4)
-                wait_until(lambda: report(job, "server").step == 4, "it has the last step")
+                wait_until(lambda: explorer_report(job, "server").step == 4, "it has the last step")
                 follower.terminate()
                 assert follower.wait(DEADLINE) == 0
-        assert report(job, "server").status == "stopped"
+        assert explorer_report(job, "server").status == "stopped"
         assert not any(any(folder.iterdir()) for folder in layout.leases.iterdir())
         assert (link / "config.json").exists()
         assert len(list(link.resolve().parent.iterdir())) == 2  # that copy, and the lock
@@ -132,11 +126,11 @@ def test_a_follower_gives_versions_to_a_command_and_refuses_what_it_does_not_tak
         trainer.save(1)
         wait_until(lambda: serves(job, "server", 1), "version 1 is taken")
         trainer.save(2)
-        wait_until(lambda: report(job, "server").refused, "version 2 is refused")
-        assert report(job, "server").sequence == 1
+        wait_until(lambda: explorer_report(job, "server").refused, "version 2 is refused")
+        assert explorer_report(job, "server").sequence == 1
         trainer.save(3)
         wait_until(lambda: serves(job, "server", 3), "version 3 is taken")
-        assert report(job, "server").refused is None
+        assert explorer_report(job, "server").refused is None
         follower.terminate()
         assert follower.wait(DEADLINE) == 0
     assert told_to.read_text().split() == ["1", "2", "1", "3"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,12 +25,12 @@ from tests.jobs import Job
 from tests.multiprocess.mounts import Filler, Kind, tmpfs
 from tests.multiprocess.processes import (
     DEADLINE,
-    ENVIRONMENT,
     LEASE_TIME,
     Daemon,
     epoch_content,
     latest,
     report,
+    syncd,
     verified,
     wait_for_step,
     wait_until,
@@ -63,13 +61,6 @@ def job(disk: Path) -> Path:
     path.mkdir()
     open_job(Storage(path), JobLayout(path), lease_time=LEASE_TIME)
     return path
-
-
-def syncd(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "syncd", *map(str, arguments)],
-        capture_output=True, text=True, env=ENVIRONMENT, timeout=DEADLINE, check=False,
-    )  # fmt: skip
 
 
 def detail(job: Path) -> str:

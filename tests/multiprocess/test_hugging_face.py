@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from syncd.protocol.errors import CoverageError
 from syncd.protocol.names import HUGGINGFACE
 from tests.multiprocess.hf_ranks import CONFIGS, EMBEDDING, LM_HEAD, TOKENS, compute_as_everywhere
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT
+from tests.multiprocess.processes import syncd
+from tests.rank_programs import written_by
 
 #: One file; and several, the embedding in one of its own.
 SIZES = {"default size": (), "small files": ("--max-shard-size", "3000")}
@@ -26,14 +25,7 @@ SIZES = {"default size": (), "small files": ("--max-shard-size", "3000")}
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("saves")
-    subprocess.run(
-        [sys.executable, "-m", "tests.multiprocess.hf_ranks", str(root)],
-        check=True,
-        env=ENVIRONMENT,
-        timeout=4 * DEADLINE,
-    )
-    return root
+    return written_by(tmp_path_factory, "tests.multiprocess.hf_ranks")
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +37,8 @@ def _one_thread() -> Iterator[None]:
     torch.use_deterministic_algorithms(chosen)
 
 
-def syncd_merge(save: Path, out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "syncd", "merge", str(save / "actor"), str(out), *options],
-        capture_output=True,
-        env=ENVIRONMENT,
-        text=True,
-        timeout=DEADLINE,
-        check=False,
-    )
-
-
 def merged(save: Path, out: Path, *options: str) -> Path:
-    result = syncd_merge(save, out, "--no-fsync", *options)
+    result = syncd("merge", save / "actor", out, "--no-fsync", *options)
     assert result.returncode == 0, result.stderr
     return out
 
@@ -172,7 +153,7 @@ def test_what_is_tied_by_the_config_and_differs_is_an_error_that_names_both(
     saves: Path, tmp_path: Path
 ) -> None:
     """transformers would load one of them and drop the other without a word."""
-    result = syncd_merge(saves / "qwen2-differing", tmp_path / "out")
+    result = syncd("merge", saves / "qwen2-differing" / "actor", tmp_path / "out")
     assert result.returncode == CoverageError.exit_code
     for name in (LM_HEAD, EMBEDDING, "tie_word_embeddings"):
         assert name in result.stderr

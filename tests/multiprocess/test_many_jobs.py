@@ -29,7 +29,7 @@ from tests.multiprocess.processes import (
     wait_for_step,
     wait_until,
 )
-from tests.unit.test_metrics import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -48,6 +48,8 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
     jobs = [Job(root / f"job-{number}") for number in range(8)]
     for number, job in enumerate(jobs):
         job.save(number + 1)
+    # One is moved, the daemon's lock in it: it is served again when that lease is over.
+    jobs[7].layout.format.write_bytes(b'{"lease_time": 4}')
     (root / "logs").mkdir()
 
     def metrics() -> str:

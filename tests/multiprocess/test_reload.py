@@ -12,7 +12,7 @@ from typing import Any
 from syncd.protocol.layout import JobLayout
 from tests.jobs import Job
 from tests.multiprocess.processes import LEASE_TIME, Daemon, wait_for_step, wait_until
-from tests.unit.test_metrics import free_port
+from tests.ports import free_port
 
 
 def events(daemon: Daemon) -> list[dict[str, Any]]:

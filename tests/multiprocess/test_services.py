@@ -23,12 +23,12 @@ from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
     Daemon,
+    said_by_syncd,
     verified,
     wait_for_step,
     wait_until,
 )
 from tests.multiprocess.saves import Constant, save
-from tests.multiprocess.test_control import syncd
 
 
 def inode(path: Path) -> int:
@@ -53,11 +53,11 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
             verified(memory, found.sequence)
         wait_until(lambda: len(gathered.versions) == 1, "the memory directory is pruned")
         wait_until(lambda: not gathered.layout.step(3).exists(), "its steps too")
-        seen = json.loads(syncd("status", job, "--json"))
+        seen = json.loads(said_by_syncd("status", job, "--json"))
         assert seen["latest"]["step"] == 1
         assert seen["memory"]["latest"]["step"] == 4
         assert seen["memory"]["daemon"]["pid"] == daemon.pid
-        assert f"job      {memory}" in syncd("status", job)
+        assert f"job      {memory}" in said_by_syncd("status", job)
         assert daemon.terminate() == 0
     assert not (memory / ".syncd" / "daemon.lock").exists()
     assert not (job / ".syncd" / "daemon.lock").exists()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,8 @@ from syncd.protocol.records import AdaptedModel, Manifest
 from syncd.storage.fsio import Storage
 from tests.merging import build
 from tests.multiprocess.lora_ranks import KINDS, MODES, STEP, TOKENS, checks
-from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step
+from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step
+from tests.rank_programs import SAID, written_by
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -29,17 +28,14 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where the ranks wrote, and what they said."""
-    root = tmp_path_factory.mktemp("lora")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.multiprocess.lora_ranks", str(root)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=Path(__file__).resolve().parents[2],
-        env=ENVIRONMENT | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"},
+    root = written_by(
+        tmp_path_factory,
+        "tests.multiprocess.lora_ranks",
         check=False,
+        HF_HUB_OFFLINE="0",
+        HF_ENDPOINT="http://127.0.0.1:9",
     )
-    return root, done.stderr
+    return root, (root / SAID).read_text()
 
 
 def actor(root: Path, kind: str, mode: str) -> Path:

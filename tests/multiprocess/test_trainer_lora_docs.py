@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests import tiny_language
 from tests.doc_blocks import blocks
 from tests.multiprocess.processes import Daemon, wait_for_step
 
@@ -24,15 +24,7 @@ def train(step: int, model: Any, optimizer: torch.optim.Optimizer) -> None:
 def test_the_page_trains_publishes_and_loads_what_was_trained(
     job: Path, tmp_path: Path, lora: str
 ) -> None:
-    config = Qwen2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path / "base")
+    tiny_language.model().save_pretrained(tmp_path / "base")
     trainer, explorer = blocks("peft.md")
     names: dict[str, Any] = {
         "base_model": str(tmp_path / "base"), "job_dir": job, "steps": 2, "train": train

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +12,8 @@ from safetensors import safe_open
 from syncd.checkpoint.safetensors_file import CONTENT
 from syncd.protocol.names import FULL_STATE_DICT
 from tests.merging import assert_equal, build, loaded, truth
-from tests.multiprocess.model_ranks import DEADLINE, KINDS, TIED
-from tests.multiprocess.processes import ENVIRONMENT
+from tests.multiprocess.model_ranks import KINDS, TIED
+from tests.rank_programs import written_by
 
 SAVES = [f"{kind}-{size}" for kind, sizes in KINDS.items() for size in sizes]
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -25,20 +21,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("saves")
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "tests.multiprocess.model_ranks", str(root)],
-        cwd=Path(__file__).parents[2],
-        env=ENVIRONMENT,
-        start_new_session=True,
-    )
-    try:
-        assert launcher.wait(2 * DEADLINE) == 0
-    finally:
-        if launcher.poll() is None:  # ranks that wait for each other outlive it
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-    return root
+    return written_by(tmp_path_factory, "tests.multiprocess.model_ranks")
 
 
 @pytest.mark.parametrize("save", SAVES)

@@ -15,9 +15,12 @@ from syncd.coordination.addresses import address_towards, listen, own_address
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import parse
-from syncd.protocol.reports import ExplorerReport
-from tests.multiprocess.processes import DEADLINE, LEASE_TIME, wait_until
+from tests.multiprocess.processes import (
+    DEADLINE,
+    LEASE_TIME,
+    explorer_report,
+    wait_until,
+)
 from tests.multiprocess.weight_members import Answer, Members, Process, members, rendezvous
 
 #: Seconds of a transfer that comes to nothing.
@@ -239,11 +242,6 @@ def test_who_comes_to_another_jobs_store_harms_nobody_and_is_told(start: Members
 # -- through the Synchronizer ----------------------------------------------------------------------
 
 
-def report(job: Path, name: str) -> ExplorerReport:
-    path = JobLayout(job).explorer(name)
-    return parse(ExplorerReport, path.read_bytes(), path)
-
-
 def met_at(job: Path) -> dict[str, object]:
     found = json.loads(JobLayout(job).rendezvous.read_bytes())
     assert isinstance(found, dict)
@@ -268,7 +266,7 @@ def test_a_generation_lives_until_its_members_change_or_one_has_failed(
     transfer(1, trainer, one)
     for process in (trainer, one):
         process("succeeded", 1)
-    told = report(job, "one")
+    told = explorer_report(job, "one")
     assert (told.step, told.received, told.group) == (1, "run-1-1", met_at(job)["group_name"])
     assert meet(2, trainer, one)[0][1] == told.group  # the same again
     transfer(2, trainer, one)
@@ -353,7 +351,8 @@ def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_f
     for one in (trainer, explorer):
         one.tell("call", "coordinate_weight_sync_setup", DEADLINE)
     assert [one.hear().error for one in (trainer, explorer)] == [None, None]
-    assert (met_at(job)["port"], report(job, "e").group) == (port, met_at(job)["group_name"])
+    assert met_at(job)["port"] == port
+    assert explorer_report(job, "e").group == met_at(job)["group_name"]
     found = meet(1, trainer, explorer)
     assert found[0][1] == met_at(job)["group_name"]
     transfer(1, trainer, explorer)
@@ -362,7 +361,7 @@ def test_setup_forms_the_group_where_it_is_told_and_teardown_ends_it_explorers_f
     assert not trainer._connection.poll(0.5)  # it waits for the explorer
     explorer("call", "coordinate_weight_sync_teardown")
     assert trainer.hear().error is None
-    assert report(job, "e").group is None
+    assert explorer_report(job, "e").group is None
     assert not any(one("left_behind") for one in (trainer, explorer))
     with listen("127.0.0.1", port):
         pass

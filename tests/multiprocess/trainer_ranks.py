@@ -1,18 +1,10 @@
-"""One rank of a trainer that does what it is told: ``python -m tests.multiprocess.trainer_ranks``.
-
-Each line on stdin is a JSON list, a command and what it takes; each is answered by a line of JSON
-on stdout: ``{"metrics": …}``, or ``{"error": the class, "says": the message}``. Every weight of the
-model is the step that was trained last.
-"""
+"""One rank of a trainer that does what it is told; all its weights are the step trained last."""
 
 from __future__ import annotations
 
-import argparse
 import errno
-import json
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,16 +14,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from syncd.protocol.errors import SyncdError
 from tests.hooks import DEADLINE, over
+from tests.multiprocess.peers import Told
 from tests.storages import CHANGES, RuledStorage, once, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 
 
-class Rank:
+class Rank(Told):
     """A model, an optimizer, a hook, and a storage that fails when it is told to."""
 
-    def __init__(self, job: Path) -> None:
+    def __init__(self, job: Path, rendezvous: Path, rank: int, world_size: int) -> None:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size
+        )
         self._job = job
         self._storage = RuledStorage()
         self._released = threading.Event()
@@ -51,8 +46,8 @@ class Rank:
         self,
         settings: dict[str, Any],
         saving: dict[str, Any] | None = None,
-        job: str | None = None,
-        memory: str | None = None,
+        job: Path | None = None,
+        memory: Path | None = None,
     ) -> None:
         self._hook = TrainerHook(
             job or self._job,
@@ -110,31 +105,3 @@ class Rank:
 
     def heal(self) -> None:
         self._storage.rules.clear()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--job", type=Path, required=True)
-    parser.add_argument("--rendezvous", required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--world-size", type=int, required=True)
-    given = parser.parse_args()
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{given.rendezvous}",
-        rank=given.rank,
-        world_size=given.world_size,
-    )
-    rank = Rank(given.job)
-    for line in sys.stdin:
-        command, *arguments = json.loads(line)
-        try:
-            answer = {"metrics": getattr(rank, command)(*arguments) or {}}
-        except SyncdError as error:
-            answer = {"error": type(error).__name__, "says": str(error)}
-        print(json.dumps(answer), flush=True)
-    os._exit(0)  # without waiting for ranks that are gone
-
-
-if __name__ == "__main__":
-    main()

@@ -10,14 +10,13 @@ import pytest
 
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.storage.fsio import Storage
-from tests.fsdp_fixtures import shard_paths, write_saves
+from tests.fsdp_fixtures import shard_paths
+from tests.rank_programs import written_by
 
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("fsdp")
-    write_saves(root)
-    return root
+    return written_by(tmp_path_factory, "tests.fsdp_ranks")
 
 
 @pytest.fixture

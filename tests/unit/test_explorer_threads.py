@@ -34,7 +34,7 @@ def test_a_step_is_not_waited_for_while_something_follows(job: Job, engine: Fake
         hook.start()
         asking = Aside(lambda: hook.pull_step(1, 0))
         try:
-            assert isinstance(asking.join(5), InvalidSettingsError)
+            assert isinstance(asking.join(30), InvalidSettingsError)
         finally:
             hook.stop()
 
@@ -55,9 +55,9 @@ def test_a_pull_waits_no_longer_than_it_was_told_for_that_of_another_thread(
         unbounded = Aside(lambda: hook.pull(None))
         try:
             for other in others:
-                assert isinstance(other.join(5), WaitTimeoutError)
+                assert isinstance(other.join(30), WaitTimeoutError)
             hook.cancel()
-            assert isinstance(unbounded.join(5), CancelledError)
+            assert isinstance(unbounded.join(30), CancelledError)
         finally:
             hang.release()
         first.join()
@@ -73,7 +73,7 @@ def test_a_cancel_between_the_look_and_the_wait_of_its_own_thread_is_not_lost(
         hook.cancel()  # as a signal handler does, there
         return seen
 
-    assert Aside(lambda: hook._pipeline.wait(until, None)).join(5) is None
+    assert Aside(lambda: hook._pipeline.wait(until, None)).join(30) is None
     hook.close()
 
 
@@ -94,8 +94,8 @@ def test_a_cancel_waits_for_no_storage(job: Job, engine: FakeEngine) -> None:
         assert begun.wait(LONG)
         try:
             # What is served is known, though the lease before does not go.
-            assert Aside(lambda: hook.wait_until_served(1, newer_than=first)).join(5).step == 2
-            Aside(hook.cancel).join(5)
+            assert Aside(lambda: hook.wait_until_served(1, newer_than=first)).join(30).step == 2
+            Aside(hook.cancel).join(30)
         finally:
             free.set()
 

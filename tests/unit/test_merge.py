@@ -263,7 +263,7 @@ class Together(FastStorage):
         self._both = threading.Barrier(2)
 
     def create(self, path: Path) -> int:
-        self._both.wait(30)
+        self._both.wait(60)
         return super().create(path)
 
 

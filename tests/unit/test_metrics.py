@@ -21,6 +21,7 @@ from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, Reload
 from tests.jobs import Job
 from tests.lagging import Hosts
+from tests.ports import free_port
 from tests.storages import Clock, refuse
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -234,12 +235,6 @@ def test_an_explorer_that_goes_while_storage_fails_has_no_metrics_for_ever(
 
 
 # -- where they can be had -------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
 
 
 def test_they_are_served_on_this_host_alone(said: Measured) -> None:

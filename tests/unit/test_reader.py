@@ -29,7 +29,7 @@ from tests.storages import Clock, once, refuse
 
 pytestmark = pytest.mark.lagging
 
-LONG = 30.0
+LONG = 60.0
 
 
 def publish(job: Job, *steps: int) -> None:

@@ -82,12 +82,6 @@ def test_those_of_a_run_that_was_given_up_stay_and_do_not_count() -> None:
     assert kept_steps(STEPS, newest=30, max_to_keep=2, keep_every=0) == {20, 30, 40, 50}
 
 
-@pytest.mark.parametrize("rules", [(-1, 0), (0, -1)])
-def test_a_negative_rule_is_refused(rules: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="use 0 or more"):
-        kept_steps(STEPS, newest=50, max_to_keep=rules[0], keep_every=rules[1])
-
-
 @given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(0, 5), st.integers(0, 5))
 def test_the_one_that_is_pointed_to_always_stays_and_more_rules_keep_more(
     steps: set[int], newest: int, max_to_keep: int, keep_every: int

@@ -277,8 +277,8 @@ def test_it_may_be_closed_by_a_signal_handler_of_who_asks(explorers: Explorers, 
     assert names(roster) == {"a"}
     storage.rules.append(close_as_a_handler_does)
     asking.start()
-    assert closed.wait(20)
-    asking.join(20)
+    assert closed.wait(60)
+    asking.join(60)
 
 
 def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(

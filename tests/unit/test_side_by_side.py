@@ -8,7 +8,7 @@ import pytest
 from syncd.checkpoint.side_by_side import Check, run_side_by_side
 from tests.jobs import nothing
 
-_GUARD = 30.0
+_GUARD = 60.0
 
 
 def waiting(started: threading.Event, ended: list[str]) -> Callable[[Check], None]:

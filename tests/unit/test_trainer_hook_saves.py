@@ -161,7 +161,7 @@ def test_a_third_save_waits_for_one_of_two_buffers(
 def test_a_save_that_never_ends_is_given_up_and_said(
     job: Job, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer_hooks.hook._LAST", 0.1)
+    monkeypatch.setattr("trainer_hooks.save_queue._LAST", 0.1)
     gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
         job.layout.root, model, settings=SyncSettings(save_timeout=0.1), storage=storage
@@ -588,6 +588,7 @@ def test_a_hook_that_is_closed_says_so(job: Job, model: nn.Module) -> None:
 
 
 def test_a_second_trainer_is_refused_and_the_first_goes_on(job: Job, model: nn.Module) -> None:
+    job.layout.format.write_bytes(b'{"lease_time": 4}')  # a part of which it waits for a heartbeat
     with TrainerHook(job.layout.root, model) as hook:
         with pytest.raises(NameTakenError):
             TrainerHook(job.layout.root, model)

@@ -28,19 +28,11 @@ from syncd.protocol.names import HUGGINGFACE
 from tests.hooks import written
 from tests.jobs import Job
 from tests.merging import build
+from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.lora import PeftState, base_vocabulary
 from trainer_hooks.state.state_dict import sharded_state_dict
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -299,7 +291,7 @@ def test_embeddings_that_were_resized_are_part_of_the_adapter(tmp_path: Path) ->
     base.resize_token_embeddings(43)
     model = lora(base, target_modules=["q_proj"])
     found = base_vocabulary(model)
-    assert found == 40
+    assert found == SIZES["vocab_size"]
     state = state_of(model, base_vocabulary=found)
     names = {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"}
     assert names < state.adapter().keys()

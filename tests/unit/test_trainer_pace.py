@@ -8,21 +8,22 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.names import FULL, SAVING
+from syncd.protocol.names import FULL, RECEIPTS, SAVING
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from tests.hooks import DEADLINE
 from tests.jobs import Job
 from tests.multiprocess.processes import wait_until
-from tests.storages import RuledStorage, refuse
+from tests.storages import Clock, RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
-from trainer_hooks.hook import patience_of
+from trainer_hooks.save_queue import patience_of
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
 from trainer_hooks.writing.writer import Contents, RankWriter
 
@@ -166,19 +167,17 @@ def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_tra
 
 
 def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
-    job: Job, threads: ThreadPoolExecutor
+    job: Job, threads: ThreadPoolExecutor, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    timeout = 1.0
-    ranks = writers(
-        job,
-        WriteConcurrency.ONE_AT_A_TIME,
-        *(RuledStorage() for _ in range(RANKS)),
-        timeout=timeout,
-    )
+    monkeypatch.setattr("trainer_hooks.writing.pace.time", SimpleNamespace(monotonic=clock))
+    storages = [RuledStorage() for _ in range(RANKS)]
+    ranks = writers(job, WriteConcurrency.ONE_AT_A_TIME, *storages)
     # As when rank 0 still waits for all others to write the save before this one.
     waiting = save_all(threads, ranks[1:], SaveId("run", 1, 0))
-    assert not waiting[0].done()
-    threading.Event().wait(1.3 * timeout)
+    receipts = job.layout.actor(1) / RECEIPTS
+    for storage in storages[1:]:
+        wait_until(lambda storage=storage: storage.count("open_read", receipts), "it waits")  # type: ignore[misc] # bound in this round
+    clock.advance(1.3 * DEADLINE)
     ranks[0].save(SaveId("run", 1, 0), CONTENTS)
     for done in waiting:
         done.result(DEADLINE)

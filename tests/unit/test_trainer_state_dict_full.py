@@ -19,7 +19,7 @@ from syncd.protocol.errors import CoverageError, SaveFailedError, ShardFormatErr
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Draft, Storage
-from tests.fsdp_models import Laden, tensors, values
+from tests.fsdp_models import Config, Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, refuse
@@ -27,7 +27,7 @@ from trainer_hooks.state.full_file import FullStateStream, ties_embeddings
 from trainer_hooks.state.full_plan import _outline
 from trainer_hooks.state.gather import Derived
 
-DEADLINE = 30.0
+DEADLINE = 60.0
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -130,24 +130,12 @@ def test_what_a_file_says_of_its_content_is_read_from_its_first_bytes_alone(tmp_
 # -- tied weights ------------------------------------------------------------------------------
 
 
-class Config:
-    """A config of transformers, for our purposes."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def to_json_string(self) -> str:
-        return self._text
-
-
 def test_ties_are_those_of_the_config() -> None:
     model: Any = nn.Linear(2, 2)
     assert not ties_embeddings(model)
-    model.config = Config('{"tie_word_embeddings": true}')
+    model.config = Config(tie_word_embeddings=True)
     assert ties_embeddings(model)
-    model.config = Config(
-        '{"tie_word_embeddings": true, "text_config": {"tie_word_embeddings": false}}'
-    )
+    model.config = Config(tie_word_embeddings=True, text_config={"tie_word_embeddings": False})
     assert not ties_embeddings(model)
     model.config = {"tie_word_embeddings": True}
     assert not ties_embeddings(model)

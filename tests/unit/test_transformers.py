@@ -162,6 +162,21 @@ def test_a_log_has_the_metrics_since_the_one_before(job_dir: Path) -> None:
     training.end()
 
 
+def test_a_log_has_the_sum_of_what_stopped_the_training_and_the_last_of_all_else(
+    job_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(job_dir)
+    training.begin()
+    summed = {"time/stall": 1.0, "time/broadcast": 0.5, "time/sync_weight": 0.25, "sync/bytes": 8.0}
+    last = {"time/trainer_sync_interval": 4.0, "sync/skipped": 3.0}
+    monkeypatch.setattr(training.callback.hook, "after_step", lambda _: summed | last)
+    training.step()
+    training.step()
+    logs = training.log(loss=1.0)
+    assert logs == {name: 2 * value for name, value in summed.items()} | last | {"loss": 1.0}
+    training.end()
+
+
 @pytest.mark.parametrize("stops", [True, False])
 def test_a_save_that_failed_ends_the_training_or_is_counted(job_dir: Path, *, stops: bool) -> None:
     training = Training(job_dir, stop_on_failure=stops)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from watchdog.observers.api import ObservedWatch
 
 #: A guard: a wait that ends by an event takes a few milliseconds.
-LONG = 30.0
+LONG = 60.0
 
 
 def watcher(folder: Path, *names: str) -> Watcher:

@@ -14,7 +14,7 @@ from explorer_hooks.engines.targets import Fit, find_targets, tensors_of
 from syncd.coordination.broadcast import WeightGroup
 from syncd.coordination.weight_meta import ALIGNED, BUCKET, WeightMeta
 from syncd.protocol.errors import BroadcastError, EngineBrokenError
-from tests.fsdp_models import Laden, tensors
+from tests.fsdp_models import Config, Laden, tensors
 from tests.weight_groups import transfer
 from trainer_hooks.broadcast import WeightSender
 
@@ -162,13 +162,6 @@ def test_floating_values_are_cast_where_the_engine_says_so(receive: Any) -> None
 # -- tied weights ------------------------------------------------------------------------------
 
 
-class Config:
-    """A config of transformers, for our purposes."""
-
-    def to_json_string(self) -> str:
-        return '{"tie_word_embeddings": true}'
-
-
 def untied(model: Laden) -> Laden:
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     return model
@@ -180,7 +173,7 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
 ) -> None:
     """As it is not published: an engine takes either."""
     model: Any = laden if of_one_memory else untied(laden)
-    model.config = Config()
+    model.config = Config(tie_word_embeddings=True)
     ranks = transfer(sent(model), received, staged(Laden()))
     truth = tensors(laden)
     assert same(ranks[2].result(), truth)
@@ -190,7 +183,7 @@ def test_a_head_that_the_config_says_is_tied_is_not_sent(
 
 def test_a_head_that_is_not_what_the_config_says_is_no_transfer(laden: Laden) -> None:
     model: Any = untied(laden)
-    model.config = Config()
+    model.config = Config(tie_word_embeddings=True)
     model.lm_head.weight.data[0, 0] += 1
     other = Laden()
     before = tensors(other)
@@ -283,7 +276,7 @@ def test_who_goes_in_the_middle_changes_nobody_elses_weights(laden: Laden, broad
     ranks = transfer(
         sent(laden, bucket_bytes=ALIGNED),
         lost_after(broadcasts, received), staged(others[0]), filled(others[1]),
-        deadline=3.0,
+        deadline=1.5,
     )  # fmt: skip
     with pytest.raises(BroadcastError):
         ranks[0].result()
@@ -302,7 +295,7 @@ def test_a_sender_that_goes_leaves_everyone_on_what_they_had(laden: Laden) -> No
     other = Laden()
     before = tensors(other)
     send = lost_after(5, sent(laden, bucket_bytes=ALIGNED))
-    ranks = transfer(send, staged(other), received, deadline=3.0)
+    ranks = transfer(send, staged(other), received, deadline=1.5)
     with pytest.raises(BroadcastError):
         ranks[0].result()
     for rank in ranks[1:]:
@@ -337,7 +330,7 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
 def test_memory_that_bytes_may_still_arrive_in_is_used_no_more(laden: Laden) -> None:
     other, stage = Laden(), HostStage(2)
     ranks = transfer(
-        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, stage), deadline=3.0
+        lost_after(5, sent(laden, bucket_bytes=ALIGNED)), staged(other, stage), deadline=1.5
     )
     with pytest.raises(BroadcastError):
         ranks[1].result()

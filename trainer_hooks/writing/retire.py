@@ -29,12 +29,7 @@ def kept_steps(
         newest: the one that is pointed to; it stays, and counts, even where it is not in ``steps``.
         max_to_keep: how many of the newest stay, ``newest`` among them; 0 keeps all.
         keep_every: besides, all whose step is a multiple of this stay; 0 for no such rule.
-
-    Raises:
-        ValueError: a rule is negative.
     """
-    if max_to_keep < 0 or keep_every < 0:
-        raise ValueError(f"max_to_keep={max_to_keep}, keep_every={keep_every}: use 0 or more")
     older = sorted(step for step in steps if step < newest)
     among = older[max(0, len(older) - max_to_keep + 1) :] if max_to_keep else older
     multiples = [step for step in older if keep_every and step % keep_every == 0]

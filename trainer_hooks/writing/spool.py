@@ -6,7 +6,7 @@ import logging
 import threading
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.layout import JobLayout
@@ -14,20 +14,10 @@ from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.writing.parts import saying_which
 
+if TYPE_CHECKING:
+    from trainer_hooks.state.full_file import FullStateStream
+
 log = logging.getLogger(__name__)
-
-
-class FullStream(Protocol):
-    """What :class:`trainer_hooks.state.full_file.FullStateStream` is, for our purposes."""
-
-    def gather(self) -> None:
-        """Hand over one full tensor after the other; collective."""
-
-    def write(self, draft: Draft) -> ReceiptFile:
-        """Write them as they come."""
-
-    def abort(self, error: BaseException) -> None:
-        """Let the other side wait no longer."""
 
 
 class Spool:
@@ -47,7 +37,7 @@ class Spool:
     """
 
     def __init__(
-        self, storage: Storage, layout: JobLayout, path: Path, stream: FullStream, *, size: int
+        self, storage: Storage, layout: JobLayout, path: Path, stream: FullStateStream, *, size: int
     ) -> None:
         self.path = path
         self._storage = storage

@@ -1,0 +1,270 @@
+"""The explorers of explorer.py: each a process of its own, which says on stdout what it has done.
+
+``python -m benchmarks.explorer_processes follow|naive|copying``, with the options below.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from syncd.protocol.errors import CancelledError, WaitTimeoutError
+from syncd.protocol.layout import JobLayout
+from syncd.storage.fsio import Storage
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_TIMEOUT: Final = 600.0
+
+
+class _Counting(Storage):
+    """Counts the bytes that were read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes_read = 0
+
+    def pread(self, fd: int, count: int, offset: int) -> bytes:
+        data = super().pread(fd, count, offset)
+        self.bytes_read += len(data)
+        return data
+
+    def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
+        count = super().pread_into(fd, part, offset)
+        self.bytes_read += count
+        return count
+
+    def read_part(self, fd: int, count: int) -> bytes:
+        data = super().read_part(fd, count)
+        self.bytes_read += len(data)
+        return data
+
+    def copy_file_range(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        copied = super().copy_file_range(source, target, count, at, to)
+        self.bytes_read += copied
+        return copied
+
+    def sendfile(self, source: int, target: int, count: int, at: int, to: int) -> int:
+        copied = super().sendfile(source, target, count, at, to)
+        self.bytes_read += copied
+        return copied
+
+
+class _Timed:
+    """An engine, and the seconds of its last pause and load."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._paused = 0.0
+        self.pause_seconds = 0.0
+        self.load_seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def pause(self) -> None:
+        self._paused = time.monotonic()
+        self._engine.pause()
+
+    def resume(self) -> None:
+        self._engine.resume()
+        self.pause_seconds = time.monotonic() - self._paused
+
+    def load(self, version: Any) -> None:
+        begun = time.monotonic()
+        self._engine.load(version)
+        self.load_seconds = time.monotonic() - begun
+
+
+def _module(gigabytes: float) -> nn.Module:
+    """Nothing but the parameters, by their names."""
+    import torch  # noqa: PLC0415 - the process that starts all others stays small
+    from torch import nn  # noqa: PLC0415
+
+    from benchmarks.shards import shapes  # noqa: PLC0415
+
+    top = nn.Module()
+    for name, shape in shapes(gigabytes, "fsdp").items():
+        *path, own = name.split(".")
+        module = top
+        for step in path:
+            if not hasattr(module, step):
+                module.add_module(step, nn.Module())
+            module = module.get_submodule(step)
+        value = torch.zeros(shape, dtype=torch.bfloat16)
+        module.register_parameter(own, nn.Parameter(value, requires_grad=False))
+    return top
+
+
+def _transformers(gigabytes: float) -> nn.Module:
+    """The same parameters, in the model that they are shaped like."""
+    import torch  # noqa: PLC0415
+    from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
+
+    from benchmarks.shards import shapes  # noqa: PLC0415
+
+    vocabulary, hidden = shapes(gigabytes, "fsdp")["model.embed_tokens.weight"]
+    config = Qwen2Config(
+        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=hidden * 35 // 6,
+        num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        tie_word_embeddings=True, dtype="bfloat16",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return model
+
+
+def _engine(kind: str, gigabytes: float) -> Any:
+    from explorer_hooks.engines.torch_module import TorchModule  # noqa: PLC0415
+    from explorer_hooks.engines.transformers_model import TransformersModel  # noqa: PLC0415
+
+    if kind == "transformers":
+        return TransformersModel(_transformers(gigabytes))
+    return TorchModule(_module(gigabytes), in_place=kind)  # type: ignore[arg-type] # one of the two
+
+
+def _options(stage: Path | None) -> dict[str, Any]:
+    """What makes a hook stage."""
+    if stage is None:
+        return {}
+    from explorer_hooks.staging import Staging  # noqa: PLC0415
+
+    return {"staging": Staging(stage)}
+
+
+def _say(**told: object) -> None:
+    print(json.dumps(told), flush=True)
+
+
+def _follow(given: argparse.Namespace) -> None:
+    """Load what comes, and say so, until stdin ends."""
+    from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
+
+    storage = _Counting()
+    engine = _Timed(_engine(given.engine, given.gigabytes))
+    hook = ExplorerHook(given.job, given.name, engine, storage=storage, **_options(given.stage))
+    # A name that is not given back is another's only when its lease is over.
+    closing = threading.Thread(target=lambda: (sys.stdin.read(), hook.close()), daemon=True)
+    closing.start()
+    _say(ready=True)
+    while True:
+        before = storage.bytes_read
+        try:
+            version = hook.pull(_TIMEOUT)
+        except CancelledError:
+            closing.join()
+            os._exit(0)  # nothing is left to do, and torch's threads need not be waited for
+        _say(
+            live=time.monotonic(),
+            step=version.step,
+            pause=engine.pause_seconds,
+            load=engine.load_seconds,
+            read=storage.bytes_read - before,
+        )
+
+
+def _naive(given: argparse.Namespace) -> None:
+    """What people do without a daemon."""
+    import logging  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+    import torch.distributed.tensor  # noqa: PLC0415 - allow-lists DTensor for weights_only
+
+    logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
+    layout, module = JobLayout(given.job), _module(given.gigabytes)
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    held = 0
+    _say(ready=True)
+    while True:
+        step = int(layout.state_pointer.read_text() or 0)
+        if step == held:
+            time.sleep(1.0)
+            continue
+        begun = time.monotonic()
+        paths = sorted(layout.actor(step).glob("*.pt"))
+        shards = [torch.load(path, weights_only=True) for path in paths]
+        whole = {
+            name: torch.cat([shard[name].to_local() for shard in shards]) for name in shards[0]
+        }
+        module.load_state_dict(whole)
+        held, seconds = step, time.monotonic() - begun
+        _say(live=time.monotonic(), step=step, pause=seconds, load=seconds, read=0)
+
+
+def _copying(given: argparse.Namespace) -> None:
+    """A process of its own: loads in place, beside copies of as many bytes."""
+    import ctypes  # noqa: PLC0415
+
+    import torch  # noqa: PLC0415
+
+    from explorer_hooks.reader import Reader  # noqa: PLC0415
+
+    with Reader(given.job, "copying") as reader:
+        version = reader.next_version(0, _TIMEOUT)
+        version.verify()
+        _say(ready=True)
+        size = sum(file.size for file in version.manifest.files)
+        one = torch.ones(size, dtype=torch.uint8)
+        other = torch.zeros(size, dtype=torch.uint8)
+        staged = _engine("staged", given.gigabytes)
+        direct = _engine("direct", given.gigabytes)
+
+        def prepared() -> None:
+            staged.load(version)
+
+        def whole() -> None:
+            staged.prepare(version)
+            staged.load(version)
+
+        ways: dict[str, Callable[[], object]] = {
+            "memmove": lambda: ctypes.memmove(other.data_ptr(), one.data_ptr(), size),
+            "Tensor.copy_": lambda: other.copy_(one),
+            "staged: load, read ahead": prepared,
+            "staged: read and load": whole,
+            "direct: load": lambda: direct.load(version),
+        }
+        names = list(ways)
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(given.rounds + 1):
+            first = number % len(names)
+            for name in (*names[first:], *names[:first]):
+                if name == "staged: load, read ahead":
+                    staged.prepare(version)
+                begun = time.perf_counter()
+                ways[name]()
+                found[name].append(time.perf_counter() - begun)
+        version.release()
+    _say(size=size, seconds={name: times[1:] for name, times in found.items()})
+
+
+_WAYS: Final = {"follow": _follow, "naive": _naive, "copying": _copying}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="an explorer of benchmarks/explorer.py")
+    parser.add_argument("what", choices=_WAYS)
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--gigabytes", type=float, required=True)
+    parser.add_argument("--name", help="of the explorer")
+    parser.add_argument("--engine", help="of one that follows")
+    parser.add_argument("--stage", type=Path, help="where it stages")
+    parser.add_argument("--rounds", type=int, help="of one that copies")
+    given = parser.parse_args()
+    try:
+        _WAYS[given.what](given)
+    except WaitTimeoutError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

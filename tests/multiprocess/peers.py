@@ -1,0 +1,130 @@
+"""Processes that do what they are told, a call at a time.
+
+They are forked from one process that has imported torch, so that many of them cost little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from syncd.protocol.errors import SyncdError
+from tests.multiprocess.processes import DEADLINE, wait_until
+
+CONTEXT = get_context("forkserver")
+# fully_shard would import the first one in each rank.
+CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.multiprocess.broadcasting"])
+
+
+class Told:
+    """Methods that a test calls by name, in a process of its own."""
+
+
+def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    told = make(*given)
+    threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)  # without waiting for ranks that are gone
+
+
+def _listen(told: Told, connection: Connection) -> None:
+    while True:
+        try:
+            command, given, named = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = {"is": getattr(told, command)(*given, **named)}
+        except SyncdError as error:
+            answer = {"error": type(error).__name__, "says": str(error)}
+        connection.send(answer)
+
+
+class Peer:
+    """One such process."""
+
+    def __init__(self, make: Callable[..., Told], *given: Any, others: Any = ()) -> None:
+        self._connection, theirs = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=_serve, args=(make, given, theirs, *others))
+        self.process.start()
+        theirs.close()
+
+    def tell(self, command: str, *given: Any, **named: Any) -> None:
+        self._connection.send((command, given, named))
+
+    def answer(self, within: float = DEADLINE) -> Any:
+        assert self._connection.poll(within), "no answer"
+        answer = self._connection.recv()
+        assert "is" in answer, answer
+        return answer["is"]
+
+    def refusal(self) -> str:
+        """What a call is refused with: the class of the error, and its words."""
+        assert self._connection.poll(DEADLINE), "no answer"
+        answer = self._connection.recv()
+        assert "says" in answer, answer
+        return f"{answer['error']}: {answer['says']}"
+
+    def ask(self, command: str, *given: Any, **named: Any) -> Any:
+        self.tell(command, *given, **named)
+        return self.answer()
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def pause(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGCONT)
+
+    def has_answered(self, *, within: float) -> bool:
+        return self._connection.poll(within)
+
+    def wait_until_stopped(self) -> None:
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+
+    def leave(self) -> None:
+        """End by itself, well."""
+        self.ask("close")
+        self._connection.close()
+        self.process.join(DEADLINE)
+        assert self.process.exitcode == 0
+
+    def wait_until_killed(self) -> None:
+        self.process.join(DEADLINE)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.resume()
+            self.kill()
+        self.process.join(DEADLINE)
+        self._connection.close()
+
+
+class Ranks(list[Peer]):
+    """The ranks of one process group."""
+
+    def all(self, command: str, *given: Any, **named: Any) -> list[Any]:
+        """Tell all of them, then hear what each has to say."""
+        for rank in self:
+            rank.tell(command, *given, **named)
+        return [rank.answer() for rank in self]
