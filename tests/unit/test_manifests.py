@@ -1,4 +1,4 @@
-"""What docs/kubernetes.md and docs/slurm.md give to a cluster, as far as one can tell without it."""
+"""What docs/kubernetes.md and docs/slurm.md give to a cluster, as far as can be told without."""
 
 from __future__ import annotations
 
