@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 
 import click
@@ -215,6 +219,36 @@ def test_versions_are_staged_where_the_server_sees_them_and_fit_there() -> None:
     (server,) = [one for one in containers(PODS[pod]) if one is not follow]
     assert told["url"] == f"http://127.0.0.1:{ports(PODS[pod])['http']}"
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
+
+
+@pytest.mark.parametrize(
+    ("label", "ready"), [("default", False), ("step-3-version-2", True), (None, False)]
+)
+def test_an_explorer_is_ready_once_its_server_has_a_version(label: str | None, ready: bool) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # http.server names it
+            self.send_response(200 if self.path == "/weight_info" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"weight_version": label}).encode())
+
+    (probe,) = [
+        one["readinessProbe"]["exec"]["command"] for _, one in OURS if "readinessProbe" in one
+    ]
+    assert probe[:2] == ["python", "-c"]
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        code = probe[2].replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
+        assert code != probe[2]
+        answering = Thread(target=server.serve_forever, daemon=True)
+        if label is None:
+            server.server_close()  # nobody is there
+        else:
+            answering.start()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        )
+        if answering.is_alive():
+            server.shutdown()
+    assert (done.returncode == 0) is ready, done.stderr
 
 
 SHELL: Final = [
