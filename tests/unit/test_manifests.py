@@ -1,0 +1,266 @@
+"""What docs/kubernetes.md and docs/slurm.md give to a cluster, as far as can be told without."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, Final
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from syncd.cli import cli
+from tests.doc_blocks import blocks
+
+DOCS: Final = Path(__file__).parents[2] / "docs"
+FOLDER: Final = DOCS / "kubernetes"
+PAGE: Final = (DOCS / "kubernetes.md").read_text(encoding="utf-8")
+KINDS: Final = {
+    "PersistentVolumeClaim": "v1",
+    "ConfigMap": "v1",
+    "Service": "v1",
+    "Deployment": "apps/v1",
+    "StatefulSet": "apps/v1",
+    "Job": "batch/v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+}
+UNITS: Final = {"Mi": 2**20, "Gi": 2**30}
+
+Manifest = Mapping[str, Any]
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text(encoding="utf-8")))
+
+
+(KUSTOMIZATION,) = read("kustomization.yaml")
+MANIFESTS: Final = [one for name in KUSTOMIZATION["resources"] for one in read(name)]
+
+
+def named(kind: str) -> dict[str, dict[str, Any]]:
+    return {one["metadata"]["name"]: one for one in MANIFESTS if one["kind"] == kind}
+
+
+PODS: Final = {
+    name: one["spec"]["template"]
+    for kind in ("Deployment", "StatefulSet", "Job")
+    for name, one in named(kind).items()
+}
+
+
+def containers(pod: Manifest) -> list[dict[str, Any]]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+ALL: Final = [(name, one) for name, pod in PODS.items() for one in containers(pod)]
+OURS: Final = [(name, one) for name, one in ALL if one["image"] == "syncd"]
+
+
+def chosen(labels: Mapping[str, str]) -> list[Manifest]:
+    """The pods that a selector is for."""
+    return [pod for pod in PODS.values() if labels.items() <= pod["metadata"]["labels"].items()]
+
+
+def ports(pod: Manifest) -> dict[str, int]:
+    return {
+        port["name"]: port["containerPort"]
+        for one in containers(pod)
+        for port in one.get("ports", ())
+    }
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """What the command of an image's arguments is given; it is not run."""
+    with click.Context(cli, info_name="syncd") as context:
+        name, command, rest = cli.resolve_command(context, list(words))
+        assert command is not None
+        return command.make_context(name, rest, parent=context).params
+
+
+def size(quantity: str) -> int:
+    return int(quantity[:-2]) * UNITS[quantity[-2:]]
+
+
+def test_all_files_are_applied_and_on_the_page() -> None:
+    files = {file.name for file in FOLDER.iterdir()} - {"kustomization.yaml"}
+    assert set(KUSTOMIZATION["resources"]) == files
+    assert {name for name in files if f"(kubernetes/{name})" not in PAGE} == set()
+
+
+def test_manifests_are_of_known_kinds_with_names_of_their_own() -> None:
+    assert [one for one in MANIFESTS if KINDS.get(one["kind"]) != one["apiVersion"]] == []
+    names = [(one["kind"], one["metadata"]["name"]) for one in MANIFESTS]
+    assert len(set(names)) == len(names)
+    assert {kind for kind, _ in names} == set(KINDS)
+
+
+def test_every_image_has_its_place_and_its_tag() -> None:
+    given = {image["name"]: image["newTag"] for image in KUSTOMIZATION["images"]}
+    assert {one["image"] for _, one in ALL} == set(given)
+    assert all(isinstance(tag, str) for tag in given.values())
+
+
+def test_selectors_find_the_pods_that_they_are_for() -> None:
+    for kind in ("Deployment", "StatefulSet"):
+        for name, one in named(kind).items():
+            assert chosen(one["spec"]["selector"]["matchLabels"]) == [PODS[name]]
+    for service in named("Service").values():
+        (pod,) = chosen(service["spec"]["selector"])
+        assert {p["name"]: p["port"] for p in service["spec"]["ports"]}.items() <= ports(
+            pod
+        ).items()
+    for policy in named("NetworkPolicy").values():
+        (pod,) = chosen(policy["spec"]["podSelector"]["matchLabels"])
+        for rule in policy["spec"].get("ingress", ()):
+            assert {port["port"] for port in rule["ports"]} <= set(ports(pod).values())
+            assert all(chosen(who["podSelector"]["matchLabels"]) for who in rule["from"])
+    assert {one["spec"]["serviceName"] for one in named("StatefulSet").values()} <= set(
+        named("Service")
+    )
+    assert {pod["spec"]["subdomain"] for pod in PODS.values() if "subdomain" in pod["spec"]} <= set(
+        named("Service")
+    )
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_what_a_pod_mounts_is_there(name: str) -> None:
+    volumes = {volume["name"]: volume for volume in PODS[name]["spec"]["volumes"]}
+    mounted = {m["name"] for one in containers(PODS[name]) for m in one["volumeMounts"]}
+    assert mounted == set(volumes)
+    for volume in volumes.values():
+        if "persistentVolumeClaim" in volume:
+            assert volume["persistentVolumeClaim"]["claimName"] in named("PersistentVolumeClaim")
+        elif "configMap" in volume:
+            assert volume["configMap"]["name"] in named("ConfigMap")
+        else:
+            assert "emptyDir" in volume
+    for one in containers(PODS[name]):
+        probes = [
+            one[key] for key in ("startupProbe", "livenessProbe", "readinessProbe") if key in one
+        ]
+        asked = {probe["httpGet"]["port"] for probe in probes if "httpGet" in probe}
+        assert asked <= {port["name"] for port in one.get("ports", ())}
+
+
+def test_who_writes_to_the_jobs_is_one_user_without_rights_besides() -> None:
+    (dockerfile,) = blocks("kubernetes.md", "dockerfile")
+    users = set(re.findall(r"^USER (\d+):(\d+)$", dockerfile, re.MULTILINE))
+    for name, one in ALL:
+        context = {**PODS[name]["spec"]["securityContext"], **one["securityContext"]}
+        assert context["allowPrivilegeEscalation"] is False
+        mounts = {mount["name"]: mount.get("readOnly", False) for mount in one["volumeMounts"]}
+        if not mounts["jobs"]:
+            users.add((str(context["runAsUser"]), str(context["runAsGroup"])))
+            assert context["runAsNonRoot"]
+            assert context["fsGroup"] == context["runAsGroup"]
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert len(users) == 1
+    assert all(one["securityContext"]["readOnlyRootFilesystem"] for _, one in OURS)
+    assert not any(pod["spec"]["automountServiceAccountToken"] for pod in PODS.values())
+
+
+def test_the_jobs_are_at_one_path_and_can_be_shared() -> None:
+    (claim,) = named("PersistentVolumeClaim").values()
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    paths = {m["mountPath"] for _, one in ALL for m in one["volumeMounts"] if m["name"] == "jobs"}
+    assert paths == {"/shared/jobs"}
+
+
+def test_the_image_begins_with_syncd_and_its_arguments_are_understood() -> None:
+    (dockerfile,) = blocks("kubernetes.md", "dockerfile")
+    assert dockerfile.rstrip().endswith('ENTRYPOINT ["syncd"]')
+    assert [name for name, one in OURS if "command" in one] == []
+    found = {one["args"][0]: parsed(one["args"]) for _, one in OURS}
+    assert set(found) == {"run", "follow"}
+    assert found["follow"]["server"] == "vllm"
+    with pytest.raises(click.UsageError):
+        parsed(["follow", "/shared/jobs/qwen-grpo", "--nmae=x"])
+
+
+def test_the_configuration_is_found_and_can_be_used(tmp_path: Path) -> None:
+    ((pod, daemon),) = [(name, one) for name, one in OURS if one["args"][0] == "run"]
+    file = parsed(daemon["args"])["config"]
+    (volume,) = [v for v in PODS[pod]["spec"]["volumes"] if "configMap" in v]
+    (mount,) = [m for m in daemon["volumeMounts"] if m["name"] == volume["name"]]
+    assert str(file.parent) == mount["mountPath"]
+    text = named("ConfigMap")[volume["configMap"]["name"]]["data"][file.name]
+    copy = tmp_path / file.name
+    copy.write_text(text, encoding="utf-8")
+    checked = CliRunner().invoke(cli, ["config", "check", str(copy)])
+    assert checked.exit_code == 0, checked.output
+    assert 'root = "/shared/jobs"' in text
+
+
+def test_trainer_and_explorers_are_of_one_job_below_the_root() -> None:
+    text = " ".join(
+        str(word) for _, one in ALL for key in ("command", "args") for word in one.get(key, ())
+    )
+    assert set(re.findall(r"/shared/jobs/[\w-]+", text)) == {"/shared/jobs/qwen-grpo"}
+
+
+def test_versions_are_staged_where_the_server_sees_them_and_fit_there() -> None:
+    (pod,) = named("StatefulSet")
+    (follow,) = [one for name, one in OURS if name == pod]
+    told = parsed(follow["args"])
+    at = [{m["name"]: m["mountPath"] for m in one["volumeMounts"]} for one in containers(PODS[pod])]
+    assert {mounts["stage"] for mounts in at} == {str(told["stage"])}
+    (volume,) = [v for v in PODS[pod]["spec"]["volumes"] if v["name"] == "stage"]
+    assert told["budget"] < size(volume["emptyDir"]["sizeLimit"])
+    assert size(volume["emptyDir"]["sizeLimit"]) < size(follow["resources"]["limits"]["memory"])
+    (server,) = [one for one in containers(PODS[pod]) if one is not follow]
+    assert told["url"] == f"http://127.0.0.1:{ports(PODS[pod])['http']}"
+    assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
+
+
+@pytest.mark.parametrize(
+    ("label", "ready"), [("default", False), ("step-3-version-2", True), (None, False)]
+)
+def test_an_explorer_is_ready_once_its_server_has_a_version(label: str | None, ready: bool) -> None:
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # http.server names it
+            self.send_response(200 if self.path == "/weight_info" else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"weight_version": label}).encode())
+
+    (probe,) = [
+        one["readinessProbe"]["exec"]["command"] for _, one in OURS if "readinessProbe" in one
+    ]
+    assert probe[:2] == ["python", "-c"]
+    with HTTPServer(("127.0.0.1", 0), Server) as server:
+        code = probe[2].replace("127.0.0.1:8000", f"127.0.0.1:{server.server_port}")
+        assert code != probe[2]
+        answering = Thread(target=server.serve_forever, daemon=True)
+        if label is None:
+            server.server_close()  # nobody is there
+        else:
+            answering.start()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        )
+        if answering.is_alive():
+            server.shutdown()
+    assert (done.returncode == 0) is ready, done.stderr
+
+
+SHELL: Final = [
+    pytest.param(script, id=f"{page}-{number}")
+    for page in ("slurm.md", "kubernetes.md")
+    for number, script in enumerate(blocks(page, "(?:ba)?sh"))
+]
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_what_is_pasted_into_a_shell_is_its_language(script: str) -> None:
+    done = subprocess.run(
+        ["bash", "-n"], input=script, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
