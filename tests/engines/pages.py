@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
+from tests.doc_blocks import ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
+__all__ = ["FOLLOW", "FOLLOW_SGLANG", "IN_PROCESS", "ROOT", "TRAIN"]
 
-
-def _blocks(page: str) -> list[str]:
-    text = (ROOT / "docs" / page).read_text()
-    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-
-
-TRAIN, FOLLOW, IN_PROCESS = _blocks("vllm.md")
-(FOLLOW_SGLANG,) = _blocks("sglang.md")
+TRAIN, FOLLOW, IN_PROCESS = blocks("vllm.md")
+(FOLLOW_SGLANG,) = blocks("sglang.md")
