@@ -47,7 +47,7 @@ class Terminal:
             env=self._env,
             capture_output=True,
             text=True,
-            timeout=DEADLINE,
+            timeout=LONG,
             check=False,
         )
         assert done.returncode == 0, done.stderr
@@ -106,7 +106,9 @@ class Running:
 
 def fewer(block: str) -> str:
     """The same command of fewer and shorter steps."""
-    found = re.sub(r"\.py 60( 1)?$", lambda m: f".py {STEPS}{' 0.3' if m[1] else ''}", block.strip())
+    found = re.sub(
+        r"\.py 60( 1)?$", lambda m: f".py {STEPS}{' 0.3' if m[1] else ''}", block.strip()
+    )
     assert found != block.strip()
     return found
 

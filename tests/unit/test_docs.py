@@ -180,13 +180,15 @@ def test_a_command_line_is_found_wherever_it_stands() -> None:
         "mkdir -p x && A=1 syncd run job \\\n    --keep 3  # a comment\n"
         "cd y; syncd status | less\nsyncd-follow@x\n$ syncd verify x\njob   it's what is printed\n"
     )
-    assert list(command_lines(block)) == [["run", "job", "--keep", "3"], ["status"], ["verify", "x"]]
+    assert list(command_lines(block)) == [
+        ["run", "job", "--keep", "3"],
+        ["status"],
+        ["verify", "x"],
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["run job --kepe 3", "merge one", "follow job", "rum job"])
-def test_a_command_line_that_is_wrong_is_found(
-    wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_line_that_is_wrong_is_found(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((click.UsageError, AssertionError)):
         understood(wrong.split(), monkeypatch)
 
@@ -217,7 +219,15 @@ TESTS = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
 def test_every_file_that_a_page_names_is_there(page: str) -> None:
     """``tests/…`` and the other folders by their paths, ``test_….py`` by its name alone."""
     named = re.findall(r"`([\w./-]+)`", text_of(page))
-    roots = ("tests/", "syncd/", "trainer_hooks/", "explorer_hooks/", "benchmarks/", "docs/", ".ci/")
+    roots = (
+        "tests/",
+        "syncd/",
+        "trainer_hooks/",
+        "explorer_hooks/",
+        "benchmarks/",
+        "docs/",
+        ".ci/",
+    )
     paths = {one for one in named if one.startswith(roots)}
     assert {one for one in paths if not any(ROOT.glob(one.rstrip("/")))} == set()
     files = {one for one in named if re.fullmatch(r"test_\w+\.py", one)}
