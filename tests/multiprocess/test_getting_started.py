@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.doc_blocks import ROOT, blocks
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, latest, report, wait_until
 
 PAGE = "getting-started.md"
 INSTALL, MAKE, RUN, TRAIN, EXPLORE, LOOK, KILL, RUN_AGAIN, LOOK_AGAIN, CLEAN = blocks(PAGE, "sh")
-PROGRAMS = dict(zip(("model.py", "train.py", "explore.py"), blocks(PAGE), strict=True))
+FILES = dict(zip(("model.py", "train.py", "explore.py"), blocks(PAGE), strict=True))
+#: What ``pip install`` puts beside Python.
+PROGRAMS = {"python": "", "syncd": "-m syncd", "torchrun": "-m torch.distributed.run"}
 #: As many steps as it takes to kill a daemon in between; the page has time to look at it.
 STEPS = 6
 LONG = 3 * DEADLINE
@@ -32,7 +32,7 @@ class Terminal:
         self.folder = folder
         bin_folder = folder / "bin"
         bin_folder.mkdir()
-        for name, module in (("syncd", "-m syncd"), ("torchrun", "-m torch.distributed.run"), ("python", "")):  # fmt: skip # noqa: E501
+        for name, module in PROGRAMS.items():
             program = bin_folder / name
             program.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
             program.chmod(0o755)
@@ -106,11 +106,14 @@ class Running:
 
 def fewer(block: str) -> str:
     """The same command of fewer and shorter steps."""
-    found = re.sub(
-        r"\.py 60( 1)?$", lambda m: f".py {STEPS}{' 0.3' if m[1] else ''}", block.strip()
-    )
-    assert found != block.strip()
-    return found
+    program, found, seconds = block.strip().partition(" 60")
+    assert found
+    return f"{program} {STEPS} {'0.3' if seconds else ''}"
+
+
+def numbers(pattern: str, lines: list[str]) -> list[float]:
+    """The one number of each line."""
+    return [float(number) for line in lines for number in re.findall(pattern, line)]
 
 
 def works(job: Path, epoch: int) -> bool:
@@ -118,12 +121,11 @@ def works(job: Path, epoch: int) -> bool:
     return found is not None and found.epoch == epoch
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what the page says is for Linux")
 def test_what_a_newcomer_types_trains_serves_and_outlives_a_daemon(tmp_path: Path) -> None:
     terminal = Terminal(tmp_path)
     terminal.run(MAKE)
     terminal.folder = tmp_path / "first"
-    for name, text in PROGRAMS.items():
+    for name, text in FILES.items():
         assert f"`{name}`" in (ROOT / "docs" / PAGE).read_text()
         (terminal.folder / name).write_text(text)
     job = terminal.folder / "job"
@@ -149,10 +151,10 @@ def test_what_a_newcomer_types_trains_serves_and_outlives_a_daemon(tmp_path: Pat
             assert found.step == STEPS
             daemon.ctrl_c()
             assert daemon.status() == 0
-    losses = [float(re.findall(r"loss ([\d.]+), stood still for \d+ ms", line)[0]) for line in trainer.lines]  # fmt: skip # noqa: E501
+    losses = numbers(r"loss ([\d.]+), stood still for \d+ ms$", trainer.lines)
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
-    steps = [int(re.findall(r"^step (\d+): after 3, 4, 5, 6 comes \d+$", x)[0]) for x in explorer.lines]  # fmt: skip # noqa: E501
+    steps = numbers(r"^step (\d+): after 3, 4, 5, 6 comes \d+$", explorer.lines)
     assert steps == sorted(set(steps))
     assert steps[-1] == STEPS
 

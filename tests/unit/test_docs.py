@@ -212,11 +212,17 @@ def test_every_option_that_a_sentence_gives_a_command_is_one_of_it(page: str) ->
 
 # -- what pages say of the tests -------------------------------------------------------------------
 
-TESTS = {path.name: path for path in (ROOT / "tests").rglob("*.py")}
+ROOMS = ("tests/", "syncd/", "trainer_hooks/", "explorer_hooks/", "benchmarks/", "docs/", ".ci/")
+TESTS = list((ROOT / "tests").rglob("test_*.py"))
+FUNCTIONS = {
+    name
+    for path in TESTS
+    for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+}
 
 
 @pytest.mark.parametrize("page", MARKDOWN)
-def test_every_file_that_a_page_names_is_there(page: str) -> None:
+def test_every_test_and_every_file_that_a_page_names_is_there(page: str) -> None:
     """``tests/…`` and the other folders by their paths, ``test_….py`` by its name alone."""
     named = re.findall(r"`([\w./-]+)`", text_of(page))
     roots = (
@@ -231,4 +237,6 @@ def test_every_file_that_a_page_names_is_there(page: str) -> None:
     paths = {one for one in named if one.startswith(roots)}
     assert {one for one in paths if not any(ROOT.glob(one.rstrip("/")))} == set()
     files = {one for one in named if re.fullmatch(r"test_\w+\.py", one)}
-    assert files - TESTS.keys() == set()
+    assert files - {path.name for path in TESTS} == set()
+    functions = {one for one in named if re.fullmatch(r"test_\w+", one)}
+    assert functions - FUNCTIONS == set()

@@ -1,4 +1,4 @@
-"""``docs/troubleshooting.md``: what it quotes is what syncd says, and nothing that it says is left out."""
+"""``docs/troubleshooting.md``: what it quotes is said, and what is said has its place there."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ def said() -> str:
     found = [os.strerror(number) for number in errno.errorcode]
     for package in ("syncd", "trainer_hooks", "explorer_hooks"):
         for path in (ROOT / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_bytes())):
-                if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    # Those of the log, by their own way of leaving things out.
-                    found.append(re.sub(r"%[-.\d]*[dfgrs]", ANY, node.value))
-                elif isinstance(node, ast.JoinedStr):
+            tree = ast.parse(path.read_bytes())
+            docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
                     parts = (
                         one.value if isinstance(one, ast.Constant) else ANY for one in node.values
                     )
                     found.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and id(node) not in docstrings:
+                    # What the log fills in has a sign of its own.
+                    found.append(re.sub(r"%[-.\d]*[dfgrs]", ANY, str(node.value)))
     return "\n".join(re.sub(r"\s+", " ", text) for text in found)
 
 
