@@ -1,17 +1,128 @@
-"""The code that pages of ``docs/`` tell users to paste, for tests to run."""
+"""The code that pages tell users to paste: where it is, and which test runs it."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
-_DOCS: Final = Path(__file__).parents[1] / "docs"
+ROOT: Final = Path(__file__).parents[1]
+#: The languages of blocks that someone could paste, and that have to be on the list.
+PASTED: Final = frozenset({"sh", "bash", "python", "toml", "yaml", "ini", "json", "dockerfile"})
+#: All pages whose blocks are on the list.
+PAGES: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+
+_FENCED: Final = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A fenced block.
+
+    Attributes:
+        page: below the root of the repository.
+        language: as the fence names it.
+        number: among those of this language on the page, from 0.
+        text: what is in it.
+    """
+
+    page: str
+    language: str
+    number: int
+    text: str
+
+
+def text_of(page: str) -> str:
+    """A page, below the root of the repository."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def fenced(page: str) -> list[Block]:
+    """All fenced blocks of a page, in their order."""
+    seen: Counter[str] = Counter()
+    found = []
+    for language, text in _FENCED.findall(text_of(page)):
+        found.append(Block(page, language, seen[language], text))
+        seen[language] += 1
+    return found
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    """The fenced blocks of a page, in their order."""
-    text = (_DOCS / page).read_text(encoding="utf-8")
-    found = re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    """The blocks of a page in ``docs/``, or of ``../README.md``, in their order."""
+    name = page.removeprefix("../") if page.startswith("../") else f"docs/{page}"
+    found = [block.text for block in fenced(name) if block.language == language]
     assert found, f"{page} has no {language} blocks"
     return found
+
+
+# -- the list --------------------------------------------------------------------------------------
+
+#: What is only parsed, and why. Every ``syncd …`` line of every page is parsed besides.
+INSTALLS = "not run: it needs a package index; .ci/run does the same at its beginning"
+SERVES = "not run: its paths are somebody's cluster's, and it serves for ever"
+PARSED = "tests/unit/test_docs.py"
+_ENGINES = "tests/engines/test_page.py"
+_STARTED = "tests/multiprocess/test_getting_started.py"
+_EXPLORER = "tests/multiprocess/test_explorer_page.py"
+_PASTED = "tests/multiprocess/page_ranks.py"
+
+#: Page → language → for each block the test that runs it, a path; or why none does.
+BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "README.md": {
+        "sh": (INSTALLS, INSTALLS, SERVES),
+        "python": (_PASTED, "tests/multiprocess/test_pages.py", "tests/multiprocess/test_pages.py"),
+    },
+    "docs/broadcast.md": {
+        "python": ("tests/multiprocess/test_broadcast_page.py",) * 2,
+    },
+    "docs/cli.md": {"bash": ("tests/unit/test_cli_commands.py",)},
+    "docs/configuration.md": {
+        "toml": ("tests/unit/test_configuration.py",),
+        "sh": ("tests/unit/test_configuration.py",),
+    },
+    "docs/dcp.md": {"python": ("tests/multiprocess/dcp_trainer.py",) * 3},
+    "docs/doctor.md": {"sh": ("tests/multiprocess/test_doctor.py",) * 2},
+    "docs/engines.md": {"python": (_ENGINES,) * 5},
+    "docs/explorer.md": {"python": (_EXPLORER,) * 4},
+    "docs/getting-started.md": {
+        "sh": (INSTALLS, *(_STARTED,) * 9),
+        "python": (_STARTED,) * 3,
+    },
+    "docs/peft.md": {"python": ("tests/multiprocess/test_trainer_lora_docs.py",) * 2},
+    "docs/reliability.md": {"bash": ("not run: it needs two mounts of a share; .ci/nfs runs it",)},
+    "docs/sglang.md": {
+        "sh": ("not run: there is no SGLang for CPUs",),
+        "python": ("tests/engines/pages.py",),
+    },
+    "docs/synchronizer.md": {"python": ("tests/multiprocess/test_pages.py",)},
+    "docs/systemd.md": {
+        "sh": (
+            "tests/systemd/guest.py",
+            "not run: its paths are a user's; tests/systemd/guest.py does the same with others",
+        ),
+        "toml": ("tests/unit/test_many_jobs.py",),
+    },
+    "docs/trainer.md": {"python": (_PASTED,)},
+    "docs/transformers.md": {"python": ("tests/multiprocess/transformers_ranks.py",)},
+    "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
+    "docs/trl.md": {
+        "python": ("tests/multiprocess/trl_ranks.py", "tests/multiprocess/test_trl.py"),
+    },
+    "docs/troubleshooting.md": {
+        "sh": ("not run: what it shows depends on what is wrong",),
+    },
+    "docs/verl.md": {
+        "sh": ("tests/multiprocess/test_verl.py",),
+        "python": ("tests/multiprocess/trinity_ranks.py",),
+    },
+    "docs/vllm.md": {
+        "python": (
+            "tests/engines/test_whole_loop.py",
+            "tests/engines/pages.py",
+            "tests/engines/pages.py",
+        ),
+        "sh": ("not run: its ports are a user's; tests/engines/test_whole_loop.py starts the same",)
+        * 2,
+        "ini": (PARSED,),
+    },
+}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.doc_blocks import ROOT, blocks
 
-from tests.doc_blocks import blocks
-
-ROOT = Path(__file__).parents[2]
+__all__ = ["FOLLOW", "FOLLOW_SGLANG", "IN_PROCESS", "ROOT", "TRAIN"]
 
 TRAIN, FOLLOW, IN_PROCESS = blocks("vllm.md")
 (FOLLOW_SGLANG,) = blocks("sglang.md")

@@ -1,0 +1,65 @@
+"""Ranks that run what README.md and docs/trainer.md have trainers paste; see ``following``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import LambdaLR
+
+from syncd.cli.demo_model import TinyTransformer, batch
+from tests.doc_blocks import blocks
+from tests.multiprocess.following import serve, tell, write_truth
+
+#: What the README calls its job.
+JOB = "/shared/jobs/qwen-grpo"
+STEPS = 3
+
+
+class Words:
+    """As much of a tokenizer as is asked for."""
+
+    def save_pretrained(self, save_directory: str) -> None:
+        (Path(save_directory) / "tokenizer.json").write_text("{}")
+
+
+def _names(root: Path) -> dict[str, Any]:
+    """What a page takes for granted: a model that is trained, and all around it."""
+    model = TinyTransformer()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def train(step: int) -> None:
+        tokens = batch(step, 0)
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()  # type: ignore[no-untyped-call] # torch leaves it untyped
+        optimizer.step()
+        optimizer.zero_grad()
+        write_truth(root / "truth", step, model)
+
+    return {
+        "job_dir": root / "job",
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": LambdaLR(optimizer, lambda _: 1.0),
+        "tokenizer": Words(),
+        "train": train,
+    }
+
+
+def pasted(root: Path) -> None:
+    """The README's steps, and then those of docs/trainer.md, which resumes from them."""
+    (readme, *_), (page,) = blocks("../README.md"), blocks("trainer.md")
+    first = {**_names(root), "steps": STEPS - 1}
+    exec(readme.replace(JOB, str(root / "job")), first)  # noqa: S102 # what users run
+    then = {**_names(root), "steps": STEPS}
+    exec(page, then)  # noqa: S102 # likewise
+    tell(root, began_anew=first["resumed"] is None, resumed=then["resumed"].step)
+
+
+if __name__ == "__main__":
+    serve({"pasted": pasted})

@@ -1,0 +1,74 @@
+"""The README's three blocks of Python, and those of docs/trainer.md and docs/synchronizer.md."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from syncd.cli.demo_model import TinyTransformer
+from syncd.protocol.policy import SyncSettings, Version
+from tests.doc_blocks import blocks
+from tests.multiprocess.following import told, trainers
+from tests.multiprocess.page_ranks import JOB, STEPS
+from tests.multiprocess.processes import Daemon
+
+_, EXPLORER, SYNCHRONIZER = blocks("../README.md")
+(PAGE,) = blocks("synchronizer.md")
+
+
+def awaited(code: str, names: dict[str, Any]) -> None:
+    """Run code that awaits at its top level, as a coroutine of the user's would."""
+    pending = eval(compile(code, "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), names)  # noqa: S307 # ours
+    assert inspect.iscoroutine(pending)
+    asyncio.run(pending)
+
+
+def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_path: Path) -> None:
+    """Real FSDP ranks run the README's loop, are started again by the page's, and are followed."""
+    model, rolled_out = TinyTransformer(), []
+
+    with trainers("tests.multiprocess.page_ranks") as program, Daemon(job):
+
+        def roll_out(_: object, version: Version) -> None:
+            program.check()
+            rolled_out.append(version.step)
+            time.sleep(0.02)  # what a rollout takes
+
+        names: dict[str, Any] = {
+            "model": model,
+            "rollouts_to_do": lambda: STEPS not in rolled_out,
+            "roll_out": roll_out,
+        }
+        program.begin("pasted", tmp_path, world_size=2)
+        exec(EXPLORER.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
+        program.wait()
+    truth = load_file(tmp_path / "truth" / f"{STEPS}.safetensors")
+    held = model.state_dict()
+    assert all(torch.equal(value, held[name]) for name, value in truth.items())
+    assert truth.keys() == held.keys()
+    assert told(tmp_path, 1) == {"began_anew": True, "resumed": STEPS - 1}
+
+    # What an explorer does that has no hook; nobody trains any more.
+    asked: dict[str, Any] = {"job_dir": job}
+    awaited(SYNCHRONIZER, asked)
+    assert asked["version"].step == STEPS
+    loaded: list[Version] = []
+    rounds = iter([True, False])
+    asked = {
+        "job_dir": job,
+        "settings": SyncSettings(),
+        "version": None,
+        "step": 1,
+        "work": lambda: next(rounds),
+        "roll_out": lambda _: None,
+        "load": loaded.append,
+    }
+    awaited(PAGE, asked)
+    assert [version.step for version in loaded] == [STEPS]

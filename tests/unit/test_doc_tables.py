@@ -1,0 +1,101 @@
+"""Tables of settings in the pages: every setting there is, no other, each with its default."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import Any
+
+import click
+import pytest
+
+from syncd.cli import cli
+from syncd.protocol.policy import SyncSettings
+from tests.doc_blocks import text_of
+from trainer_hooks import SaveSettings
+
+#: What a page may say of a default, that is not its value.
+WORDS: Mapping[object, set[str]] = {
+    True: {"on"},
+    False: {"off"},
+    None: {
+        "", "none", "any", "find out", "as saved", "on the CPU", "this host's", "`sync_interval`",
+    },
+}  # fmt: skip
+
+
+def table(page: str, head: str) -> dict[str, str]:
+    """The rows of the tables whose first columns are so called: names → what the second says."""
+    found = {}
+    _, *parts = re.split(rf"^\| {re.escape(head)} \|.*\n\| ---.*\n", text_of(page), flags=re.M)
+    assert parts, f"{page} has no table | {head} |"
+    for part in parts:
+        for line in part[: part.find("\n\n")].splitlines():
+            names, second, *_ = (cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:])
+            for name in re.findall(r"`([\w-]+)", names):
+                found[name] = second
+    return found
+
+
+def as_said(default: object) -> set[str]:
+    """In how many ways a default may be said."""
+    if default is None or isinstance(default, bool):
+        return WORDS[default]
+    if isinstance(default, Enum):
+        return {f"`{default.value}`"}
+    if isinstance(default, int | float):
+        sizes = {1_000_000_000: "1 GB", 256 * 1024 * 1024: "256 MiB"}
+        said = f"{default:g}" if default < 1_000_000 else str(default)
+        return {said, f"{said} s", sizes.get(int(default), said), f"{said} (none)", f"{said} (all)"}
+    return {f"`{default}`", str(default)}
+
+
+def settings(kind: type[Any]) -> dict[str, object]:
+    return {field.name: field.default for field in fields(kind)}
+
+
+def run_options() -> dict[str, click.Option]:
+    run = cli.get_command(click.Context(cli), "run")
+    assert run is not None
+    found = [one for one in run.params if isinstance(one, click.Option)]
+    return {word: option for option in found for word in (*option.opts, *option.secondary_opts)}
+
+
+@pytest.mark.parametrize(
+    ("page", "head", "kind", "all_of_them"),
+    [
+        ("README.md", "`SyncSettings`", SyncSettings, True),
+        ("docs/broadcast.md", "`SyncSettings`", SyncSettings, False),
+        ("docs/trainer.md", "setting", SaveSettings, True),
+    ],
+)
+def test_settings_are_those_that_there_are(
+    page: str, head: str, kind: type[Any], *, all_of_them: bool
+) -> None:
+    known, told = settings(kind), table(page, head)
+    assert told.keys() <= known.keys()
+    assert told.keys() == known.keys() or not all_of_them
+    assert {name: said for name, said in told.items() if said not in as_said(known[name])} == {}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
+def test_options_of_the_daemon_are_those_that_there_are(page: str) -> None:
+    known = run_options()
+    if page == "README.md":
+        told = {f"--{k.lstrip('-')}": v for k, v in table(page, "option").items() if k[:2] == "--"}
+        left_out = {"--config"}  # it is above the table
+    else:
+        section = text_of(page).split("## syncd run")[1].split("\n## ")[0]
+        rows = re.findall(r"^\| (`--[^|]*) \| ?([^|]*?) ?\|", section, re.MULTILINE)
+        told = {word: said for names, said in rows for word in re.findall(r"`(--[\w-]+)", names)}
+        left_out = {"--config"} & known.keys() - told.keys()
+    turned_off = {word for word in known if word.startswith("--no-")}
+    assert told.keys() - turned_off == known.keys() - turned_off - left_out
+    wrong = {
+        name: (said, known[name].default)
+        for name, said in told.items()
+        if said not in as_said(known[name].default)
+    }
+    assert wrong == {}
