@@ -319,8 +319,8 @@ class Loop:
 
     def _look_who_is_live(self, seen: Observation) -> None:
         try:
-            for explorer, version in self._going_live.look(seen.leases):
-                self._journal.live(explorer, version)
+            for explorer, version, pause in self._going_live.look(seen.leases):
+                self._journal.live(explorer, version, pause)
         except OSError as error:
             self._raise_if_away(error)
             self._meter.failed(error)  # the next round looks again
