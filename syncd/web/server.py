@@ -23,6 +23,8 @@ _FILES: Final = {
     "/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
     "/words.js": ("words.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/events.js": ("events.js", "text/javascript; charset=utf-8"),
+    "/view.js": ("view.js", "text/javascript; charset=utf-8"),
     "/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 _JSON: Final = "application/json"
@@ -111,7 +113,9 @@ class _Request(BaseHTTPRequestHandler):
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
-    do_HEAD = do_GET
+    def do_HEAD(self) -> None:
+        """The same, without the content."""
+        self.do_GET()
 
     def _send_json(self, told: dict[str, Any]) -> None:
         self._send(json.dumps(told).encode(), _JSON)
