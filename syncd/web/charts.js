@@ -119,7 +119,7 @@ export function chart(points, axis, told) {
   for (let at = 0; at <= top * 1.001; at += step) {
     parts.push(line(0, y(at), 100, y(at), at === 0 ? "base" : "grid"));
     if (at > 0) {
-      parts.push(text(0, y(at) - 3, "tick", span(at)));
+      parts.push(h("text", { class: "tick", x: -6, y: y(at) + 4, "text-anchor": "end" }, span(at)));
     }
   }
   let before = null;

@@ -12,10 +12,12 @@ const known = {
   overview: null, // what /jobs.json said last
   history: null, // and of the chosen job its history
   of: null, // whose id that is
+  mark: null, // what the history is made of, as the status had it last
+  markedAt: null, // when that was read first, by the server's clock
   answeredAt: 0, // by this page's own clock, in ms
   failures: 0,
 };
-const chosen = { since: false, rows: 20, allExplorers: false, opened: new Set() };
+const chosen = { since: false, rows: null, allExplorers: false, opened: new Set() };
 let timer = null;
 let asking = false;
 let news = null;
@@ -47,6 +49,23 @@ async function ask(path) {
   return answer.json();
 }
 
+/** Whether something has happened since the history was read, which may be long: else it is not asked for. */
+function isHistoryOld(one) {
+  if (one === null || one.id !== known.of) {
+    Object.assign(known, { history: null, of: one?.id ?? null, mark: null });
+  }
+  if (!one?.status || one.status.unseen) {
+    return false;
+  }
+  const { events, latest, versions, explorers } = one.status;
+  const mark = JSON.stringify([events.at(-1), latest, versions, explorers.map(({ sequence }) => sequence)]);
+  if (mark !== known.mark) {
+    Object.assign(known, { mark, markedAt: one.read });
+  }
+  const { history } = known;
+  return history === null || history.silent_since !== null || history.read < known.markedAt;
+}
+
 async function refresh() {
   if (asking || document.hidden) {
     return;
@@ -56,13 +75,8 @@ async function refresh() {
   try {
     known.overview = await ask("jobs.json");
     known.answeredAt = performance.now();
-    const id = job()?.id ?? null;
-    if (id !== known.of) {
-      known.history = null;
-      known.of = id;
-    }
-    if (id !== null) {
-      known.history = await ask(`jobs/${id}/history.json`);
+    if (isHistoryOld(job())) {
+      known.history = await ask(`jobs/${known.of}/history.json`);
     }
     known.failures = 0;
   } catch {

@@ -8,6 +8,7 @@ import socketserver
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
+from pathlib import PurePath
 from typing import Any, ClassVar, Final
 
 from syncd.protocol.errors import InvalidSettingsError
@@ -16,16 +17,25 @@ from syncd.web.jobs import Jobs
 HOST: Final = "127.0.0.1"
 #: Seconds that a connection may say nothing.
 _SILENCE: Final = 30.0
-_FILES: Final = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-    "/dom.js": ("dom.js", "text/javascript; charset=utf-8"),
-    "/words.js": ("words.js", "text/javascript; charset=utf-8"),
-    "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
-    "/events.js": ("events.js", "text/javascript; charset=utf-8"),
-    "/view.js": ("view.js", "text/javascript; charset=utf-8"),
-    "/icon.svg": ("icon.svg", "image/svg+xml"),
+_PAGE: Final = "page.html"
+_FILES: Final = (
+    _PAGE,
+    "page.css",
+    "icon.svg",
+    "page.js",
+    "view.js",
+    "versions.js",
+    "events.js",
+    "charts.js",
+    "parts.js",
+    "words.js",
+    "dom.js",
+)
+_KINDS: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
 }
 _JSON: Final = "application/json"
 _HISTORY: Final = re.compile(r"/jobs/([0-9]{1,6})/history\.json")
@@ -62,7 +72,11 @@ class Server(socketserver.ThreadingTCPServer):
         self.jobs = jobs
         page = resources.files("syncd.web")
         self.files = {
-            path: (page.joinpath(name).read_bytes(), kind) for path, (name, kind) in _FILES.items()
+            "/" if name == _PAGE else f"/{name}": (
+                page.joinpath(name).read_bytes(),
+                _KINDS[PurePath(name).suffix],
+            )
+            for name in _FILES
         }
         try:
             super().__init__((HOST, port), _Request)

@@ -1,13 +1,13 @@
 // What is on the page, made of the answers alone.
 
-import { head, row, chart, Axis } from "./charts.js";
 import { h } from "./dom.js";
 import { events } from "./events.js";
+import { command, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
+import { charts, timeline } from "./versions.js";
 import { ago, clock, many, moment, printable, said, size, span } from "./words.js";
 
 const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
 const FEW = 20;
-const NARROW = matchMedia("(max-width: 640px)");
 
 /** In the page's head: how old all of it is. */
 export function freshness(known, now) {
@@ -35,7 +35,7 @@ export function announced(job, lost, now) {
     return { job: job?.job, text: "This page is not updated any more." };
   }
   const status = job?.status;
-  if (!status || status.unseen || job.silent_since !== null) {
+  if (!status || status.unseen || isSilent(job, now)) {
     return { job: job?.job, text: "The job cannot be seen." };
   }
   const latest = status.latest ? `Version ${status.latest.sequence} is the latest` : "Nothing is published";
@@ -64,7 +64,7 @@ export function jobsTable(jobs, shown, now) {
   });
   return h("section", { class: "panel" },
     h("h2", null, "Jobs"),
-    table("Jobs", ["job", "daemon", "latest", "published", "slowest explorer", "free"], rows, "stack"));
+    table("Jobs", ["job", "daemon", "latest", "published", "slowest explorer behind", "free"], rows, "stack"));
 }
 
 /** The chosen job. */
@@ -76,10 +76,8 @@ export function page(job, history, chosen, now) {
   const title = h("header", { class: "job" },
     h("h1", null, said(nameOf(job.job))), h("p", { class: "path" }, said(job.job)));
   const notes = [];
-  if (job.silent_since !== null) {
-    notes.push(note("bad", "No answer of its storage since ", moment(job.silent_since, now), ` (${
-      span(Math.max(0, now - job.silent_since))}).`, status ? [" What follows is as of ",
-      moment(job.read, now), "."] : ""));
+  if (isSilent(job, now)) {
+    notes.push(silence(job, now, status ? [" What follows is as of ", moment(job.read, now), "."] : ""));
   }
   if (!status) {
     return [title, notes.length ? notes : note("", "It is looked at for the first time…")];
@@ -131,7 +129,7 @@ function warnings(job, status, now) {
       ". If it is dead, another one takes over by itself where one stands by; else start one: ",
       command(`syncd run ${job.job}`)));
   }
-  if (daemon?.detail) {
+  if (daemon?.detail && !daemon.merge) {
     found.push(note("", "The daemon says: ", said(daemon.detail)));
   }
   if (paused) {
@@ -155,8 +153,9 @@ function tiles(job, status, versions, now) {
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`, ", ",
         publishedAgo(status, now)] : "It comes with the first save that is whole."),
-    tile("Slowest explorer", slowest ? behindOf(slowest) : "none yet",
-      slowest ? [`${many(live.length, "explorer")}; `, said(slowest.name)] : "No explorer serves this job."),
+    tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
+      slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
+        said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
     tile("Pause of the last load", pauses.length ? span(pauses.at(-1)) : "–",
       pauses.length ? `longest of ${pauses.length}; median ${span(median(pauses))}` : "No load was reported."),
     tile("Trainer", trainer ? words(trainer.status) : "not known", trainer
@@ -195,123 +194,6 @@ function diskNote(status, versions) {
   ];
 }
 
-function timeline(status, history, versions, chosen, now) {
-  const parts = [h("h2", { id: "versions-head" }, "Versions")];
-  if (history?.silent_since) {
-    parts.push(note("bad", "No answer of its storage since ", moment(history.silent_since, now), "."));
-  }
-  if (versions === null) {
-    parts.push(h("p", { class: "empty" }, history?.history?.unseen
-      ? said(history.history.unseen) : "They are looked at for the first time…"));
-  } else if (!versions.length) {
-    parts.push(h("p", { class: "empty" },
-      "Nothing is published yet. A version appears once a trainer has saved a step whole, and a daemon has merged it."));
-  } else {
-    parts.push(choices(versions.length, chosen), ...rows(status, versions, chosen, now));
-  }
-  return h("section", { class: "panel", "data-key": "versions", "aria-labelledby": "versions-head" }, parts);
-}
-
-function choices(count, chosen) {
-  const radio = (value, text) => h("label", null,
-    h("input", { type: "radio", name: "axis", value, checked: (value === "since") === chosen.since }), text);
-  const amounts = [20, 50].filter((one) => one < count);
-  return h("div", { class: "choices" },
-    h("fieldset", null, h("legend", { class: "unseen-text" }, "Time axis"),
-      radio("clock", "Clock time"), radio("since", "Since saved")),
-    amounts.length ? h("label", null, "Show ", h("select", { id: "rows" },
-      [...amounts, count].map((one) => h("option", { value: one === count ? 1e9 : one,
-        selected: chosen.rows === one }, one === count ? `all ${count}` : `the newest ${one}`)))) : null);
-}
-
-function rows(status, versions, chosen, now) {
-  const shown = versions.slice(-chosen.rows).reverse();
-  const wanted = NARROW.matches ? 3 : 7;
-  const starts = (one) => one.saved ?? one.published;
-  const axis = chosen.since
-    ? Axis.ofSpan(Math.max(1e-3, ...shown.flatMap((one) => [one.published, ...one.live.map(({ time }) => time)]
-        .map((at) => (at === null || starts(one) === null ? 0 : at - starts(one))))) * 1.05, wanted)
-    : clockAxis(shown, now, wanted);
-  const onDisk = new Map(status.versions.map((one) => [one.sequence, one]));
-  const cells = shown.map((one) => [String(one.version), [
-    h("span", null, h("b", null, `v${one.version}`), " ",
-      h("span", { class: "dim" }, one.step === null ? "" : `step ${one.step}`)),
-    row(one, axis, chosen.since ? starts(one) ?? now : 0, now),
-    one.published === null ? "–" : moment(one.published, now),
-    one.latency_seconds === null ? "–" : span(one.latency_seconds),
-    one.of === null ? (one.merge_seconds === null ? "–" : span(one.merge_seconds)) : `= v${one.of}`,
-    liveOf(one, chosen, now),
-    endOf(one, onDisk.get(one.version), now),
-  ]]);
-  return [
-    h("p", { class: "legend", "aria-hidden": "true" }, ["waited", "merged", "published", "live", "kept", "pruned"]
-      .map((kind) => h("span", { class: `key ${kind}` },
-        { waited: "saved, waits", merged: "merged", published: "published", live: "live on an explorer",
-          kept: "on disk", pruned: "pruned" }[kind]))),
-    table("Versions, the newest first",
-      ["version", head(axis), "published", "after", "merge", "live on", "now"], cells, "timeline"),
-  ];
-}
-
-/** From the first save that is shown to now, or not far behind the last thing that happened. */
-function clockAxis(shown, now, wanted) {
-  const times = shown.flatMap((one) => [one.saved, one.published, one.pruned,
-    ...one.live.map(({ time }) => time)]).filter((at) => at !== null);
-  const from = times.length ? Math.min(...times) : now - 1;
-  const last = times.length ? Math.max(...times) : now;
-  return Axis.ofClock(from, Math.max(last, Math.min(now, last + 0.25 * (last - from) + 1)), wanted);
-}
-
-function liveOf(version, chosen, now) {
-  const { live } = version;
-  if (!live.length) {
-    return version.latest ? "no explorer yet" : "–";
-  }
-  const lags = sorted(live.map((one) => one.seconds));
-  const slowest = lags.length ? `, +${span(lags.at(-1))}` : "";
-  const key = `v${version.version}`;
-  const open = chosen.opened.has(key);
-  return h("details", { "data-key": key, open },
-    h("summary", null, live.length === 1 ? said(live[0].explorer) : many(live.length, "explorer"), slowest),
-    open ? h("ul", { class: "live" }, live.map((one) => h("li", null, said(one.explorer),
-      one.seconds === null ? "" : ` +${span(one.seconds)}`,
-      one.pause === null ? "" : `, paused ${span(one.pause)}`,
-      one.time === null ? "" : [", at ", moment(one.time, now)]))) : null);
-}
-
-function endOf(version, onDisk, now) {
-  const held = onDisk?.leases.length
-    ? h("span", { title: printable(onDisk.leases.join(", ")) }, onDisk.leases.length === 1
-      ? ["held by ", said(onDisk.leases[0])] : `held by ${onDisk.leases.length}`) : null;
-  const state = version.latest ? h("b", null, "LATEST")
-    : version.on_disk ? "kept"
-    : version.pruned === null ? "gone"
-    : h("span", { title: printable(version.pruned_why ?? "") }, version.published === null
-      ? ["pruned ", moment(version.pruned, now)]
-      : `pruned +${span(Math.max(0, version.pruned - version.published))}`);
-  return h("span", null, state, onDisk?.pinned ? ", pinned" : "", held ? [", ", held] : "");
-}
-
-function charts(status, versions, chosen, now) {
-  const shown = (versions ?? []).slice(-Math.max(chosen.rows, FEW));
-  const one = (title, what, of, none) => {
-    const points = shown.map((version) => ({ at: version.published, values: sorted(version.live.map(of)) }))
-      .filter(({ at, values }) => at !== null && values.length);
-    const all = sorted(points.flatMap(({ values }) => values));
-    const told = all.length ? `${what}: median ${span(median(all))}, longest ${span(all.at(-1))}, of the last ${
-      many(points.length, "version")} that went live` : none;
-    const axis = clockAxis(shown, now, NARROW.matches ? 3 : 4);
-    return h("figure", { class: "panel" }, h("figcaption", null, h("h2", null, title), h("p", null, told)),
-      all.length ? chart(points, axis, `${title}. ${told}`) : null);
-  };
-  const older = status.latest ? status.explorers.filter((each) => each.behind > 0 && each.status !== "stopped") : [];
-  return h("div", { class: "charts", "data-key": "charts" },
-    one("Lag", "From LATEST to live", ({ seconds }) => seconds, "No explorer was seen to go live yet."),
-    one("Pause", "An engine did not serve", ({ pause }) => pause, "No explorer has reported a load yet."),
-    older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(status.explorers.length,
-      "explorer")} still on an older version, or on none.`) : null);
-}
-
 function explorers(status, chosen, now) {
   const key = "explorers";
   const all = [...status.explorers].sort((one, other) => other.behind - one.behind);
@@ -321,7 +203,7 @@ function explorers(status, chosen, now) {
     one.fault ? h("b", { class: "bad" }, "faulty") : words(one.status),
     one.sequence ? `v${one.sequence}` : "–",
     one.step ?? "–",
-    one.behind > 0 ? h("b", null, behindOf(one)) : "0",
+    one.behind > 0 ? h("b", null, behindOf(one)) : "–",
     pauseOf(one.reload),
     ago(one.time, now),
     one.fault || one.refused ? h("span", { class: "bad" }, said(one.fault ?? one.refused)) : "",
@@ -343,18 +225,16 @@ function details(status) {
   const counters = Object.entries(daemon?.counters ?? {}).filter(([, count]) => count)
     .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
   const facts = [
-    counters.length ? ["Done since this daemon took over", counters.join(", ")] : null,
+    counters.length ? ["Done since the daemon took over", counters.join(", ")] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
-    ["Version that is being made", status.publishing ? "one is" : "none"],
-    ["Daemon's lock", status.daemon_lock_held ? "there" : "not there"],
   ].filter(Boolean);
-  return h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Daemon"),
+  return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Besides"),
     h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
 }
 
 function stateOf(job, now) {
   const { status } = job;
-  if (job.silent_since !== null) {
+  if (isSilent(job, now)) {
     return { word: "no answer", kind: "bad" };
   }
   if (!status || status.unseen) {
@@ -388,7 +268,7 @@ function behindOf({ behind, behind_steps: steps }) {
   if (behind <= 0) {
     return "up to date";
   }
-  return `${many(behind, "version")}${steps ? `, ${many(steps, "step")}` : ""} behind`;
+  return `${many(behind, "version")}${steps ? `, ${many(steps, "step")}` : ""}`;
 }
 
 function publishedAgo(status, now) {
@@ -408,44 +288,12 @@ function pauseOf(reload) {
   return span(reload.pause) + { null: "", true: ", staged", false: ", not staged" }[reload.staged];
 }
 
-function table(caption, heads, rows, kind) {
-  // Roles are said, because some browsers take them away from a table that is laid out otherwise.
-  return h("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": caption },
-    h("table", { class: kind, role: "table" },
-      h("caption", { class: "unseen-text" }, caption),
-      h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((one) =>
-        h("th", { scope: "col", role: "columnheader" }, one, one instanceof Node
-          ? h("span", { class: "unseen-text" }, "timeline") : "")))),
-      h("tbody", { role: "rowgroup" }, rows.map(([key, cells]) => h("tr", { role: "row", "data-key": key },
-        cells.map((cell, index) => h(index ? "td" : "th", { role: index ? "cell" : "rowheader",
-          scope: index ? null : "row", "data-label": heads[index] instanceof Node ? "" : heads[index] }, cell)))))));
-}
-
 function tile(name, value, more) {
   return h("div", { class: "tile" }, h("dt", null, name), h("dd", { class: "value" }, value),
     h("dd", { class: "more" }, more));
-}
-
-function note(kind, ...text) {
-  return h("p", { class: `note ${kind}` }, text);
-}
-
-function command(text) {
-  return h("code", null, said(text));
 }
 
 function nameOf(path) {
   return path.split("/").filter(Boolean).at(-1) ?? path;
 }
 
-function words(name) {
-  return name.replaceAll("_", " ");
-}
-
-function sorted(values) {
-  return values.filter((one) => one !== null && one !== undefined).sort((one, other) => one - other);
-}
-
-function median(values) {
-  return values[Math.floor((values.length - 1) / 2)];
-}
