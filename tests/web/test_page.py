@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.journal_file import JournalFile
 from syncd.protocol.records import MergeProgress, Reload, TrainerReport, encode
 from syncd.protocol.requests import Pause
+from syncd.web.server import Server
 from tests.jobs import Job
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
@@ -32,15 +34,19 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield page
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_wrong(page: Browser) -> Iterator[None]:
+@contextmanager
+def shown(page: Browser, *folders: Path) -> Iterator[Server]:
+    """A server for the browser, which asks nobody else, and finds nothing to complain of."""
+    page.driver.get("about:blank")
     page.requests()
     page.complaints()
-    yield
-    assert page.complaints() == []
-    asked = [urlsplit(one) for one in page.requests()]
-    ours = urlsplit(page.driver.current_url).netloc
-    assert {one.netloc for one in asked if one.scheme not in {"about", "chrome", "data"}} == {ours}
+    with served(*folders) as server:
+        yield server
+        assert page.complaints() == []
+        asked = [urlsplit(one) for one in page.requests()]
+        others = {one.netloc for one in asked if one.scheme not in {"about", "chrome", "data"}}
+        assert others == {urlsplit(server.address).netloc}
+        page.driver.get("about:blank")  # the page would go on asking
 
 
 def a_job(folder: Path, steps: int = 3, *explorers: str) -> Job:
@@ -82,7 +88,7 @@ def test_what_happens_is_seen_without_a_reload_and_moves_nothing_that_the_viewer
     page: Browser, tmp_path: Path
 ) -> None:
     job = a_job(tmp_path / "job", 3, "node-1")
-    with served(job.layout.root) as server, job.daemon(DaemonConfig(keep=40)) as loop:
+    with shown(page, job.layout.root) as server, job.daemon(DaemonConfig(keep=40)) as loop:
         page.open(server.address)
         page.sees("v3", ".tiles")
         page.sees("node-1", ".timeline tbody tr")
@@ -125,7 +131,7 @@ def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Pat
     journal.note("refused", of=1, by=HOSTILE, why=HOSTILE)
     journal.note("published", version=4, step=4, bytes=1, seconds=1e300, latency=1e300)
     journal.write()
-    with served(job.layout.root) as server:
+    with shown(page, job.layout.root) as server:
         page.open(server.address)
         page.sees("refused step 9", ".events")
         page.run("document.querySelectorAll('summary').forEach((one) => one.click())")
@@ -144,7 +150,7 @@ def test_every_state_fits_the_page_and_can_be_read(
     page: Browser, many_jobs: Path, width: int, dark: bool
 ) -> None:
     # What can be checked on one job at a time is; two states for each width and each scheme.
-    with served(many_jobs) as server:
+    with shown(page, many_jobs) as server:
         for job in ("busy", "empty") if dark else (f"dead-{'long-' * 12}", "well"):
             page.open(f"{server.address}#{many_jobs / job}", width=width, dark=dark)
             page.sees(job, "main h1")
@@ -194,7 +200,7 @@ return [...new Set(faint)];
 
 
 def test_all_of_it_can_be_used_by_keyboard(page: Browser, many_jobs: Path) -> None:
-    with served(many_jobs) as server:
+    with shown(page, many_jobs) as server:
         page.open(f"{server.address}#{many_jobs / 'busy'}")
         page.sees("30 explorers", ".timeline")
         wanted = page.run(
@@ -222,7 +228,11 @@ def test_all_of_it_can_be_used_by_keyboard(page: Browser, many_jobs: Path) -> No
         page.run(focus, "input[value=clock]")
         page.press(RIGHT)
         assert page.run("return document.activeElement.value") == "since"
-        page.sees("+", ".timeline .axis")
+        page.wait(
+            "return [...document.querySelectorAll('.timeline .tick')]"
+            ".every((one) => /^(0|[+].*)$/.test(one.textContent))",
+            "an axis of durations",
+        )
         page.run(focus, "#all-explorers")
         page.press(ENTER)
         page.sees("Show the 20 furthest behind", "#all-explorers")
@@ -259,11 +269,11 @@ def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
     page.sees("Not updated since", "#fresh")
     assert page.text("#news") == "This page is not updated any more."
     page.sees("v3", ".tiles")
-    page.complaints()  # of what could not be loaded
     with served(job.layout.root, port=port):
         page.run("document.getElementById('again').click()")
         page.sees("live", "#fresh")
         page.sees("Version 3 is the latest", "#news")
+        assert all("net::ERR_" in one for one in page.complaints())
 
 
 def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
@@ -276,7 +286,7 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
     script = page.tell("Page.addScriptToEvaluateOnNewDocument", source=wrong)["identifier"]
     page.tell("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")
     try:
-        with served(job.layout.root) as server:
+        with shown(page, job.layout.root) as server:
             daemon(job, time.time() - 30)
             page.open(server.address)
             told = page.run("return document.querySelector('.tile:nth-child(5) time').textContent")
@@ -300,7 +310,7 @@ def test_a_page_that_nobody_sees_asks_for_nothing(page: Browser, tmp_path: Path)
     count = "const done = arguments[0]; let asked = 0; const before = window.fetch;"
     count += "window.fetch = (...all) => { asked += 1; return before(...all); };"
     count += "setTimeout(() => { window.fetch = before; done(asked); }, 2500);"
-    with served(job.layout.root) as server:
+    with shown(page, job.layout.root) as server:
         page.open(server.address, still=False)
         assert page.run("return document.getAnimations().length") == 1
         page.open(server.address)
