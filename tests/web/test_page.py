@@ -136,10 +136,10 @@ def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Pat
         page.sees("refused step 9", ".events")
         page.run("document.querySelectorAll('summary').forEach((one) => one.click())")
         page.sees("at", "ul.live")
-        shown = page.text()
-        assert shown.count('<img src=x onerror="window.hit=1">') >= 8
-        assert "\\u202e\\u001b[31m" in shown
-        assert "\u202e" not in shown
+        told = page.text()
+        assert told.count('<img src=x onerror="window.hit=1">') >= 8
+        assert "\\u202e\\u001b[31m" in told
+        assert "\u202e" not in told
         assert page.run("return [window.hit, document.images.length]") == [None, 0]
         assert page.run("return document.querySelectorAll('main script').length") == 0
 
