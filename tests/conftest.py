@@ -14,6 +14,7 @@ from tests.storages import Clock
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
+        "browser: in a real Chromium; skipped where there is none",
         "engine: with a real inference engine; skipped where there is none",
         "lagging: run once on a local disk, and once on a filesystem that lags",
         "mounts: also to be run on two mounts of a share, SYNCD_TEST_MOUNTS=A:B, without torch",

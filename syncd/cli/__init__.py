@@ -17,6 +17,7 @@ _COMMANDS: Final = {
     "run": "Serve a job: merge, publish, signal, prune.",
     "status": "Show what is published, who serves what, and what is being waited for.",
     "history": "Show what became of each version: saved, merged, live, pruned.",
+    "web": "Show all that on a page in a browser.",
     "convert": "Merge all full checkpoints into their huggingface/ folders.",
     "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
     "verify": "Read versions again and compare them with their manifests.",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +13,7 @@ from rich.text import Text
 
 from syncd.cli import options
 from syncd.cli.amounts import moment, span
-from syncd.daemon.history import Live, VersionHistory, history
+from syncd.daemon.history import Live, VersionHistory, history, told
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import printable
 from syncd.storage.fsio import Storage
@@ -43,11 +42,11 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
     explorers served it, and how long after it was published; 'pruned', how long after that it was
     deleted. All by the daemon's clock, which looks at explorers once a tick.
     """
-    found = history(Storage(job), JobLayout(job), limit)
+    storage, layout = Storage(job), JobLayout(job)
     if as_json:
-        versions = [asdict(version) for version in found]
-        click.echo(json.dumps({"job": str(job), "versions": versions}, indent=2))
+        click.echo(json.dumps(told(storage, layout, limit), indent=2))
         return
+    found = history(storage, layout, limit)
     if not found:
         click.echo("nothing is published yet")
         return
@@ -77,11 +76,11 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
 
 def _live(live: list[Live], room: int) -> str:
     """The explorers, below each other; of a name that is too long, its end."""
-    told = [(printable(one.explorer), one.seconds) for one in live[:_EXPLORERS]]
+    shown = [(printable(one.explorer), one.seconds) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
-        told.append((f"and {len(live) - _EXPLORERS} more", live[-1].seconds))
+        shown.append((f"and {len(live) - _EXPLORERS} more", live[-1].seconds))
     lines = []
-    for name, seconds in told:
+    for name, seconds in shown:
         later = "" if seconds is None else f" +{span(seconds)}"
         left = max(room - len(later), 10)
         lines.append((name if len(name) <= left else f"…{name[1 - left :]}") + later)

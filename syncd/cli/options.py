@@ -12,7 +12,8 @@ import click
 from click.core import ParameterSource
 
 from syncd.daemon.config import RunConfig
-from syncd.daemon.configuration import KEYS, Given
+from syncd.daemon.configuration import KEYS, Given, load
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
 
 _DEFAULTS = RunConfig()
@@ -28,6 +29,22 @@ _STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
 
 #: The name of an option → the key of the configuration, where they differ.
 _KEY_OF = {"digest": "digests"}
+
+
+def configured_jobs() -> list[Path]:
+    """The jobs of this host's services.
+
+    Raises:
+        InvalidSettingsError: there are none, or a configuration cannot be used.
+    """
+    files = sorted(CONFIGURATIONS.glob("*.toml"))
+    jobs = (load(file, {}).config.job for file in files)
+    found = list(dict.fromkeys(job for job in jobs if job is not None))
+    if not found:
+        raise InvalidSettingsError(
+            f"which job? Name its directory: no configuration in {CONFIGURATIONS} does"
+        )
+    return found
 
 
 def given(ctx: click.Context) -> dict[str, Given]:

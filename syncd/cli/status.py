@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 from rich.console import Console, RenderableType
@@ -15,9 +15,7 @@ from rich.live import Live
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.cli.status_page import page, table
-from syncd.daemon.configuration import load
-from syncd.daemon.job_state import is_job, look
-from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.daemon.job_state import jobs_at, look, look_anyway
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 
@@ -55,7 +53,7 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
     console = Console(highlight=False)
 
     def shown() -> RenderableType:
-        seen = [_seen(job) for job in found]
+        seen = [look_anyway(job) for job in found]
         now = time.time()
         return page(seen[0], now, console.width) if is_one else table(seen, now)
 
@@ -74,47 +72,13 @@ def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
         InvalidSettingsError: no job is named, here or in a configuration.
     """
     if not given:
-        return _configured(), False
-    found: list[Path] = []
-    for folder in given:
-        inside = [] if is_job(Storage(), JobLayout(folder)) else _jobs_in(folder)
-        found += inside or [folder]
+        return options.configured_jobs(), False
+    found = [job for folder in given for job in jobs_at(folder)]
     return found, found == list(given) and len(found) == 1
 
 
-def _jobs_in(folder: Path) -> list[Path]:
-    storage = Storage()
-    return [
-        folder / name for name in storage.names(folder) if is_job(storage, JobLayout(folder / name))
-    ]
-
-
-def _configured() -> list[Path]:
-    """The jobs of this host's services.
-
-    Raises:
-        InvalidSettingsError: there are none, or a configuration cannot be used.
-    """
-    files = sorted(options.CONFIGURATIONS.glob("*.toml"))
-    jobs = (load(file, {}).config.job for file in files)
-    found = list(dict.fromkeys(job for job in jobs if job is not None))
-    if not found:
-        raise InvalidSettingsError(
-            f"which job? Name its directory: no configuration in {options.CONFIGURATIONS} does"
-        )
-    return found
-
-
-def _seen(job: Path) -> dict[str, Any]:
-    """A job; why it cannot be seen keeps nobody from the others."""
-    try:
-        return look(Storage(job), JobLayout(job))
-    except (JobUnavailableError, OSError) as error:
-        return {"job": str(job), "unseen": str(error)}
-
-
 def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
-    seen = [_seen(job) for job in found]
+    seen = [look_anyway(job) for job in found]
     click.echo(json.dumps(seen[0] if is_one else {"jobs": seen}, indent=indent))
 
 

@@ -28,6 +28,8 @@ _ENOUGH: Final = 512 * 1024
 
 #: An explorer's name, and the version that it serves.
 Serves = tuple[str, int]
+#: That, and for how many seconds its engine did not serve while it loaded it; None: not said.
+SeenLive = tuple[str, int, float | None]
 
 
 class GoingLive:
@@ -49,7 +51,7 @@ class GoingLive:
         self._known: set[Serves] | None = None
         self._due: dict[Serves, int] = {}  # how many looks are left without a lease
 
-    def look(self, leases: Iterable[LeaseSeen]) -> list[Serves]:
+    def look(self, leases: Iterable[LeaseSeen]) -> list[SeenLive]:
         """Look once; returns what is new.
 
         Args:
@@ -70,7 +72,7 @@ class GoingLive:
         self._known &= held  # a lease that is gone does not come back
         for one in sorted(held.difference(self._known, self._due)):
             self._due[one] = _LAST_LOOKS
-        found = []
+        found: list[SeenLive] = []
         for one in list(self._due)[:_AT_A_TIME]:
             left = self._due.pop(one) if one in held else self._due.pop(one) - 1
             name, sequence = one
@@ -78,7 +80,7 @@ class GoingLive:
             if report is not None and report.sequence == sequence:
                 self._known.add(one)
                 if report.received is None:
-                    found.append(one)
+                    found.append((name, sequence, report.pause))
             elif left:
                 self._due[one] = left  # behind the others
         return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import check_is_job
@@ -26,11 +27,14 @@ class Live:
         time: when the daemon saw it, at its next tick: seconds since the epoch; None where it did
             not, and only the explorer says so.
         seconds: since LATEST named the version; None where nobody knows when that was.
+        pause: seconds for which its engine did not serve while it loaded it, as the explorer says;
+            None where it does not.
     """
 
     explorer: str
     time: float | None
     seconds: float | None
+    pause: float | None = None
 
 
 @dataclass(slots=True)
@@ -89,6 +93,12 @@ def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHist
         raise JobUnavailableError(f"{layout.root} cannot be looked at: {error}") from error
 
 
+def told(storage: Storage, layout: JobLayout, limit: int) -> dict[str, Any]:
+    """That as JSON has it, raising the same: ``docs/cli.md`` lists the keys."""
+    versions = [asdict(version) for version in history(storage, layout, limit)]
+    return {"job": str(layout.root), "versions": versions}
+
+
 def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
     found: dict[int, VersionHistory] = {}
     for line in read_journal(storage, layout):
@@ -115,7 +125,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         seconds = line.seconds
         if seconds is None and version.published is not None:
             seconds = max(0.0, line.time - version.published)
-        version.live.append(Live(line.explorer or "?", line.time, seconds))
+        version.live.append(Live(line.explorer or "?", line.time, seconds, line.pause))
         return
     if version.published is None:  # else this one tells of the same, by a daemon that came later
         version.published = line.time
@@ -158,7 +168,7 @@ def _add_unseen(storage: Storage, layout: JobLayout, found: dict[int, VersionHis
             continue  # it holds the version's files, and serves what came by a broadcast
         version = found.get(report.sequence or 0)
         if version is not None and all(one.explorer != report.name for one in version.live):
-            version.live.append(Live(report.name, None, None))
+            version.live.append(Live(report.name, None, None, report.pause))
 
 
 def _add_manifest(storage: Storage, layout: JobLayout, version: VersionHistory) -> None:

@@ -44,6 +44,28 @@ def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     return seen
 
 
+def look_anyway(folder: Path) -> dict[str, Any]:
+    """A job as :func:`look` has it, or why it is ``unseen``: which keeps nobody from the others."""
+    try:
+        return look(Storage(folder), JobLayout(folder))
+    except (JobUnavailableError, OSError) as error:
+        return {"job": str(folder), "unseen": str(error)}
+
+
+def jobs_at(folder: Path) -> list[Path]:
+    """The job that a folder is, or those in it; the folder itself where there is none.
+
+    Raises:
+        JobUnavailableError: it cannot be looked at.
+        OSError: it cannot be listed.
+    """
+    storage = Storage()
+    if is_job(storage, JobLayout(folder)):
+        return [folder]
+    inside = (folder / name for name in storage.names(folder))
+    return [path for path in inside if is_job(storage, JobLayout(path))] or [folder]
+
+
 def is_job(storage: Storage, layout: JobLayout) -> bool:
     """Whether syncd has served a job in this folder.
 

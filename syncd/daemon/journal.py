@@ -68,11 +68,17 @@ class Journal:
             "adopted", version=manifest.sequence, step=manifest.step, kind=manifest.kind
         )
 
-    def live(self, explorer: str, version: int) -> None:
-        """An explorer was seen to serve a version for the first time."""
+    def live(self, explorer: str, version: int, pause: float | None) -> None:
+        """An explorer was seen to serve a version for the first time, and paused that long."""
         named_at = self._named_at.get(version)
         seconds = None if named_at is None else round(self._clock() - named_at, 3)
-        self._file.note("live", version=version, explorer=explorer, seconds=seconds)
+        self._file.note(
+            "live",
+            version=version,
+            explorer=explorer,
+            seconds=seconds,
+            pause=None if pause is None else round(pause, 3),
+        )
 
     def write(self) -> None:
         """Let the file have what happened since the last time."""

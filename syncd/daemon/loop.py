@@ -290,8 +290,8 @@ class Loop:
 
     def _look_who_is_live(self, seen: Observation) -> None:
         try:
-            for explorer, version in self._going_live.look(seen.leases):
-                self._journal.live(explorer, version)
+            for explorer, version, pause in self._going_live.look(seen.leases):
+                self._journal.live(explorer, version, pause)
         except OSError as error:
             check_is_there(self._storage, self._layout)
             self._meter.failed(error)  # the next round looks again

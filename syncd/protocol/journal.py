@@ -31,6 +31,8 @@ class JournalLine(Record):
         kind, bytes: of the version that was published.
         seconds: of ``published`` the merge, to LATEST; of ``live`` since LATEST named the version,
             None where a daemon before this one published it.
+        pause: of ``live``: seconds for which the explorer's engine did not serve while it loaded
+            the version, as its report says; None where it does not.
         latency: seconds from the first look that found the save whole to LATEST.
         of: the version that is served again.
         by: who asked for a rollback.
@@ -47,6 +49,7 @@ class JournalLine(Record):
     kind: Kind | None = None
     bytes: Size | None = None
     seconds: Seconds | None = None
+    pause: Seconds | None = None
     latency: Seconds | None = None
     of: Sequence | None = None
     by: Text | None = None

@@ -76,6 +76,13 @@ class ExplorerReport(Record):
     received: str | None = None
     time: float
 
+    @property
+    def pause(self) -> float | None:
+        """How long the engine did not serve while it loaded what it serves; None: not known."""
+        if self.reload is None or self.reload.sequence != self.sequence:
+            return None
+        return self.reload.pause
+
 
 class TrainerReport(Record):
     """``.syncd/trainer.json``: what the trainer says about itself.

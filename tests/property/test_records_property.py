@@ -189,6 +189,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         kind=st.sampled_from([None, "full", "adapter", "remote"]),
         bytes=st.none() | NUMBERS,
         seconds=st.none() | st.floats(0, 1e6),
+        pause=st.none() | st.floats(0, 1e6),
         explorer=st.none() | TEXT,
         why=st.none() | TEXT,
     ),

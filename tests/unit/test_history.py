@@ -20,7 +20,7 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.journal import JournalLine
 from syncd.protocol.layout import JobLayout, older_lines
 from syncd.protocol.records import encode
-from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.reports import ExplorerReport, Reload
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.append import LIMIT
 from tests.jobs import Job
@@ -30,13 +30,20 @@ from tests.storages import Clock, FastStorage, refuse
 STORAGE = FastStorage()
 
 
-def serves(job: Job, name: str, sequence: int | None, received: str | None = None) -> None:
+def serves(
+    job: Job,
+    name: str,
+    sequence: int | None,
+    received: str | None = None,
+    paused: tuple[int, float] | None = None,
+) -> None:
     report = ExplorerReport(
         name=name,
         session=f"s-{name}",
         status="running",
         sequence=sequence,
         received=received,
+        reload=Reload(sequence=paused[0], step=1, pause=paused[1]) if paused else None,
         time=1.0,
     )
     job.put(job.layout.explorer(name), encode(report))
@@ -117,6 +124,22 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
     assert [event for event in events(job) if event[0] == "live"] == [("live", 1, "node-1")]
     (only,) = history(STORAGE, job.layout, 10)
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", 2.0)]
+
+
+def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: Job) -> None:
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        publish(job, loop, 1)
+        for name in ("node-1", "node-2", "node-3"):
+            loads(job, name, 1)
+        serves(job, "node-1", 1, paused=(1, 0.25004))
+        serves(job, "node-2", 1, paused=(7, 0.5))  # of what it had before
+        serves(job, "node-3", 1)
+        loop.run_once()
+    serves(job, "node-1", 1, paused=(1, 9.0))  # the journal has it, and is right
+    serves(job, "node-4", 1, paused=(1, 0.75))  # which no daemon has seen
+    found = json.loads(syncd("history", job.layout.root, "--json").output)
+    paused = {one["explorer"]: one["pause"] for one in found["versions"][0]["live"]}
+    assert paused == {"node-1": 0.25, "node-2": None, "node-3": None, "node-4": 0.75}
 
 
 def test_weights_that_came_by_broadcast_are_no_version_that_is_served(

@@ -1,0 +1,1 @@
+"""The page of ``syncd web``: jobs as ``status`` and ``history`` have them, in a browser."""

@@ -1,0 +1,62 @@
+// The last things that happened, in the words of `syncd status`.
+
+import { h } from "./dom.js";
+import { moment, said, size, span } from "./words.js";
+
+const NAMES = 4;
+
+/** The section; `events` are those of the status, oldest first. */
+export function events(all, now) {
+  const told = grouped(all).reverse();
+  return h("section", { class: "panel", "data-key": "events" }, h("h2", null, "Last events"),
+    told.length
+      ? h("ol", { class: "events" }, told.map(({ at, text }) =>
+          h("li", null, moment(at, now), h("span", null, text))))
+      : h("p", { class: "empty" }, "Nothing has happened yet."));
+}
+
+/** Explorers that go live on a version one after the other are one line. */
+function grouped(all) {
+  const found = [];
+  for (const event of all) {
+    const last = found.at(-1);
+    if (event.event === "live" && last?.version === event.version) {
+      last.names.push(event.explorer);
+      last.at = event.time;
+    } else if (event.event === "live") {
+      found.push({ at: event.time, version: event.version, names: [event.explorer] });
+    } else {
+      found.push({ at: event.time, text: words(event) });
+    }
+  }
+  return found.map(({ at, text, version, names }) => ({ at, text: text ?? live(version, names) }));
+}
+
+function live(version, names) {
+  const shown = names.length > NAMES + 1 ? names.slice(0, NAMES) : names;
+  const rest = names.length - shown.length;
+  return [`v${version} is live on `, said(shown.join(", ")), rest ? ` and ${rest} more` : ""];
+}
+
+function words(event) {
+  const [version, step, of] = [`v${event.version}`, event.step, `v${event.of}`];
+  const by = said(event.by ?? "someone");
+  switch (event.event) {
+    case "active":
+      return "a daemon took over";
+    case "published":
+      return `published step ${step} as ${version}: ${size(event.bytes ?? 0)} in ${span(event.seconds ?? 0)}`;
+    case "adopted":
+      return `adopted ${version} of step ${step}, which a daemon before had finished`;
+    case "rolled_back":
+      return [`${of} is served again, as ${version}: asked for by `, by];
+    case "refused":
+      return [`no rollback to ${of} for `, by, ": ", said(event.why)];
+    case "skipped":
+      return `skipped step ${step}: a newer one was out`;
+    case "quarantined":
+      return [`refused step ${step}: `, said(event.why)];
+    default:
+      return [event.what === "lease" ? "pruned a dead lease, " : "pruned ", said(event.name), ": ", said(event.why)];
+  }
+}

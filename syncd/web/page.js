@@ -1,0 +1,153 @@
+// The page: asks the server again and again, and shows what it says. It draws the same from the same
+// answer; what the viewer has chosen is in `chosen`, and nothing else is kept.
+
+import { show } from "./dom.js";
+import { announced, freshness, jobsTable, page, titled } from "./view.js";
+
+const EVERY = 2000; // ms from an answer to the next question
+const SLOWEST = 30000; // between two that fail
+const PATIENCE = 20000;
+
+const known = {
+  overview: null, // what /jobs.json said last
+  history: null, // and of the chosen job its history
+  of: null, // whose id that is
+  mark: null, // what the history is made of, as the status had it last
+  markedAt: null, // when that was read first, by the server's clock
+  answeredAt: 0, // by this page's own clock, in ms
+  failures: 0,
+};
+const chosen = { since: false, rows: null, allExplorers: false, opened: new Set() };
+let timer = null;
+let asking = false;
+let news = null;
+
+/** The server's clock now; the browser's own may be wrong by hours, and is not asked. */
+function now() {
+  return (known.overview?.now ?? 0) + (performance.now() - known.answeredAt) / 1000;
+}
+
+function job() {
+  const jobs = known.overview?.jobs ?? [];
+  const named = location.hash.startsWith("#/") ? decoded(location.hash.slice(1)) : null;
+  return jobs.find((one) => one.job === named) ?? jobs[0] ?? null;
+}
+
+function decoded(text) {
+  try {
+    return decodeURI(text);
+  } catch {
+    return null;
+  }
+}
+
+async function ask(path) {
+  const answer = await fetch(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE) });
+  if (!answer.ok) {
+    throw new Error(`${path}: ${answer.status}`);
+  }
+  return answer.json();
+}
+
+/** Whether something has happened since the history was read, which may be long: else it is not asked for. */
+function isHistoryOld(one) {
+  if (one === null || one.id !== known.of) {
+    Object.assign(known, { history: null, of: one?.id ?? null, mark: null });
+  }
+  if (!one?.status || one.status.unseen) {
+    return false;
+  }
+  const { events, latest, versions, explorers } = one.status;
+  const mark = JSON.stringify([events.at(-1), latest, versions, explorers.map(({ sequence }) => sequence)]);
+  if (mark !== known.mark) {
+    Object.assign(known, { mark, markedAt: one.read });
+  }
+  const { history } = known;
+  return history === null || history.silent_since !== null || history.read < known.markedAt;
+}
+
+async function refresh() {
+  if (asking || document.hidden) {
+    return;
+  }
+  asking = true;
+  clearTimeout(timer);
+  try {
+    known.overview = await ask("jobs.json");
+    known.answeredAt = performance.now();
+    if (isHistoryOld(job())) {
+      known.history = await ask(`jobs/${known.of}/history.json`);
+    }
+    known.failures = 0;
+  } catch {
+    known.failures += 1; // the page says so
+  } finally {
+    asking = false;
+  }
+  draw();
+  const wait = Math.min(EVERY * 2 ** known.failures, SLOWEST);
+  if (!document.hidden) {
+    timer = setTimeout(refresh, wait);
+  }
+}
+
+function draw() {
+  const at = now();
+  show(document.getElementById("fresh"), freshness(known, at));
+  if (known.overview === null) {
+    return;
+  }
+  const one = job();
+  const history = one !== null && one.id === known.of ? known.history : null;
+  show(document.getElementById("jobs"), jobsTable(known.overview.jobs, one, at));
+  show(document.getElementById("main"), page(one, history, chosen, at));
+  document.title = titled(one);
+  // Said aloud when something has become otherwise, never as the page opens.
+  const told = announced(one, known.failures > 0, at);
+  if (news !== null && news.job === told.job && news.text !== told.text) {
+    document.getElementById("news").textContent = told.text;
+  }
+  news = told;
+}
+
+document.addEventListener("change", ({ target }) => {
+  if (target.name === "axis") {
+    chosen.since = target.value === "since";
+  } else if (target.id === "rows") {
+    chosen.rows = Number(target.value);
+  }
+  draw();
+});
+
+document.addEventListener("click", ({ target }) => {
+  if (target.id === "all-explorers") {
+    chosen.allExplorers = !chosen.allExplorers;
+    draw();
+  } else if (target.id === "again") {
+    refresh();
+  }
+});
+
+// What is inside of an opened row is only made then.
+document.addEventListener("toggle", ({ target }) => {
+  const key = target.dataset.key;
+  if (target.open !== chosen.opened.has(key)) {
+    chosen.opened[target.open ? "add" : "delete"](key);
+    draw();
+  }
+}, true);
+
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(timer);
+  refresh();
+});
+window.addEventListener("online", refresh);
+window.addEventListener("hashchange", () => {
+  if (location.hash !== "#main") {
+    chosen.opened.clear();
+    draw();
+    refresh();
+  }
+});
+
+refresh();

@@ -1,0 +1,58 @@
+// Parts that several places of the page are made of.
+
+import { h } from "./dom.js";
+import { moment, said, span } from "./words.js";
+
+const SILENCE = 10; // seconds
+
+/**
+ * A table in a box of its own, which alone scrolls where there is no room; narrow, its rows are blocks.
+ *
+ * @param heads a text for each column, or an element.
+ * @param rows of each its key, and its cells; the first one is its head.
+ */
+export function table(caption, heads, rows, kind) {
+  // Roles are said, because some browsers take them away from a table that is laid out otherwise.
+  return h("div", { class: "scroll", role: "region", tabindex: 0, "aria-label": caption },
+    h("table", { class: kind, role: "table" },
+      h("caption", { class: "unseen-text" }, caption),
+      h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads.map((one) =>
+        h("th", { scope: "col", role: "columnheader" }, one, one instanceof Node
+          ? h("span", { class: "unseen-text" }, "timeline") : "")))),
+      h("tbody", { role: "rowgroup" }, rows.map(([key, cells]) => h("tr", { role: "row", "data-key": key },
+        cells.map((cell, index) => h(index ? "td" : "th", { role: index ? "cell" : "rowheader",
+          scope: index ? null : "row", "data-label": heads[index] instanceof Node ? "" : heads[index] }, cell)))))));
+}
+
+export function note(kind, ...text) {
+  return h("p", { class: `note ${kind}` }, text);
+}
+
+/** What to type. */
+export function command(text) {
+  return h("code", null, said(text));
+}
+
+/** Whether storage has let an answer wait for longer than what is only much to read. */
+export function isSilent(answer, now) {
+  return answer.silent_since !== null && now - answer.silent_since > SILENCE;
+}
+
+/** That it has. */
+export function silence(answer, now, ...more) {
+  return note("bad", "No answer of its storage since ", moment(answer.silent_since, now), ` (${
+    span(now - answer.silent_since)}).`, more);
+}
+
+export function words(name) {
+  return name.replaceAll("_", " ");
+}
+
+/** Numbers alone, the least first. */
+export function sorted(values) {
+  return values.filter((one) => one !== null && one !== undefined).sort((one, other) => one - other);
+}
+
+export function median(values) {
+  return values[Math.floor((values.length - 1) / 2)];
+}

@@ -1,0 +1,299 @@
+// What is on the page, made of the answers alone.
+
+import { h } from "./dom.js";
+import { events } from "./events.js";
+import { command, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
+import { charts, timeline } from "./versions.js";
+import { ago, clock, many, moment, printable, said, size, span } from "./words.js";
+
+const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
+const FEW = 20;
+
+/** In the page's head: how old all of it is. */
+export function freshness(known, now) {
+  if (known.failures === 0) {
+    return [h("span", { class: "beat", "aria-hidden": "true" }), h("span", null, "live, every 2 s")];
+  }
+  const since = known.overview === null
+    ? "No answer of the server of this page"
+    : [`Not updated since ${clock(known.overview.now, now)}: no answer of the server of this page`];
+  return [
+    h("strong", { class: "bad" }, since, ". Does ", h("code", null, "syncd web"), " still run?"),
+    h("button", { id: "again", type: "button" }, "Ask again"),
+  ];
+}
+
+export function titled(job) {
+  const latest = job?.status?.latest;
+  return [latest ? `v${latest.sequence}` : null, job ? nameOf(job.job) : null, "syncd"]
+    .filter(Boolean).join(" · ");
+}
+
+/** What is worth saying aloud when it changes. */
+export function announced(job, lost, now) {
+  if (lost) {
+    return { job: job?.job, text: "This page is not updated any more." };
+  }
+  const status = job?.status;
+  if (!status || status.unseen || isSilent(job, now)) {
+    return { job: job?.job, text: "The job cannot be seen." };
+  }
+  const latest = status.latest ? `Version ${status.latest.sequence} is the latest` : "Nothing is published";
+  return { job: job.job, text: `${latest}; the daemon: ${stateOf(job, now).word}.` };
+}
+
+/** All jobs, where there are several. */
+export function jobsTable(jobs, shown, now) {
+  if (jobs.length < 2) {
+    return null;
+  }
+  const rows = jobs.map((job) => {
+    const { status } = job;
+    const usable = status && !status.unseen;
+    const state = stateOf(job, now);
+    const slowest = usable ? slowestOf(status.explorers) : null;
+    return [job.job, [
+      h("a", { href: `#${encodeURI(job.job)}`, title: printable(job.job),
+        "aria-current": job === shown ? "true" : null }, said(nameOf(job.job))),
+      badge(state),
+      usable && status.latest ? `v${status.latest.sequence} · step ${status.latest.step}` : "–",
+      usable ? publishedAgo(status, now) : "–",
+      slowest ? behindOf(slowest) : "–",
+      usable ? freeOf(status) : "–",
+    ]];
+  });
+  return h("section", { class: "panel" },
+    h("h2", null, "Jobs"),
+    table("Jobs", ["job", "daemon", "latest", "published", "slowest explorer behind", "free"], rows, "stack"));
+}
+
+/** The chosen job. */
+export function page(job, history, chosen, now) {
+  if (job === null) {
+    return note("warn", "No job is named.");
+  }
+  const { status } = job;
+  const title = h("header", { class: "job" },
+    h("h1", null, said(nameOf(job.job))), h("p", { class: "path" }, said(job.job)));
+  const notes = [];
+  if (isSilent(job, now)) {
+    notes.push(silence(job, now, status ? [" What follows is as of ", moment(job.read, now), "."] : ""));
+  }
+  if (!status) {
+    return [title, notes.length ? notes : note("", "It is looked at for the first time…")];
+  }
+  if (status.unseen) {
+    return [title, notes, note("bad", "It cannot be seen: ", said(status.unseen), ". Where it is new, a "
+      + "daemon makes it a job: ", command(`syncd run ${job.job}`))];
+  }
+  const versions = history?.history?.versions ?? null;
+  const { memory } = status;
+  return [
+    title,
+    notes,
+    warnings(job, status, now),
+    tiles(job, status, versions, now),
+    timeline(status, history, versions, chosen, now),
+    charts(status, versions, chosen, now),
+    explorers(status, chosen, now),
+    details(status),
+    events(status.events, now),
+    memory ? second(memory, chosen, now) : null,
+  ];
+}
+
+function second(memory, chosen, now) {
+  const parts = memory.unseen
+    ? note("", "It cannot be seen from here: ", said(memory.unseen))
+    : [
+        h("p", { class: "path" }, said(memory.job)),
+        tiles(null, memory, null, now),
+        explorers(memory, chosen, now),
+        events(memory.events, now),
+      ];
+  return h("section", { class: "second", "data-key": "memory" },
+    h("h2", null, "Second directory of the same daemon, in memory"), parts);
+}
+
+function warnings(job, status, now) {
+  const { daemon, paused } = status;
+  const found = [];
+  if (daemon === null) {
+    found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start one: ",
+      command(`syncd run ${job.job}`)));
+  } else if (daemon.state === "stopped") {
+    found.push(note("warn", "The daemon has stopped, ", ago(daemon.time, now),
+      ": saves wait until one is started: ", command(`syncd run ${job.job}`)));
+  } else if (now - daemon.time > QUIET) {
+    found.push(note("bad", "The daemon was heard last ", ago(daemon.time, now),
+      ". If it is dead, another one takes over by itself where one stands by; else start one: ",
+      command(`syncd run ${job.job}`)));
+  }
+  if (daemon?.detail && !daemon.merge) {
+    found.push(note("", "The daemon says: ", said(daemon.detail)));
+  }
+  if (paused) {
+    found.push(note("warn", "Paused by ", said(paused.by), ", ", ago(paused.time, now),
+      ": nothing is published or pruned until ", command(`syncd resume ${job.job}`)));
+  }
+  if (status.quarantined.length) {
+    found.push(note("warn", `${many(status.quarantined.length, "save")} could not be published, and ${
+      status.quarantined.length === 1 ? "is" : "are"} on record in .syncd/quarantine: `,
+      said(status.quarantined.join(", "))));
+  }
+  return found;
+}
+
+function tiles(job, status, versions, now) {
+  const { daemon, latest, trainer } = status;
+  const slowest = slowestOf(status.explorers);
+  const live = status.explorers.filter((one) => one.status !== "stopped");
+  const pauses = sorted(live.map((one) => one.reload?.pause));
+  const found = [
+    tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
+      latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`, ", ",
+        publishedAgo(status, now)] : "It comes with the first save that is whole."),
+    tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
+      slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
+        said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
+    tile("Pause of the last load", pauses.length ? span(pauses.at(-1)) : "–",
+      pauses.length ? `longest of ${pauses.length}; median ${span(median(pauses))}` : "No load was reported."),
+    tile("Trainer", trainer ? words(trainer.status) : "not known", trainer
+      ? [trainer.step === null ? "" : `announced step ${trainer.step}, `,
+        `${many(trainer.world_size, "rank")}, heard `, ago(trainer.time, now)]
+      : "It has no hook of syncd's, or has not begun."),
+    tile("Daemon", daemon ? badge(stateOf({ status, silent_since: null }, now)) : "none yet", daemon
+      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.time, now)]
+      : "None has worked here yet."),
+    tile("Disk", freeOf(status), diskNote(status, versions)),
+  ];
+  return [
+    h("dl", { class: "tiles" }, found),
+    daemon?.merge ? merge(daemon.merge) : null,
+  ];
+}
+
+function merge({ step, done, total, seconds }) {
+  const left = done ? `, ${span((seconds * (total - done)) / done)} left` : "";
+  const text = `${size(done)} of ${size(total)} in ${span(seconds)}${left}`;
+  return h("div", { class: "merge", "data-key": "merge" },
+    h("label", { for: "merge" }, `Merging step ${step}: ${text}`),
+    h("progress", { id: "merge", max: Math.max(total, 1), value: done }, text));
+}
+
+function diskNote(status, versions) {
+  const on = versions?.filter((one) => one.on_disk) ?? [];
+  const bytes = on.reduce((sum, one) => sum + (one.bytes ?? 0), 0);
+  const files = status.free?.inodes;
+  return [
+    status.free ? "free on the job's filesystem" : "The filesystem does not say.",
+    files === null || files === undefined ? "" : `, and ${files.toLocaleString("en")} files`,
+    `; ${many(status.versions.length, "version")}`,
+    bytes ? ` of ${size(bytes)}` : "",
+    " published",
+  ];
+}
+
+function explorers(status, chosen, now) {
+  const key = "explorers";
+  const all = [...status.explorers].sort((one, other) => other.behind - one.behind);
+  const shown = chosen.allExplorers ? all : all.slice(0, FEW);
+  const rows = shown.map((one) => [one.name, [
+    said(one.name),
+    one.fault ? h("b", { class: "bad" }, "faulty") : words(one.status),
+    one.sequence ? `v${one.sequence}` : "–",
+    one.step ?? "–",
+    one.behind > 0 ? h("b", null, behindOf(one)) : "–",
+    pauseOf(one.reload),
+    ago(one.time, now),
+    one.fault || one.refused ? h("span", { class: "bad" }, said(one.fault ?? one.refused)) : "",
+  ]]);
+  return h("section", { class: "panel", "data-key": key },
+    h("h2", null, "Explorers"),
+    rows.length
+      ? table("Explorers, those furthest behind first",
+          ["explorer", "status", "version", "step", "behind", "pause", "heard", "says"], rows, "stack")
+      : h("p", { class: "empty" }, "No explorer has reported yet: one begins with ExplorerHook or Reader, or beside a "
+          + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),
+    all.length > FEW ? h("button", { id: "all-explorers", type: "button" }, chosen.allExplorers
+      ? `Show the ${FEW} furthest behind` : `Show all ${all.length}`) : null);
+}
+
+/** What is kept besides, and what the daemon has done. */
+function details(status) {
+  const { daemon } = status;
+  const counters = Object.entries(daemon?.counters ?? {}).filter(([, count]) => count)
+    .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
+  const facts = [
+    counters.length ? ["Done since the daemon took over", counters.join(", ")] : null,
+    status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
+  ].filter(Boolean);
+  return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Besides"),
+    h("dl", { class: "facts" }, facts.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+}
+
+function stateOf(job, now) {
+  const { status } = job;
+  if (isSilent(job, now)) {
+    return { word: "no answer", kind: "bad" };
+  }
+  if (!status || status.unseen) {
+    return status ? { word: "away", kind: "bad" } : { word: "…", kind: "" };
+  }
+  if (status.daemon === null) {
+    return { word: "none yet", kind: "warn" };
+  }
+  if (status.daemon.state === "stopped") {
+    return { word: "stopped", kind: "warn" };
+  }
+  if (now - status.daemon.time > QUIET) {
+    return { word: "not heard", kind: "bad" };
+  }
+  if (status.paused && status.daemon.state === "watching") {
+    return { word: "paused", kind: "warn" };
+  }
+  return { word: status.daemon.state, kind: "good" };
+}
+
+function badge({ word, kind }) {
+  return h("span", { class: `badge ${kind}` }, word);
+}
+
+function slowestOf(all) {
+  const live = all.filter((one) => one.status !== "stopped");
+  return live.reduce((most, one) => (most === null || one.behind > most.behind ? one : most), null);
+}
+
+function behindOf({ behind, behind_steps: steps }) {
+  if (behind <= 0) {
+    return "up to date";
+  }
+  return `${many(behind, "version")}${steps ? `, ${many(steps, "step")}` : ""}`;
+}
+
+function publishedAgo(status, now) {
+  const named = new Set(["published", "adopted", "rolled_back"]);
+  const event = status.events.findLast((one) => named.has(one.event) && one.version === status.latest?.sequence);
+  return event ? ago(event.time, now) : "–";
+}
+
+function freeOf({ free }) {
+  return free === null || free.bytes === null ? "not known" : size(free.bytes);
+}
+
+function pauseOf(reload) {
+  if (reload === null) {
+    return "–";
+  }
+  return span(reload.pause) + { null: "", true: ", staged", false: ", not staged" }[reload.staged];
+}
+
+function tile(name, value, more) {
+  return h("div", { class: "tile" }, h("dt", null, name), h("dd", { class: "value" }, value),
+    h("dd", { class: "more" }, more));
+}
+
+function nameOf(path) {
+  return path.split("/").filter(Boolean).at(-1) ?? path;
+}
+

@@ -1,0 +1,45 @@
+"""A page that is served in this process, and what explorers and daemons say of themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from syncd.protocol.records import encode
+from syncd.protocol.reports import DaemonReport, ExplorerReport
+from syncd.web.jobs import Jobs
+from syncd.web.server import Server
+from tests.jobs import Job
+
+
+@contextmanager
+def served(*folders: Path, port: int = 0, **more: Any) -> Iterator[Server]:
+    """The server of some jobs, which reads them whenever it is asked."""
+    with Server(Jobs(folders, 200, **{"every": 0.0, "patience": 60.0, **more}), port) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def explorer(job: Job, name: str, sequence: int | None, *, file: str = "", **more: Any) -> None:
+    """An explorer's report, and its lease."""
+    told = {"name": name, "session": "s", "status": "running", "sequence": sequence,
+            "step": sequence, "time": 1.0, **more}  # fmt: skip
+    job.put(job.layout.explorers / f"{file or name}.json", encode(ExplorerReport(**told)))
+    if sequence is not None:
+        job.lease(sequence, f"s-{file or name}", file or name)
+        job.layout.session(f"s-{file or name}").touch()
+
+
+def daemon(job: Job, time: float, **more: Any) -> None:
+    """What a daemon says of itself."""
+    told = {"session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",
+            "time": time, **more}  # fmt: skip
+    job.put(job.layout.daemon_report, encode(DaemonReport(**told)))

@@ -1,0 +1,324 @@
+"""The page of ``syncd web`` in a real browser, with real jobs and a real server behind it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.journal_file import JournalFile
+from syncd.protocol.records import encode
+from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
+from syncd.protocol.requests import Pause
+from syncd.web.server import Server
+from tests.jobs import Job
+from tests.storages import FastStorage
+from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
+from tests.web.served import daemon, explorer, served
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = '<img src=x onerror="window.hit=1"><script>window.hit=2</script>\u202e\x1b[31m'
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all of them."""
+    with browser(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@contextmanager
+def shown(page: Browser, *folders: Path) -> Iterator[Server]:
+    """A server for the browser, which asks nobody else, and finds nothing to complain of."""
+    page.driver.get("about:blank")
+    page.requests()
+    page.complaints()
+    with served(*folders) as server:
+        yield server
+        assert page.complaints() == []
+        asked = [urlsplit(one) for one in page.requests()]
+        others = {one.netloc for one in asked if one.scheme not in {"about", "chrome", "data"}}
+        assert others == {urlsplit(server.address).netloc}
+        page.driver.get("about:blank")  # the page would go on asking
+
+
+def a_job(folder: Path, steps: int = 3, *explorers: str) -> Job:
+    """Versions that a daemon has published, and explorers that serve the newest one."""
+    job = Job(folder)
+    with job.daemon(DaemonConfig(keep=40)) as loop:
+        for step in range(1, steps + 1):
+            job.save(step)
+            loop.run_once()
+        for name in explorers:
+            reload = Reload(sequence=steps, step=steps, pause=0.25, staged=True)
+            explorer(job, name, steps, reload=reload, time=time.time())
+        loop.run_once()
+    daemon(job, time.time())
+    return job
+
+
+@pytest.fixture(scope="module")
+def many_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every state that there is."""
+    root = tmp_path_factory.mktemp("jobs")
+    a_job(root / "well", 3, "node-1", "node-2")
+    Job(root / "empty")
+    dead = a_job(root / f"dead-{'long-' * 12}", 2, "node-1")
+    daemon(dead, time.time() - 3600)
+    busy = a_job(root / "busy", 30, *(f"node-{number}-{'x' * 40}" for number in range(30)))
+    for number in range(7):
+        name = f"node-{number}-{'x' * 40}"
+        explorer(busy, name, 3, refused="version 30: no such tensor " * 9, time=time.time())
+    merge = MergeProgress(step=31, done=10**9, total=4 * 10**9, seconds=1.0)
+    daemon(busy, time.time(), state="merging", merge=merge, detail="step 31")
+    trainer = TrainerReport(run_id="r", world_size=64, status="running", step=31, time=time.time())
+    busy.put(busy.layout.trainer_report, encode(trainer))
+    busy.put(busy.layout.paused, encode(Pause(id="i", by="me@login", time=1.0)))
+    return root
+
+
+def test_what_happens_is_seen_without_a_reload_and_moves_nothing_that_the_viewer_chose(
+    page: Browser, tmp_path: Path
+) -> None:
+    job = a_job(tmp_path / "job", 3, "node-1")
+    with shown(page, job.layout.root) as server, job.daemon(DaemonConfig(keep=40)) as loop:
+        page.open(server.address)
+        page.sees("v3", ".tiles")
+        page.sees("node-1", ".timeline tbody tr")
+        page.run(
+            "window.unmoved = document.querySelector('.timeline summary');"
+            "unmoved.click(); unmoved.focus(); document.querySelector('[value=since]').click();"
+        )
+        page.sees("paused 250 ms", ".timeline tbody tr")
+        page.run("window.scrollTo(0, 150)")
+        assert page.text("#news") == ""
+        job.save(4)
+        loop.run_once()
+        reload = Reload(sequence=4, step=4, pause=0.5, staged=False)
+        explorer(job, "node-2", 4, reload=reload, time=time.time())
+        loop.run_once()
+        page.sees("v4", ".timeline tbody tr")
+        page.sees("node-2", ".timeline tbody tr")
+        page.sees("500 ms, not staged", ".stack")
+        page.sees("v4 is live on node-2", ".events")
+        page.wait("return document.title.startsWith('v4 · job')", "the title")
+        assert "Version 4 is the latest" in page.run("return news.textContent")
+        assert page.run("return [document.activeElement === unmoved, unmoved.isConnected]") == [
+            True, True,
+        ]  # fmt: skip
+        assert page.run("return unmoved.parentElement.open")
+        assert page.run("return document.querySelector('[value=since]').checked")
+        assert page.run("return window.scrollY") == 150
+        # What the charts draw is of numbers that are read beside them.
+        page.sees("An engine did not serve: median 250 ms, longest 500 ms", ".charts")
+        assert page.run("return document.querySelectorAll('.chart circle').length") >= 3
+
+
+def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Path) -> None:
+    job = a_job(tmp_path / HOSTILE.partition("/")[0])
+    explorer(job, HOSTILE, 3, file="hostile", time=time.time(), refused=HOSTILE, fault=None)
+    daemon(job, time.time(), host=HOSTILE, detail=HOSTILE, state="watching")
+    journal = JournalFile(FastStorage(), job.layout)
+    journal.note("live", version=3, explorer=HOSTILE, seconds=1.0)
+    journal.note("quarantined", step=9, why=HOSTILE)
+    journal.note("refused", of=1, by=HOSTILE, why=HOSTILE)
+    journal.note("published", version=4, step=4, bytes=1, seconds=1e300, latency=1e300)
+    journal.write()
+    with shown(page, job.layout.root) as server:
+        page.open(server.address)
+        page.sees("refused step 9", ".events")
+        page.run("document.querySelectorAll('summary').forEach((one) => one.click())")
+        page.sees("at", "ul.live")
+        told = page.text()
+        assert told.count('<img src=x onerror="window.hit=1">') >= 8
+        assert "\\u202e\\u001b[31m" in told
+        assert "\u202e" not in told
+        assert page.run("return [window.hit, document.images.length]") == [None, 0]
+        assert page.run("return document.querySelectorAll('main script').length") == 0
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_every_state_fits_the_page_and_can_be_read(
+    page: Browser, many_jobs: Path, width: int, dark: bool
+) -> None:
+    # What can be checked on one job at a time is; two states for each width and each scheme.
+    with shown(page, many_jobs) as server:
+        for job in ("busy", "empty") if dark else (f"dead-{'long-' * 12}", "well"):
+            page.open(f"{server.address}#{many_jobs / job}", width=width, dark=dark)
+            page.sees(job, "main h1")
+            page.wait("return !document.body.innerText.includes('for the first time')", "history")
+            page.run(
+                "document.getElementById('all-explorers')?.click();"
+                "document.querySelectorAll('summary').forEach((one) => one.click())"
+            )
+            fits = "const page = document.scrollingElement; return page.scrollWidth <= innerWidth"
+            assert page.run(fits)
+            faint = page.run(FAINT)
+            assert faint == []
+            ground = page.run("return getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
+            said = {"busy": "Paused by me@login", "empty": "syncd run ", "well": "v3",
+                    f"dead-{'long-' * 12}": "was heard last 60 min ago"}[job]  # fmt: skip
+            page.sees(said, "main")
+
+
+#: Texts that differ too little from what is behind them (WCAG 2, AA), with their ratios.
+FAINT = """
+const parse = (color) => color.match(/[\\d.]+/g).map(Number);
+const over = ([r, g, b, a = 1], under) => [r, g, b].map((one, i) => one * a + under[i] * (1 - a));
+const light = (rgb) => rgb.map((one) => one / 255)
+  .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4))
+  .reduce((sum, one, i) => sum + one * [0.2126, 0.7152, 0.0722][i], 0);
+const ground = (element) => {
+  const found = parse(getComputedStyle(element).backgroundColor);
+  const under = (found[3] ?? 1) === 1 ? found.slice(0, 3)
+    : element.parentElement ? ground(element.parentElement) : [255, 255, 255];
+  return over(found, under);
+};
+const faint = [];
+const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (texts.nextNode()) {
+  const element = texts.currentNode.parentElement;
+  if (!texts.currentNode.data.trim() || element.closest('noscript, script')) continue;
+  const style = getComputedStyle(element);
+  const ink = parse(element.closest('svg') ? style.fill : style.color);
+  const behind = ground(element.closest('svg')?.parentElement ?? element);
+  const [one, other] = [light(over(ink, behind)), light(behind)];
+  const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+  if (ratio < 4.5) faint.push(`${element.className || element.tagName}: ${ratio.toFixed(2)}`);
+}
+return [...new Set(faint)];
+"""
+
+
+def test_all_of_it_can_be_used_by_keyboard(page: Browser, many_jobs: Path) -> None:
+    with shown(page, many_jobs) as server:
+        page.open(f"{server.address}#{many_jobs / 'busy'}")
+        page.sees("30 explorers", ".timeline")
+        wanted = page.run(
+            "return [...document.querySelectorAll('a, button, select, summary, [tabindex=\"0\"]')]"
+            ".length"
+        )
+        reached: list[str] = []
+        while True:
+            page.press(TAB)
+            name, outline = page.run(FOCUSED)
+            if not name or name in reached:
+                break
+            assert outline, f"{name} has the focus, and does not show it"
+            reached.append(name)
+        assert reached[0] == "A:Skip to the job"
+        assert len(reached) == wanted + 1  # of the two radio buttons one
+        focus = "document.querySelector(arguments[0]).focus()"
+        page.run(focus, ".skip")
+        page.press(ENTER)
+        assert page.run("return document.activeElement.id") == "main"
+        page.sees("busy", "main h1")
+        page.run(focus, ".timeline summary")
+        page.press(SPACE)
+        page.sees("paused 250 ms", "ul.live")
+        page.run(focus, "input[value=clock]")
+        page.press(RIGHT)
+        assert page.run("return document.activeElement.value") == "since"
+        page.wait(
+            "return [...document.querySelectorAll('.timeline .tick')]"
+            ".every((one) => /^(0|[+].*)$/.test(one.textContent))",
+            "an axis of durations",
+        )
+        page.run(focus, "#all-explorers")
+        page.press(ENTER)
+        page.sees("Show the 20 furthest behind", "#all-explorers")
+        page.run("document.querySelectorAll('nav a')[3].focus()")
+        page.press(ENTER)
+        page.sees("well", "main h1")
+        # Landmarks, one first heading, and tables that say what their columns are.
+        assert page.run("return document.querySelectorAll('main, nav, h1').length") == 3
+        assert page.run(
+            "return [...document.querySelectorAll('table')].every((one) => one.caption"
+            " && [...one.querySelectorAll('thead th')].every((head) => head.scope === 'col'))"
+        )
+
+
+FOCUSED = """
+const one = document.activeElement;
+if (one === document.body) return [null, true];
+const all = [...document.querySelectorAll('*')];
+const style = getComputedStyle(one);
+const place = one.classList.contains('skip') ? one.textContent : all.indexOf(one);
+const name = `${one.tagName}:${place}`;
+return [name, style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >= 2];
+"""
+
+
+def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
+    page: Browser, tmp_path: Path
+) -> None:
+    job = a_job(tmp_path / "job")
+    with served(job.layout.root) as server:
+        page.open(server.address)
+        page.sees("live", "#fresh")
+        port = server.server_address[1]
+    page.sees("Not updated since", "#fresh")
+    assert page.text("#news") == "This page is not updated any more."
+    page.sees("v3", ".tiles")
+    with served(job.layout.root, port=port):
+        page.run("document.getElementById('again').click()")
+        page.sees("live", "#fresh")
+        page.sees("Version 3 is the latest", "#news")
+        assert all("net::ERR_" in one for one in page.complaints())
+
+
+def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
+    page: Browser, tmp_path: Path
+) -> None:
+    job = a_job(tmp_path / "job")
+    JournalFile(FastStorage(), job.layout, wall=lambda: 1.7e9).note("active")
+    wrong = "const D = Date; window.Date = class extends D { constructor(...a) {"
+    wrong += " super(...(a.length ? a : [0])); } static now() { return 0; } };"
+    script = page.tell("Page.addScriptToEvaluateOnNewDocument", source=wrong)["identifier"]
+    page.tell("Emulation.setTimezoneOverride", timezoneId="Asia/Kolkata")
+    try:
+        with shown(page, job.layout.root) as server:
+            daemon(job, time.time() - 30)
+            page.open(server.address)
+            told = page.run("return document.querySelector('.tile:nth-child(5) time').textContent")
+            assert told in {f"{seconds} s ago" for seconds in range(30, 99)} | {"2 min ago"}
+            moment, clock = page.run(
+                "const one = document.querySelector('.timeline time');"
+                "return [one.dateTime, one.textContent]"
+            )
+            hour, minute = int(moment[11:13]), int(moment[14:16])
+            local = (60 * hour + minute + 330) % 1440
+            assert clock[-8:-3] == f"{local // 60:02}:{local % 60:02}"
+    finally:
+        page.tell("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
+        page.tell("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def test_a_page_that_nobody_sees_asks_for_nothing(page: Browser, tmp_path: Path) -> None:
+    job = a_job(tmp_path / "job")
+    hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true});"
+    hide += "document.dispatchEvent(new Event('visibilitychange'));"
+    count = "const done = arguments[0]; let asked = 0; const before = window.fetch;"
+    count += "window.fetch = (...all) => { asked += 1; return before(...all); };"
+    count += "setTimeout(() => { window.fetch = before; done(asked); }, 2500);"
+    with shown(page, job.layout.root) as server:
+        page.open(server.address, still=False)
+        assert page.run("return document.getAnimations().length") == 1
+        page.open(server.address)
+        page.sees("live", "#fresh")
+        assert page.run("return document.getAnimations().length") == 0
+        page.run(hide, True)
+        assert page.driver.execute_async_script(count) == 0
+        daemon(job, time.time(), host="trainer-8")
+        page.run(hide, False)
+        page.sees("trainer-8", ".tiles")
