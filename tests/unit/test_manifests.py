@@ -253,8 +253,8 @@ def test_an_explorer_is_ready_once_its_server_has_a_version(label: str | None, r
 
 SHELL: Final = [
     pytest.param(script, id=f"{page}-{number}")
-    for page in ("slurm.md", "kubernetes.md")
-    for number, script in enumerate(blocks(page, "(?:ba)?sh"))
+    for page, language in (("slurm.md", "bash"), ("kubernetes.md", "sh"))
+    for number, script in enumerate(blocks(page, language))
 ]
 
 
