@@ -23,6 +23,8 @@ from syncd.protocol.layout import (
 from syncd.protocol.policy import Version
 from syncd.storage.fsio import Storage
 
+__all__ = ["every_full_checkpoint", "full_checkpoints", "latest", "serve", "step"]
+
 
 def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
     """Load the newest version, and wait for it only where there is none yet.

@@ -24,6 +24,8 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import EngineMismatchError
 from syncd.storage.fsio import Storage
 
+__all__ = ["CHECKS", "ConformanceError", "Subject", "name_of"]
+
 Check = Callable[["Subject", Path], None]
 
 

@@ -10,6 +10,8 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.records import Manifest
 
+__all__ = ["TensorSpec", "check_kind", "compare_tensors", "tensor_specs"]
+
 _MOST_NAMED: Final = 5
 
 

@@ -13,6 +13,23 @@ from typing import Final, Self, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError, InvalidTransitionError
 
+#: What users may rely on; the rest is for syncd itself.
+__all__ = [
+    "Pull",
+    "RunningStatus",
+    "SyncMethod",
+    "SyncSettings",
+    "SyncStyle",
+    "TrainerDecision",
+    "Version",
+    "explorer_sync_is_due",
+    "explorer_syncs",
+    "may_produce",
+    "must_wait_for_explorers",
+    "pull_decision",
+    "trainer_decision",
+]
+
 
 class RunningStatus(StrEnum):
     """What a trainer or an explorer is doing."""

@@ -1,0 +1,185 @@
+"""The public API as text: ``python -m tests.public_api >tests/unit/public_api.txt`` after a change.
+
+It has the names of each public module's ``__all__`` with their signatures, as the source says them.
+``docs/api.md`` says what is promised of these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
+
+#: What users import, each with ``__all__``. Every other module is syncd's own.
+MODULES: Final = (
+    "syncd",
+    "syncd.protocol.errors",
+    "syncd.protocol.policy",
+    "syncd.coordination",
+    "trainer_hooks",
+    "trainer_hooks.dcp",
+    "trainer_hooks.transformers",
+    "trainer_hooks.trinity",
+    "explorer_hooks",
+    "explorer_hooks.bench",
+    "explorer_hooks.reader",
+    "explorer_hooks.weights",
+    "explorer_hooks.engines.base",
+    "explorer_hooks.engines.conformance",
+    "explorer_hooks.engines.fake",
+    "explorer_hooks.engines.fitting",
+    "explorer_hooks.engines.vllm_worker",
+)
+_OURS: Final = {"syncd", "trainer_hooks", "explorer_hooks"}
+#: Of the methods with two underscores those that say how an object is used.
+_SPOKEN: Final = {"__call__", "__enter__", "__aenter__"}
+_WIDTH: Final = 96
+
+
+class Callee(NamedTuple):
+    """Something that users call, or whose attribute they read.
+
+    Attributes:
+        name: from its module on.
+        called: what has the signature; None of what is only read.
+        doc: where its arguments are described.
+    """
+
+    name: str
+    called: Callable[..., Any] | None
+    doc: str | None
+
+
+def public(module: str) -> dict[str, Any]:
+    """The names of a module's ``__all__``, and what they are."""
+    found = importlib.import_module(module)
+    return {name: getattr(found, name) for name in found.__all__}
+
+
+def callees(name: str, thing: Any) -> Iterator[Callee]:
+    """A public class with its members, or a public function."""
+    if not isinstance(thing, type):
+        if callable(thing):
+            yield Callee(name, thing, inspect.getdoc(thing))
+        return
+    builds = thing if _is_built(thing) else None
+    yield Callee(name, builds, inspect.getdoc(thing))
+    for member in _members(thing):
+        inner = member.object
+        read = isinstance(inner, property)
+        called = None if read else getattr(thing, member.name)
+        yield Callee(f"{name}.{member.name}", called, inspect.getdoc(inner))
+
+
+def described() -> str:
+    """All of it."""
+    homes: dict[int, str] = {}
+    lines: list[str] = []
+    for module in MODULES:
+        lines += ["", module]
+        for name, thing in sorted(public(module).items()):
+            home = homes.setdefault(id(thing), f"{module}.{name}")
+            is_elsewhere = home != f"{module}.{name}"
+            lines += [f"    {name} = {home}"] if is_elsewhere else _described(name, thing)
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _described(name: str, thing: Any) -> Iterator[str]:
+    if not isinstance(thing, type):
+        yield from _call(f"    {name}", thing) if callable(thing) else [
+            f"    {name}: {type(thing).__name__}"
+        ]
+        return
+    bases = [base.__name__ for base in thing.__bases__ if _is_ours(base)]
+    head = f"    class {name}" + (f"[{', '.join(bases)}]" if bases else "")
+    if issubclass(thing, enum.Enum):
+        yield head
+        yield from (f"        {member.name} = {member.value!r}" for member in thing)
+    elif _is_built(thing):
+        yield from _call(head, thing, returns=False)
+    else:
+        yield head
+    for member in _members(thing):
+        inner = member.object
+        if isinstance(inner, property):
+            said = inspect.signature(inner.fget).return_annotation if inner.fget else "Any"
+            yield f"        {member.name}: {said}"
+        else:
+            yield from _call(f"        {member.name}", getattr(thing, member.name))
+
+
+def _members(thing: type) -> list[inspect.Attribute]:
+    """Methods and properties, those of base classes of ours too, in the order of the alphabet."""
+    fields = {field.name for field in dataclasses.fields(thing)} if _is_data(thing) else set()
+    return [
+        found
+        for found in inspect.classify_class_attrs(thing)
+        if (found.name[0] != "_" or found.name in _SPOKEN)
+        and found.name not in fields
+        and found.kind != "data"
+        and _is_ours(found.defining_class)
+    ]
+
+
+def _call(head: str, called: Callable[..., Any], *, returns: bool = True) -> Iterator[str]:
+    """A call in one line, or with a line for each argument."""
+    signature = inspect.signature(called)
+    is_bound = next(iter(signature.parameters), "") != "self"
+    given = list(signature.parameters.values())[0 if is_bound else 1 :]
+    arguments = []
+    for before, parameter in zip([None, *given], given, strict=False):
+        named_only = inspect.Parameter.KEYWORD_ONLY
+        if parameter.kind is named_only and (before is None or before.kind is not named_only):
+            arguments.append("*")
+        arguments.append(_argument(parameter))
+    result = f" -> {_Said(signature.return_annotation)}" if returns else ""
+    line = f"{head}({', '.join(arguments)}){result}"
+    if len(line) <= _WIDTH:
+        yield line
+        return
+    indent = " " * (len(head) - len(head.lstrip()) + 4)
+    yield f"{head}("
+    yield from (f"{indent}{argument}," for argument in arguments)
+    yield f"{indent[4:]}){result}"
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    said = _Said(parameter.annotation)
+    default = parameter.default
+    if isinstance(default, enum.Enum):
+        default = _Said(f"{type(default).__name__}.{default.name}")
+    text = str(parameter.replace(annotation=said, default=default))
+    return re.sub(r"<(?:function|class) .*?([^.' ]+)( at 0x\w+|'?)>", r"\1", text)
+
+
+class _Said:
+    """What the source says, without the quotes that a text has."""
+
+    def __init__(self, said: object) -> None:
+        self._said = said if isinstance(said, str) else inspect.formatannotation(said)
+
+    def __repr__(self) -> str:
+        return self._said
+
+
+def _is_built(thing: type) -> bool:
+    """Whether users construct it: neither a protocol nor a choice, nor an error that is raised."""
+    if issubclass(thing, enum.Enum) or getattr(thing, "_is_protocol", False):
+        return False
+    return not issubclass(thing, Exception) or "__init__" in vars(thing)
+
+
+def _is_data(thing: type) -> bool:
+    return dataclasses.is_dataclass(thing)
+
+
+def _is_ours(thing: type) -> bool:
+    return thing.__module__.partition(".")[0] in _OURS
+
+
+if __name__ == "__main__":
+    print(described(), end="")
