@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, ForwardRef, NamedTuple
 
 #: What users import, each with ``__all__``. Every other module is syncd's own.
 MODULES: Final = (
@@ -70,8 +71,7 @@ def callees(name: str, thing: Any) -> Iterator[Callee]:
     yield Callee(name, builds, inspect.getdoc(thing))
     for member in _members(thing):
         inner = member.object
-        read = isinstance(inner, property)
-        called = None if read else getattr(thing, member.name)
+        called = None if _getter(inner) else getattr(thing, member.name)
         yield Callee(f"{name}.{member.name}", called, inspect.getdoc(inner))
 
 
@@ -90,12 +90,14 @@ def described() -> str:
 
 def _described(name: str, thing: Any) -> Iterator[str]:
     if not isinstance(thing, type):
-        yield from _call(f"    {name}", thing) if callable(thing) else [
-            f"    {name}: {type(thing).__name__}"
-        ]
+        yield from (
+            _call(f"    {name}", thing)
+            if callable(thing)
+            else [f"    {name}: {type(thing).__name__}"]
+        )
         return
-    bases = [base.__name__ for base in thing.__bases__ if _is_ours(base)]
-    head = f"    class {name}" + (f"[{', '.join(bases)}]" if bases else "")
+    bases = ", ".join(base.__name__ for base in thing.__bases__ if base in _classes())
+    head = f"    class {name}[{bases}]" if bases else f"    class {name}"
     if issubclass(thing, enum.Enum):
         yield head
         yield from (f"        {member.name} = {member.value!r}" for member in thing)
@@ -103,18 +105,19 @@ def _described(name: str, thing: Any) -> Iterator[str]:
         yield from _call(head, thing, returns=False)
     else:
         yield head
+    yield from (f"        {attribute}" for attribute in _attributes(thing))
     for member in _members(thing):
-        inner = member.object
-        if isinstance(inner, property):
-            said = inspect.signature(inner.fget).return_annotation if inner.fget else "Any"
-            yield f"        {member.name}: {said}"
+        getter = _getter(member.object)
+        if getter is not None:
+            yield f"        {member.name}: {_Said(inspect.signature(getter).return_annotation)}"
         else:
             yield from _call(f"        {member.name}", getattr(thing, member.name))
 
 
 def _members(thing: type) -> list[inspect.Attribute]:
     """Methods and properties, those of base classes of ours too, in the order of the alphabet."""
-    fields = {field.name for field in dataclasses.fields(thing)} if _is_data(thing) else set()
+    is_data = dataclasses.is_dataclass(thing)
+    fields = {field.name for field in dataclasses.fields(thing)} if is_data else set()
     return [
         found
         for found in inspect.classify_class_attrs(thing)
@@ -123,6 +126,31 @@ def _members(thing: type) -> list[inspect.Attribute]:
         and found.kind != "data"
         and _is_ours(found.defining_class)
     ]
+
+
+def _attributes(thing: type) -> list[str]:
+    """What objects have besides, as their documentation says; what has fields is built of them."""
+    if issubclass(thing, tuple) or dataclasses.is_dataclass(thing):
+        return []
+    section = re.search(
+        r"^Attributes:\n((?:    .*\n?|\n)+)", inspect.getdoc(thing) or "", re.MULTILINE
+    )
+    lines = re.findall(r"^    (\w[\w, ]*):", section[1], re.MULTILINE) if section else []
+    return sorted(name for line in lines for name in line.split(", "))
+
+
+@functools.cache
+def _classes() -> frozenset[Any]:
+    return frozenset(
+        thing for module in MODULES for thing in public(module).values() if isinstance(thing, type)
+    )
+
+
+def _getter(member: object) -> Callable[..., Any] | None:
+    """What gives an attribute that is computed; None of all else."""
+    if isinstance(member, functools.cached_property):
+        return member.func
+    return member.fget if isinstance(member, property) else None
 
 
 def _call(head: str, called: Callable[..., Any], *, returns: bool = True) -> Iterator[str]:
@@ -137,11 +165,14 @@ def _call(head: str, called: Callable[..., Any], *, returns: bool = True) -> Ite
             arguments.append("*")
         arguments.append(_argument(parameter))
     result = f" -> {_Said(signature.return_annotation)}" if returns else ""
+    indent = " " * (len(head) - len(head.lstrip()) + 4)
     line = f"{head}({', '.join(arguments)}){result}"
+    if inspect.iscoroutinefunction(called):
+        head = f"{indent[4:]}async {head.lstrip()}"
+        line = f"{indent[4:]}async {line.lstrip()}"
     if len(line) <= _WIDTH:
         yield line
         return
-    indent = " " * (len(head) - len(head.lstrip()) + 4)
     yield f"{head}("
     yield from (f"{indent}{argument}," for argument in arguments)
     yield f"{indent[4:]}){result}"
@@ -152,14 +183,17 @@ def _argument(parameter: inspect.Parameter) -> str:
     default = parameter.default
     if isinstance(default, enum.Enum):
         default = _Said(f"{type(default).__name__}.{default.name}")
-    text = str(parameter.replace(annotation=said, default=default))
-    return re.sub(r"<(?:function|class) .*?([^.' ]+)( at 0x\w+|'?)>", r"\1", text)
+    elif default is not inspect.Parameter.empty and repr(default).startswith("<"):
+        default = _Said("...")  # code, which has no text
+    return str(parameter.replace(annotation=said, default=default))
 
 
 class _Said:
     """What the source says, without the quotes that a text has."""
 
     def __init__(self, said: object) -> None:
+        if isinstance(said, ForwardRef):
+            said = said.__forward_arg__
         self._said = said if isinstance(said, str) else inspect.formatannotation(said)
 
     def __repr__(self) -> str:
@@ -171,10 +205,6 @@ def _is_built(thing: type) -> bool:
     if issubclass(thing, enum.Enum) or getattr(thing, "_is_protocol", False):
         return False
     return not issubclass(thing, Exception) or "__init__" in vars(thing)
-
-
-def _is_data(thing: type) -> bool:
-    return dataclasses.is_dataclass(thing)
 
 
 def _is_ours(thing: type) -> bool:
