@@ -12,8 +12,11 @@ import functools
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, ForwardRef, NamedTuple
+
+from explorer_hooks.engines.base import Engine, WeightTaker
+from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 
 #: What users import, each with ``__all__``. Every other module is syncd's own.
 MODULES: Final = (
@@ -36,6 +39,9 @@ MODULES: Final = (
     "explorer_hooks.engines.vllm_worker",
 )
 _OURS: Final = {"syncd", "trainer_hooks", "explorer_hooks"}
+_TWINS: Final = {
+    "Synchronizer": (*TrainerSynchronizer.__mro__, *ExplorerSynchronizer.__mro__),
+}
 #: Of the methods with two underscores those that say how an object is used.
 _SPOKEN: Final = {"__call__", "__enter__", "__aenter__"}
 _WIDTH: Final = 96
@@ -47,12 +53,13 @@ class Callee(NamedTuple):
     Attributes:
         name: from its module on.
         called: what has the signature; None of what is only read.
-        doc: where its arguments are described.
+        docs: where its arguments may be described: its own docstring, and those of what it is
+            another form of.
     """
 
     name: str
     called: Callable[..., Any] | None
-    doc: str | None
+    docs: tuple[str, ...]
 
 
 def public(module: str) -> dict[str, Any]:
@@ -65,14 +72,21 @@ def callees(name: str, thing: Any) -> Iterator[Callee]:
     """A public class with its members, or a public function."""
     if not isinstance(thing, type):
         if callable(thing):
-            yield Callee(name, thing, inspect.getdoc(thing))
+            yield Callee(name, thing, _docs([thing]))
         return
+    # Engines do what their protocol says, and the Synchronizer what its blocking twins do.
+    forms = [*thing.__mro__, *_TWINS.get(name, (Engine, WeightTaker))]
     builds = thing if _is_built(thing) else None
-    yield Callee(name, builds, inspect.getdoc(thing))
+    yield Callee(name, builds, _docs(filter(_is_ours, thing.__mro__)))
     for member in _members(thing):
-        inner = member.object
-        called = None if _getter(inner) else getattr(thing, member.name)
-        yield Callee(f"{name}.{member.name}", called, inspect.getdoc(inner))
+        overrides = any(member.name in vars(form) for form in thing.__mro__ if not _is_ours(form))
+        if overrides or member.name in {"__enter__", "__aenter__"}:
+            continue
+        called = None if _getter(member.object) else getattr(thing, member.name)
+        docs = _docs(vars(form)[member.name] for form in forms if member.name in vars(form))
+        if member.kind == "class method":  # another way to construct it
+            docs += _docs([thing])
+        yield Callee(f"{name}.{member.name}", called, docs)
 
 
 def described() -> str:
@@ -86,6 +100,10 @@ def described() -> str:
             is_elsewhere = home != f"{module}.{name}"
             lines += [f"    {name} = {home}"] if is_elsewhere else _described(name, thing)
     return "\n".join(lines[1:]) + "\n"
+
+
+def _docs(things: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(doc for thing in things if (doc := inspect.getdoc(thing)))
 
 
 def _described(name: str, thing: Any) -> Iterator[str]:

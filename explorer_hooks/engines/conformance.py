@@ -73,7 +73,14 @@ class Subject:
         tensors: Mapping[str, TensorBytes] | None = None,
         storage: Storage | None = None,
     ) -> LeasedVersion:
-        """A version of random weights, other ones for each sequence."""
+        """A version of random weights, other ones for each sequence.
+
+        Args:
+            folder: in which its own folder is made.
+            sequence: of the version.
+            tensors: its weights instead, by name.
+            storage: the seam for tests.
+        """
         return make_version(
             folder / f"v{sequence:06d}",
             random_tensors(self.tensors, sequence) if tensors is None else tensors,

@@ -35,6 +35,10 @@ def tensor_specs(manifest: Manifest) -> dict[str, TensorSpec]:
 def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     """Check that an engine can load versions of this kind.
 
+    Args:
+        version: the one that it is given.
+        kinds: those that it can load: of ``full``, ``adapter``, ``remote``.
+
     Raises:
         EngineMismatchError: it cannot; says who can.
     """

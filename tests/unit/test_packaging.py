@@ -1,0 +1,135 @@
+"""What is installed is what is in the tree: no module is left out, and nothing else comes along."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from email.parser import HeaderParser
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Final
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+import syncd
+
+_ROOT: Final = Path(__file__).parents[2]
+_PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+_BUILD: Final = "import sys; from setuptools import build_meta; build_meta.{}('out')"
+#: Made by the build itself.
+_OF_AN_SDIST: Final = ("PKG-INFO", "syncd.egg-info/")
+
+
+def _is_source(path: str) -> bool:
+    return "__pycache__" not in path and not path.endswith((".pyc", ".pyo"))
+
+
+def _files(folder: Path, *below: str) -> set[str]:
+    return {
+        path
+        for top in below
+        for found in (folder / top).rglob("*")
+        if found.is_file() and _is_source(path := str(found.relative_to(folder)))
+    }
+
+
+def _build(tree: Path, what: str) -> Path:
+    """A wheel or a source distribution, by the backend alone: nothing is downloaded."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD.format(what)],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = (tree / "out").iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unpacked source distribution of this tree."""
+    folder = tmp_path_factory.mktemp("sdist")
+    tree = folder / "tree"
+    shutil.copytree(
+        _ROOT,
+        tree,
+        symlinks=True,
+        ignore=shutil.ignore_patterns(
+            "__pycache__", "*.egg-info", ".git", ".venv", ".*_cache", ".hypothesis", "build", "dist"
+        ),
+    )
+    with tarfile.open(_build(tree, "build_sdist")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"syncd-{syncd.__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> ZipFile:
+    """The wheel that is built from the source distribution."""
+    return ZipFile(_build(sdist, "build_wheel"))
+
+
+def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
+    # The owner of a checkout may be another user than this one, in a container for example.
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z"],
+        cwd=_ROOT,
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode != 0:
+        pytest.skip("not a clone: nothing says which files are the repository's")
+    tracked = {name for name in listed.stdout.decode().split("\0") if (_ROOT / name).is_file()}
+    found = {
+        path
+        for entry in sdist.rglob("*")
+        if entry.is_file() and not (path := str(entry.relative_to(sdist))).startswith(_OF_AN_SDIST)
+    }
+    assert found == tracked
+
+
+def test_a_wheel_has_every_file_of_the_packages_and_no_other(wheel: ZipFile) -> None:
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == _files(_ROOT, *_PACKAGES)
+    assert {f"{package}/py.typed" for package in _PACKAGES} <= held
+
+
+def test_a_wheel_says_what_it_is(wheel: ZipFile) -> None:
+    info = f"syncd-{syncd.__version__}.dist-info"
+    metadata = HeaderParser().parsestr(wheel.read(f"{info}/METADATA").decode())
+    assert metadata["Name"] == "syncd"
+    assert metadata["Version"] == syncd.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == (_ROOT / "README.md").read_text(encoding="utf-8")
+    assert wheel.read(f"{info}/licenses/LICENSE") == (_ROOT / "LICENSE").read_bytes()
+    commands = wheel.read(f"{info}/entry_points.txt").decode()
+    assert "syncd = syncd.cli:main" in commands
+    assert "follow = explorer_hooks.follow:command" in commands
+
+
+def test_the_units_of_the_top_level_are_those_that_are_installed() -> None:
+    names = sorted(path.name for path in (_ROOT / "systemd").iterdir())
+    assert names == sorted(path.name for path in (_ROOT / "syncd" / "units").glob("*.service"))
+    for name in names:
+        units = (_ROOT / "systemd" / name, _ROOT / "syncd" / "units" / name)
+        assert units[0].read_bytes() == units[1].read_bytes()
+
+
+def test_what_the_constraints_pin_is_something_that_is_required() -> None:
+    lines = (_ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    asked = {one.name: one.specifier for one in map(Requirement, requires("syncd") or ())}
+    for pin in pinned:
+        (version,) = (str(one.version) for one in pin.specifier)
+        assert asked[pin.name].contains(version)
