@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -133,3 +134,18 @@ def test_what_the_constraints_pin_is_something_that_is_required() -> None:
     for pin in pinned:
         (version,) = (str(one.version) for one in pin.specifier)
         assert asked[pin.name].contains(version)
+
+
+def test_the_map_of_the_rooms_has_each_of_them() -> None:
+    text = (_ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = {
+        f"{path.parent.relative_to(_ROOT)}/"
+        for top in (*_PACKAGES, "tests")
+        for path in (_ROOT / top).rglob("*.py")
+    }
+    assert [folder for folder in sorted(folders) if f"`{folder}`" not in text] == []
+    rooms = re.findall(r"^\| `([\w/]+/)` \| .* \| (.*) \|$", text, re.MULTILINE)
+    named = {
+        room + module for room, modules in rooms for module in re.findall(r"`([^`]+)`", modules)
+    }
+    assert [name for name in sorted(named) if not (_ROOT / name).is_file()] == []
