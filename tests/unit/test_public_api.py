@@ -15,11 +15,12 @@ import pytest
 
 import explorer_hooks
 from syncd.protocol import errors
+from tests.doc_blocks import blocks
 from tests.public_api import MODULES, Callee, callees, described, public
 
-_ROOT: Final = Path(__file__).parents[2]
 _PIN: Final = Path(__file__).with_name("public_api.txt")
-_PAGE: Final = (_ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+_DOCS: Final = Path(__file__).parents[2] / "docs"
+_PAGES: Final = ("../README.md", *sorted(path.name for path in _DOCS.glob("*.md")))
 #: What goes without saying, and what is a seam for tests.
 _PLAIN: Final = {"self", "message", "storage", "clock", "seams", "transport", "cancel", "look"}
 _WITHOUT_TORCH: Final = (
@@ -33,6 +34,10 @@ _WITHOUT_TORCH: Final = (
 )
 
 
+def _text(page: str) -> str:
+    return (_DOCS / page).read_text(encoding="utf-8")
+
+
 def test_names_and_signatures_are_those_that_were_agreed_on() -> None:
     assert described() == _PIN.read_text(encoding="utf-8"), (
         "the public API has changed: say so in CHANGELOG.md and docs/api.md, then "
@@ -42,7 +47,9 @@ def test_names_and_signatures_are_those_that_were_agreed_on() -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_the_page_has_each_name_of_a_module_and_no_other(module: str) -> None:
-    section = re.search(rf"^## `{re.escape(module)}`$(.*?)(?=^## |\Z)", _PAGE, re.M | re.S)
+    section = re.search(
+        rf"^## `{re.escape(module)}`$(.*?)(?=^## |\Z)", _text("api.md"), re.M | re.S
+    )
     assert section, f"docs/api.md has no section on {module}"
     told = re.findall(r"^\| `(\w+)` \|", section[1], re.MULTILINE)
     assert sorted(told) == sorted(public(module))
@@ -87,23 +94,20 @@ def test_names_that_are_loaded_when_used_are_those_that_are_promised() -> None:
         _ = explorer_hooks.Nothing  # type: ignore[attr-defined]
 
 
-def _imported(text: str) -> Iterator[tuple[str, str]]:
-    """What the Python blocks of a page import from us: module and name."""
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        for node in ast.walk(ast.parse(block, feature_version=(3, 11))):
+def _imported(page: str) -> Iterator[tuple[str, str]]:
+    """What the Python blocks of a page import: module and name."""
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and node.module:
                 yield from ((node.module, alias.name) for alias in node.names)
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", *sorted(p.name for p in (_ROOT / "docs").glob("*.md"))]
-)
+@pytest.mark.parametrize("page", [page for page in _PAGES if "```python\n" in _text(page)])
 def test_pages_tell_users_to_import_what_is_public(page: str) -> None:
-    path = _ROOT / page if page == "README.md" else _ROOT / "docs" / page
     ours = ("syncd", "trainer_hooks", "explorer_hooks")
     wrong = [
         f"from {module} import {name}"
-        for module, name in _imported(path.read_text(encoding="utf-8"))
+        for module, name in _imported(page)
         if module.partition(".")[0] in ours
         and (module not in MODULES or name not in public(module))
     ]
