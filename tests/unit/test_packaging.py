@@ -26,16 +26,27 @@ _BUILD: Final = "import sys; from setuptools import build_meta; build_meta.{}('o
 _OF_AN_SDIST: Final = ("PKG-INFO", "syncd.egg-info/")
 
 
-def _is_source(path: str) -> bool:
-    return "__pycache__" not in path and not path.endswith((".pyc", ".pyo"))
+def _in_git() -> set[str]:
+    """What is in the repository, or will be once it is added; nothing where this is no clone."""
+    if shutil.which("git") is None:
+        return set()
+    # The owner of a checkout may be another user than this one, in a container for example.
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {name for name in listed.stdout.split("\0") if (_ROOT / name).is_file()}
 
 
-def _files(folder: Path, *below: str) -> set[str]:
+def _files(folder: Path, *tops: str) -> set[str]:
     return {
-        path
-        for top in below
+        str(found.relative_to(folder))
+        for top in tops
         for found in (folder / top).rglob("*")
-        if found.is_file() and _is_source(path := str(found.relative_to(folder)))
+        if found.is_file() and found.suffix != ".pyc"
     }
 
 
@@ -49,7 +60,6 @@ def _build(tree: Path, what: str) -> Path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     (made,) = (tree / "out").iterdir()
@@ -61,14 +71,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unpacked source distribution of this tree."""
     folder = tmp_path_factory.mktemp("sdist")
     tree = folder / "tree"
-    shutil.copytree(
-        _ROOT,
-        tree,
-        symlinks=True,
-        ignore=shutil.ignore_patterns(
-            "__pycache__", "*.egg-info", ".git", ".venv", ".*_cache", ".hypothesis", "build", "dist"
-        ),
-    )
+    for name in _in_git() or _files(_ROOT, "."):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(_ROOT / name, tree / name, follow_symlinks=False)
     with tarfile.open(_build(tree, "build_sdist")) as archive:
         archive.extractall(folder, filter="data")
     return folder / f"syncd-{syncd.__version__}"
@@ -81,21 +86,10 @@ def wheel(sdist: Path) -> ZipFile:
 
 
 def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
-    # The owner of a checkout may be another user than this one, in a container for example.
-    listed = subprocess.run(
-        ["git", "-c", "safe.directory=*", "ls-files", "-z"],
-        cwd=_ROOT,
-        capture_output=True,
-        check=False,
-    )
-    if listed.returncode != 0:
+    tracked = _in_git()
+    if not tracked:
         pytest.skip("not a clone: nothing says which files are the repository's")
-    tracked = {name for name in listed.stdout.decode().split("\0") if (_ROOT / name).is_file()}
-    found = {
-        path
-        for entry in sdist.rglob("*")
-        if entry.is_file() and not (path := str(entry.relative_to(sdist))).startswith(_OF_AN_SDIST)
-    }
+    found = {name for name in _files(sdist, ".") if not name.startswith(_OF_AN_SDIST)}
     assert found == tracked
 
 
