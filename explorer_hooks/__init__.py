@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from explorer_hooks.engines.sglang_server import SGLangServer
     from explorer_hooks.engines.torch_module import TorchModule
+    from explorer_hooks.engines.transformers_model import TransformersModel
     from explorer_hooks.engines.vllm_engine import VLLMEngine
     from explorer_hooks.engines.vllm_server import VLLMServer
     from explorer_hooks.hook import ExplorerHook
     from explorer_hooks.reader import LeasedVersion, Reader
     from explorer_hooks.staging import Staging
-    from syncd.protocol.policy import SyncSettings, Version
+    from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
 
 __all__ = [
     "ExplorerHook",
@@ -23,8 +24,11 @@ __all__ = [
     "Reader",
     "SGLangServer",
     "Staging",
+    "SyncMethod",
     "SyncSettings",
+    "SyncStyle",
     "TorchModule",
+    "TransformersModel",
     "VLLMEngine",
     "VLLMServer",
     "Version",
@@ -36,8 +40,11 @@ _HOMES = {
     "Reader": "explorer_hooks.reader",
     "SGLangServer": "explorer_hooks.engines.sglang_server",
     "Staging": "explorer_hooks.staging",
+    "SyncMethod": "syncd.protocol.policy",
     "SyncSettings": "syncd.protocol.policy",
+    "SyncStyle": "syncd.protocol.policy",
     "TorchModule": "explorer_hooks.engines.torch_module",
+    "TransformersModel": "explorer_hooks.engines.transformers_model",
     "VLLMEngine": "explorer_hooks.engines.vllm_engine",
     "VLLMServer": "explorer_hooks.engines.vllm_server",
     "Version": "syncd.protocol.policy",

@@ -16,9 +16,15 @@ from syncd.protocol.names import ACTOR, FULL, RETIRED, SAVING, is_resumable_stat
 from syncd.protocol.policy import Version
 from syncd.storage.fsio import Storage
 
+__all__ = ["every_full_checkpoint", "full_checkpoints", "latest", "serve", "step"]
+
 
 def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
     """Load the newest version, and wait for it only where there is none yet.
+
+    Args:
+        hook: of the job.
+        timeout: seconds to wait then; None for as long as it takes.
 
     Raises:
         WaitTimeoutError, or as :meth:`ExplorerHook.pull`.
@@ -31,6 +37,11 @@ def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
 
 def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Version:
     """Load one step that is on disk.
+
+    Args:
+        hook: of the job.
+        number: the step.
+        timeout: seconds until it must be published; ``sync_timeout`` by default.
 
     Raises:
         Exception: as :meth:`ExplorerHook.pull_step`.

@@ -123,6 +123,10 @@ class Reader:
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and hold it; one that is retired meanwhile is passed over.
 
+        Args:
+            newer_than: a sequence; 0 for any version.
+            timeout: seconds; None to wait for as long as it takes.
+
         Raises:
             WaitTimeoutError: nothing newer came in time.
             VerificationError: the newest version's manifest is damaged.
@@ -149,7 +153,15 @@ class Reader:
         nothing_new: int = 0,
         refused: str | None = None,
     ) -> None:
-        """Say in ``explorers/NAME.json`` what this explorer is doing."""
+        """Say in ``explorers/NAME.json`` what this explorer is doing.
+
+        Args:
+            status: what it does now.
+            sequence: of the version that it serves; None before the first.
+            step: of that version.
+            nothing_new: how many of its waits have ended without a newer version.
+            refused: which newer version it does not take, and why.
+        """
         record = ExplorerReport.model_validate(
             {
                 "name": self.name,

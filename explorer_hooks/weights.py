@@ -17,6 +17,8 @@ from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 
+__all__ = ["Box", "WeightsReader"]
+
 
 class Span(NamedTuple):
     """Bytes of a file, and where they belong.

@@ -167,6 +167,10 @@ class CheckpointCoordinator:
     def check_path(self, local_path: str | Path, global_step: int) -> None:
         """Check that a folder is where the daemon looks for the step.
 
+        Args:
+            local_path: the folder of the weights.
+            global_step: the step.
+
         Raises:
             InvalidSettingsError: it is another one.
         """

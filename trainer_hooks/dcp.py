@@ -21,6 +21,8 @@ from syncd.storage.job import open_job
 from syncd.storage.steps import make_step_folder, point
 from trainer_hooks.writing.parts import make_mark
 
+__all__ = ["announce_dcp"]
+
 
 def announce_dcp(
     job_dir: str | Path,

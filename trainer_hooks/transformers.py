@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+__all__ = ["SyncdCallback"]
+
 #: Metrics of which a log tells the sum since the log before it; of all others the last value.
 _SUMMED: Final = frozenset(
     {

@@ -226,6 +226,10 @@ class StateDictWriter:
     def __call__(self, state_dict: Mapping[str, Any], step: int) -> None:
         """Write a full state dict of tensors in host memory.
 
+        Args:
+            state_dict: whole tensors on the CPU, by the names of the plain model.
+            step: the step that they are of.
+
         Raises:
             SaveFailedError: it did not become whole; the version before it stays.
         """

@@ -7,6 +7,8 @@ from typing import Protocol, runtime_checkable
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.participants import Rendezvous
 
+__all__ = ["Engine", "InProcessEngine", "WeightTaker"]
+
 
 class Engine(Protocol):
     """Something that serves a model and can take new weights.

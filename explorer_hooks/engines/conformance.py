@@ -24,6 +24,8 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import EngineMismatchError
 from syncd.storage.fsio import Storage
 
+__all__ = ["CHECKS", "ConformanceError", "Subject", "name_of"]
+
 Check = Callable[["Subject", Path], None]
 
 
@@ -71,7 +73,14 @@ class Subject:
         tensors: Mapping[str, TensorBytes] | None = None,
         storage: Storage | None = None,
     ) -> LeasedVersion:
-        """A version of random weights, other ones for each sequence."""
+        """A version of random weights, other ones for each sequence.
+
+        Args:
+            folder: in which its own folder is made.
+            sequence: of the version.
+            tensors: its weights instead, by name.
+            storage: the seam for tests.
+        """
         return make_version(
             folder / f"v{sequence:06d}",
             random_tensors(self.tensors, sequence) if tensors is None else tensors,

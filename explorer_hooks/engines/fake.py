@@ -17,6 +17,8 @@ from explorer_hooks.engines.fitting import TensorSpec, check_kind, compare_tenso
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import SyncdError, VerificationError
 
+__all__ = ["Call", "FakeEngine", "Hang", "Served"]
+
 _CALLS: Final = frozenset(
     {"attach", "check", "prepare", "pause", "load", "reset_cache", "resume", "close"}
 )

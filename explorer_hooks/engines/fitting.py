@@ -10,6 +10,8 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.records import Manifest
 
+__all__ = ["TensorSpec", "check_kind", "compare_tensors", "tensor_specs"]
+
 _MOST_NAMED: Final = 5
 
 
@@ -32,6 +34,10 @@ def tensor_specs(manifest: Manifest) -> dict[str, TensorSpec]:
 
 def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     """Check that an engine can load versions of this kind.
+
+    Args:
+        version: the one that it is given.
+        kinds: those that it can load: of ``full``, ``adapter``, ``remote``.
 
     Raises:
         EngineMismatchError: it cannot; says who can.

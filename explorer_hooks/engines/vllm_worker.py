@@ -25,6 +25,8 @@ from syncd.protocol.records import parse
 if TYPE_CHECKING:
     from torch import Tensor
 
+__all__ = ["SyncdWorker"]
+
 log = logging.getLogger(__name__)
 
 Answer = dict[str, object]

@@ -32,7 +32,9 @@ class Hold(Protocol):
 
 
 class LeasedVersion:
-    """A version that stays on disk for as long as it is held.
+    """A version that stays on disk for as long as it is held: until :meth:`release`.
+
+    Users construct none: ``Reader.lease`` gives it, and engines are given it.
 
     Attributes:
         sequence: which version; it only grows.

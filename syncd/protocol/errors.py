@@ -40,6 +40,38 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+__all__ = [
+    "BroadcastError",
+    "CancelledError",
+    "CheckpointError",
+    "CommandFailedError",
+    "CoverageError",
+    "EngineBrokenError",
+    "EngineMismatchError",
+    "InvalidSettingsError",
+    "InvalidTransitionError",
+    "JobUnavailableError",
+    "NameTakenError",
+    "NoRoomError",
+    "NotFollowingError",
+    "OutOfStepError",
+    "PlacementError",
+    "ProtocolMismatchError",
+    "RecordError",
+    "SaveFailedError",
+    "SaveNotReadyError",
+    "ServerError",
+    "ServerRefusedError",
+    "ServerUnreachableError",
+    "ShardFormatError",
+    "SupersededError",
+    "SyncdError",
+    "UnfitStorageError",
+    "VerificationError",
+    "VersionGoneError",
+    "WaitTimeoutError",
+]
+
 
 class SyncdError(Exception):
     """Base of the tree; catch it to catch everything that syncd raises on purpose."""

@@ -13,6 +13,23 @@ from typing import Final, Self, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError, InvalidTransitionError
 
+#: What users may rely on; the rest is for syncd itself.
+__all__ = [
+    "Pull",
+    "RunningStatus",
+    "SyncMethod",
+    "SyncSettings",
+    "SyncStyle",
+    "TrainerDecision",
+    "Version",
+    "explorer_sync_is_due",
+    "explorer_syncs",
+    "may_produce",
+    "must_wait_for_explorers",
+    "pull_decision",
+    "trainer_decision",
+]
+
 
 class RunningStatus(StrEnum):
     """What a trainer or an explorer is doing."""
@@ -259,6 +276,10 @@ def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
     """Whether an explorer is to finish its work in flight after ``step``, and then to sync.
 
     Never under ``fully_async``: a watcher behind the explorer pulls by itself.
+
+    Args:
+        settings: of the job.
+        step: the last step that it began.
     """
     if settings.style is SyncStyle.FULLY_ASYNC:
         return False
@@ -314,7 +335,13 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 
 
 def may_produce(settings: SyncSettings, held: Version | None, newest: Version | None) -> bool:
-    """Whether an explorer is fresh enough to go on producing (``max_staleness``)."""
+    """Whether an explorer is fresh enough to go on producing (``max_staleness``).
+
+    Args:
+        settings: of the job.
+        held: what its engine serves; None before its first version.
+        newest: what is published; None before the first.
+    """
     return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
 
 
@@ -324,6 +351,11 @@ def must_wait_for_explorers(
     """Whether the trainer waits for the slowest explorer (``max_explorer_lag``).
 
     Only what is published counts: for anything else an explorer would wait for the trainer.
+
+    Args:
+        settings: of the job.
+        newest: what is published; None before the first.
+        held: what each explorer serves that is to be waited for.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)

@@ -1,0 +1,145 @@
+"""What is installed is what is in the tree: no module is left out, and nothing else comes along."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from email.parser import HeaderParser
+from importlib.metadata import requires
+from pathlib import Path
+from typing import Final
+from zipfile import ZipFile
+
+import pytest
+from packaging.requirements import Requirement
+
+import syncd
+
+_ROOT: Final = Path(__file__).parents[2]
+_PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+_BUILD: Final = "import sys; from setuptools import build_meta; build_meta.{}('out')"
+#: Made by the build itself.
+_OF_AN_SDIST: Final = ("PKG-INFO", "syncd.egg-info/")
+
+
+def _in_git() -> set[str]:
+    """What is in the repository, or will be once it is added; nothing where this is no clone."""
+    if shutil.which("git") is None:
+        return set()
+    # The owner of a checkout may be another user than this one, in a container for example.
+    listed = subprocess.run(
+        ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return {name for name in listed.stdout.split("\0") if (_ROOT / name).is_file()}
+
+
+def _files(folder: Path, *tops: str) -> set[str]:
+    return {
+        str(found.relative_to(folder))
+        for top in tops
+        for found in (folder / top).rglob("*")
+        if found.is_file() and found.suffix != ".pyc"
+    }
+
+
+def _build(tree: Path, what: str) -> Path:
+    """A wheel or a source distribution, by the backend alone: nothing is downloaded."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", _BUILD.format(what)],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = (tree / "out").iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unpacked source distribution of this tree."""
+    folder = tmp_path_factory.mktemp("sdist")
+    tree = folder / "tree"
+    for name in _in_git() or _files(_ROOT, "."):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(_ROOT / name, tree / name, follow_symlinks=False)
+    with tarfile.open(_build(tree, "build_sdist")) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / f"syncd-{syncd.__version__}"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> ZipFile:
+    """The wheel that is built from the source distribution."""
+    return ZipFile(_build(sdist, "build_wheel"))
+
+
+def test_a_source_distribution_is_what_git_has(sdist: Path) -> None:
+    tracked = _in_git()
+    if not tracked:
+        pytest.skip("not a clone: nothing says which files are the repository's")
+    found = {name for name in _files(sdist, ".") if not name.startswith(_OF_AN_SDIST)}
+    assert found == tracked
+
+
+def test_a_wheel_has_every_file_of_the_packages_and_no_other(wheel: ZipFile) -> None:
+    held = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    assert held == _files(_ROOT, *_PACKAGES)
+    assert {f"{package}/py.typed" for package in _PACKAGES} <= held
+
+
+def test_a_wheel_says_what_it_is(wheel: ZipFile) -> None:
+    info = f"syncd-{syncd.__version__}.dist-info"
+    metadata = HeaderParser().parsestr(wheel.read(f"{info}/METADATA").decode())
+    assert metadata["Name"] == "syncd"
+    assert metadata["Version"] == syncd.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == (_ROOT / "README.md").read_text(encoding="utf-8")
+    assert wheel.read(f"{info}/licenses/LICENSE") == (_ROOT / "LICENSE").read_bytes()
+    commands = wheel.read(f"{info}/entry_points.txt").decode()
+    assert "syncd = syncd.cli:main" in commands
+    assert "follow = explorer_hooks.follow:command" in commands
+
+
+def test_the_units_of_the_top_level_are_those_that_are_installed() -> None:
+    names = sorted(path.name for path in (_ROOT / "systemd").iterdir())
+    assert names == sorted(path.name for path in (_ROOT / "syncd" / "units").glob("*.service"))
+    for name in names:
+        units = (_ROOT / "systemd" / name, _ROOT / "syncd" / "units" / name)
+        assert units[0].read_bytes() == units[1].read_bytes()
+
+
+def test_what_the_constraints_pin_is_something_that_is_required() -> None:
+    lines = (_ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    asked = {one.name: one.specifier for one in map(Requirement, requires("syncd") or ())}
+    for pin in pinned:
+        (version,) = (str(one.version) for one in pin.specifier)
+        assert asked[pin.name].contains(version)
+
+
+def test_the_map_of_the_rooms_has_each_of_them() -> None:
+    text = (_ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    folders = {
+        f"{path.parent.relative_to(_ROOT)}/"
+        for top in (*_PACKAGES, "tests")
+        for path in (_ROOT / top).rglob("*.py")
+    }
+    assert [folder for folder in sorted(folders) if f"`{folder}`" not in text] == []
+    rooms = re.findall(r"^\| `([\w/]+/)` \| .* \| (.*) \|$", text, re.MULTILINE)
+    named = {
+        room + module for room, modules in rooms for module in re.findall(r"`([^`]+)`", modules)
+    }
+    assert [name for name in sorted(named) if not (_ROOT / name).is_file()] == []
