@@ -151,7 +151,7 @@ def test_what_a_newcomer_types_trains_serves_and_outlives_a_daemon(tmp_path: Pat
             assert found.step == STEPS
             daemon.ctrl_c()
             assert daemon.status() == 0
-    losses = numbers(r"loss ([\d.]+), stood still for \d+ ms$", trainer.lines)
+    losses = numbers(r"loss ([\d.]+), stood still \d+ ms$", trainer.lines)
     assert len(losses) == STEPS
     assert losses[-1] < losses[0]
     steps = numbers(r"^step (\d+): after 3, 4, 5, 6 comes \d+$", explorer.lines)
