@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.free_space import FreeSpace
 from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.model_folder import INDEX
-from syncd.checkpoint.room import Room
 from syncd.checkpoint.save import Save, confirm_unchanged, look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.version import read_manifest
@@ -174,7 +174,7 @@ def convert_step(
             said_at = clock()
             _refresh_all(storage, room)
 
-    Room(storage, actor, layout.root, advice="make room there").check(
+    FreeSpace(storage, actor, layout.root, advice="make room there").check(
         actor, found.save, cast=cast, prefix=prefix, cancel=sign
     )
     with _gone_means_changed(storage, layout.step(found.step)):

@@ -17,7 +17,7 @@ _SMALL_FILES: Final = 1024 * 1024
 _FEW_INODES: Final = 32
 
 
-class Room:
+class FreeSpace:
     """Looks whether the filesystem of a job has room.
 
     What a save that does not fit would take is remembered: all of it is parsed for that, and it is
