@@ -33,8 +33,9 @@ from syncd.protocol.errors import (
 REQUEST: Final = struct.Struct("<cQ")
 PICKLE: Final = b"P"
 HEADER: Final = b"H"
-#: A safetensors header with the places of chunks in it; the other two begin with :func:`asked`.
+#: A safetensors header with the places of chunks in it.
 CHUNKED_HEADER: Final = b"C"
+#: These two begin with a word (:func:`asked`): a tensor's name, and the prefix of a model's names.
 TENSOR: Final = b"T"
 METADATA: Final = b"M"
 
