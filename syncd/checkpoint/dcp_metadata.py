@@ -51,7 +51,7 @@ class Stored(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-class Contents(NamedTuple):
+class StoredModel(NamedTuple):
     """What a checkpoint has of a model.
 
     Attributes:
@@ -72,7 +72,7 @@ def is_distcp(name: object) -> bool:
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
-def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> Contents:
+def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> StoredModel:
     """The model's tensors that a ``.metadata`` lists.
 
     Args:
@@ -113,7 +113,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
         if check_name(own, where) in tensors:
             raise ShardFormatError(f"{where}: '{shown(own)}' is there twice: save again")
         tensors[own] = _stored(name, stored[name], items, where)
-    return Contents(tensors, selected.is_all)
+    return StoredModel(tensors, selected.is_all)
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Final
 
@@ -56,7 +57,7 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
             finally:
                 storage.release(fd)
         if status is None:
-            raise FileNotFoundError(2, "went while it was looked at", str(path))
+            raise FileNotFoundError(errno.ENOENT, "went while it was looked at", str(path))
         line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"
         hasher.update(line.encode(errors="surrogateescape"))
         if is_dcp_file(name):

@@ -34,7 +34,7 @@ from syncd.storage.job import check_folders, check_is_there, open_job
 from syncd.storage.judge import Judge, sweep_broken
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
-from syncd.storage.rights import check_rights, share_with_group, unprunable
+from syncd.storage.rights import TO_DELETE, check_rights, share_with_group, unprunable
 from syncd.storage.sessions import DAEMON_SESSION, DaemonLock, Session
 from syncd.storage.watch import Watcher
 
@@ -335,9 +335,8 @@ class Service:
         found = unprunable(self._storage, self._layout)
         self._rights_seen = found is not None
         if found:
-            log.warning(
-                "%s", found, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=found)
-            )
+            why = f"{found}: {TO_DELETE}"
+            log.warning("%s", why, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=why))
 
     def _gave_up_reserve(self) -> bool:
         """A full disk must not keep out who would prune it."""

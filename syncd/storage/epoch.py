@@ -352,7 +352,7 @@ class Epoch:
                 if self._storage.read(target) == data:
                     return True
             except OSError:
-                pass
+                pass  # not ours as far as is known; the rename's own error is raised
         return False
 
 

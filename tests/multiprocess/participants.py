@@ -18,7 +18,6 @@ from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.protocol.policy import (
-    FULLY_ASYNC_POLL,
     RunningStatus,
     SyncMethod,
     SyncSettings,
@@ -31,6 +30,8 @@ from tests.jobs import Job
 from tests.multiprocess.by_hand import TrainerByHand
 
 BEGUN = time.monotonic()
+#: Seconds between two looks of the watcher that pulls behind a ``fully_async`` explorer.
+_POLL = 0.5
 SAYING = threading.Lock()
 
 
@@ -154,7 +155,7 @@ class Explorer:
         return self._version is not None and self._version.step >= self._given.last_step
 
     def _follow(self) -> None:
-        while not self._over.wait(FULLY_ASYNC_POLL):
+        while not self._over.wait(_POLL):
             self._pull(self._sync.wait_new_model_state_dict(self._version, no_wait=True))
 
     def _pull(self, newest: Version | None) -> None:

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncd.protocol import journal, layout, names, participants, records, reports, requests
-from syncd.protocol.errors import RecordError
+from syncd.protocol.errors import InvalidSettingsError, RecordError
 
 QUICK = settings(max_examples=40, deadline=None)
 #: Bytes that a file name on Linux may have.
 NAMES = st.lists(st.integers(1, 255).filter(lambda byte: byte != ord("/")), max_size=255).map(bytes)
+#: Names that participants may have.
+OURS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", fullmatch=True)
 DIGITS = st.integers(0, 10**300).map(str) | st.sampled_from(
     ["", "00", "01", "-1", "+1", "1_0", " 1", "1\n", "\u0663", "\uff11", "1.0", "1e3", "9" * 5000]
 )
@@ -101,6 +103,31 @@ def test_what_we_name_is_read_back(number: int, other: int) -> None:
 def test_a_pointer_is_a_step_or_nothing_yet(content: bytes) -> None:
     step = names.parse_pointer(content)
     assert step is None or (step == int(content) and abs(step) < 10**18)
+
+
+@QUICK
+@given(st.integers(-(10**18) + 1, 10**18 - 1), st.sampled_from([b"", b"\n", b"\r\n", b" \n"]))
+def test_a_pointer_reads_back_as_it_was_written(step: int, end: bytes) -> None:
+    assert names.parse_pointer(str(step).encode() + end) == step
+
+
+@QUICK
+@given(OURS, OURS)
+def test_a_lease_marker_gives_back_name_and_session(name: str, session: str) -> None:
+    assert names.parse_lease_marker(names.lease_marker(name, session)) == (name, session)
+
+
+@QUICK
+@given(st.text(max_size=80))
+def test_any_text_is_a_name_that_stays_one_path_component_or_is_refused(text: str) -> None:
+    try:
+        name = names.checked_name(text, "it")
+    except InvalidSettingsError:
+        return
+    assert name == text
+    assert "/" not in name
+    assert not name.startswith((".", "-"))
+    assert 1 <= len(name.encode()) <= 64
 
 
 @QUICK

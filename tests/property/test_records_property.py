@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import journal, names, participants, records, reports, requests
-from syncd.protocol.errors import InvalidSettingsError, RecordError
+from syncd.protocol import journal, participants, records, reports, requests
+from syncd.protocol.errors import RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
@@ -252,48 +252,3 @@ def test_a_damaged_record_is_a_record_or_a_record_error(
             records.parse(model, damaged, "it")
         except RecordError:
             pass
-
-
-@given(st.binary(max_size=40))
-def test_any_bytes_of_a_pointer_are_a_step_or_nothing_yet(content: bytes) -> None:
-    step = names.parse_pointer(content)
-    assert step is None or int(content) == step
-
-
-@given(st.integers(-(10**18) + 1, 10**18 - 1), st.sampled_from([b"", b"\n", b"\r\n", b" \n"]))
-def test_a_pointer_reads_back_as_it_was_written(step: int, end: bytes) -> None:
-    assert names.parse_pointer(str(step).encode() + end) == step
-
-
-@given(NAMES, NAMES)
-def test_a_lease_marker_gives_back_name_and_session(name: str, session: str) -> None:
-    assert names.parse_lease_marker(names.lease_marker(name, session)) == (name, session)
-
-
-@given(st.text(max_size=80))
-def test_any_text_is_a_name_that_stays_one_path_component_or_is_refused(text: str) -> None:
-    try:
-        name = names.checked_name(text, "it")
-    except InvalidSettingsError:
-        return
-    assert name == text
-    assert "/" not in name
-    assert not name.startswith((".", "-"))
-    assert 1 <= len(name.encode()) <= 64
-
-
-@given(st.text(max_size=60))
-def test_any_file_name_is_parsed_or_is_not_ours(name: str) -> None:
-    step, version = names.parse_step_folder(name), names.parse_version_folder(name)
-    assert step is None or names.step_folder(step) == name
-    assert version is None or names.version_folder(version) == name
-    marker = names.parse_lease_marker(name)
-    assert marker is None or names.lease_marker(*marker) == name
-    shard = names.parse_shard_name(name)
-    assert shard is None or names.shard_name(*shard) == name
-
-
-@given(st.text(max_size=300))
-def test_any_text_is_a_save_id_or_is_not(text: str) -> None:
-    save_id = records.SaveId.parse(text)
-    assert save_id is None or records.SaveId.parse(str(save_id)) == save_id
