@@ -10,7 +10,8 @@ import click
 from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.daemon.control import Control
-from syncd.protocol.layout import JobLayout, version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import version_folder
 from syncd.storage.fsio import Storage
 
 

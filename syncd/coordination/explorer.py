@@ -25,8 +25,9 @@ from syncd.protocol.policy import (
     after_broadcast,
     may_produce,
 )
-from syncd.protocol.records import Reload, SaveId
-from syncd.storage.leases import Clock
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Reload
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 

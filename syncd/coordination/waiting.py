@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
 #: Seconds between two looks of a pause, at most.

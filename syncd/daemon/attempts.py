@@ -22,11 +22,11 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import MergeProgress
+from syncd.protocol.reports import MergeProgress
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import check_is_there
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 
 #: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
 _LONGEST_WAIT: Final = 30.0

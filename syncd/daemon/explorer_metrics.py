@@ -7,8 +7,10 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from syncd.daemon.others import read_of_others
-from syncd.protocol.layout import TEMPORARY, JobLayout, printable
-from syncd.protocol.records import ExplorerReport, Latest
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY, printable
+from syncd.protocol.records import Latest
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
 
 #: How many explorers of a job have metrics of their own.

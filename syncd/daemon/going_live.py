@@ -8,8 +8,9 @@ from typing import Final
 from syncd.daemon.decide import LeaseSeen
 from syncd.daemon.journal_file import read_journal
 from syncd.daemon.others import read_of_others
-from syncd.protocol.layout import JobLayout, parse_lease_marker
-from syncd.protocol.records import ExplorerReport
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_lease_marker
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
 
 #: How many reports one look reads: the others wait for the next one.

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from syncd.protocol.events import Event
-from syncd.protocol.layout import printable
-from syncd.storage.leases import Clock
+from syncd.protocol.names import printable
+from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)

@@ -39,12 +39,14 @@ from syncd.daemon.scan import Known, Scanner
 from syncd.daemon.tidying import Tidying
 from syncd.daemon.turns import Turn
 from syncd.protocol.errors import CheckpointError, SupersededError
-from syncd.protocol.layout import JobLayout, parse_lease_marker
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_lease_marker
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import check_is_there
-from syncd.storage.leases import Clock, DaemonLock, Judge, Session
+from syncd.storage.judge import Clock, Judge
 from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import DaemonLock, Session
 
 #: What a save waits for that could be merged now.
 _OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"

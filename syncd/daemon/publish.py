@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.free_space import FreeSpace
 from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.republish import republish
-from syncd.checkpoint.room import Room
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
@@ -20,7 +20,8 @@ from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
 from syncd.protocol.errors import JobUnavailableError, SaveNotReadyError, VersionGoneError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout, parse_version_folder, version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import Latest, Manifest, PublishNotice, RolledBack, encode
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.epoch import Epoch
@@ -70,7 +71,7 @@ class Publisher:
         self._clock = clock
         self._floor = 0
         advice = "make room there, or lower --keep"
-        self._room = Room(storage, layout.epochs, layout.root, advice=advice)
+        self._free_space = FreeSpace(storage, layout.epochs, layout.root, advice=advice)
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
@@ -129,7 +130,7 @@ class Publisher:
             NoRoomError: the disk has no room for this version.
             SaveNotReadyError, CheckpointError: as :meth:`publish`.
         """
-        self._room.check(
+        self._free_space.check(
             self._layout.actor(save.step),
             save,
             cast=self._config.cast,

@@ -13,11 +13,13 @@ from syncd.daemon.notify import JobNotice
 from syncd.daemon.publish import Publisher
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import DaemonReport, MergeProgress, encode
+from syncd.protocol.records import encode
+from syncd.protocol.reports import DaemonReport, MergeProgress
 from syncd.storage.epoch import Epoch
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Session
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from syncd.daemon.let_be import LetBe
 from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import parse
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here

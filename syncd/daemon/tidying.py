@@ -11,8 +11,9 @@ from syncd.daemon.journal import Journal
 from syncd.daemon.prune import Pruner
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock, Session
+from syncd.storage.judge import Clock
 from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import Session
 
 #: Seconds between two looks whether the reserve is whole.
 _KEEP_ROOM_AGAIN: Final = 60.0
