@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from syncd.cli import options
-from syncd.daemon.configuration import Configuration, load, misspelt, to_toml, written
+from syncd.daemon.configuration import DEFAULT, Configuration, load, misspelt, to_toml, written
 
 _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 
@@ -35,7 +35,7 @@ def check(file: Path) -> None:
     Exits with 2 where there is anything. Nothing is looked for on disk but FILE.
     """
     found = _load(file)
-    said = sum(source != "default" for source in found.sources.values())
+    said = sum(source != DEFAULT for source in found.sources.values())
     if found.root is not None:
         served = f"all jobs in {found.root}"
     else:

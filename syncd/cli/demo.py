@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,8 +36,8 @@ from syncd.storage.fsio import Storage
 _WORLD_SIZE: Final = 2
 #: name → seconds of rollouts between two pulls
 _EXPLORERS: Final = {"quick": 0.2, "slow": 2.5}
-#: A guard against hanging; a run takes about a fifth of it.
-_DEADLINE: Final = 180.0
+#: A guard against hanging, on a machine that does much else too; a run takes half a minute.
+_DEADLINE: Final = 600.0
 _LOOK: Final = 0.2
 
 
@@ -96,59 +97,31 @@ class _Run:
     def processes(self) -> Iterator[None]:
         """Everything runs while this is open, and has ended when it closes."""
         self.layout.root.mkdir()
-        common = ["--job", str(self.layout.root)]
+        job = str(self.layout.root)
         try:
-            self._start(
-                "daemon",
-                [
-                    "syncd",
-                    "run",
-                    str(self.layout.root),
-                    "--keep",
-                    "1",
-                    "--tick",
-                    "0.5",
-                    "--lease-time",
-                    "6",
-                ],
-            )
+            self._start("daemon", "syncd", "run", job, keep=1, tick=0.5, lease_time=6)
             for rank in range(_WORLD_SIZE):
                 self._start(
                     f"rank-{rank}",
-                    [
-                        "trainer_hooks.demo",
-                        *common,
-                        "--rendezvous",
-                        str(self.room / "rendezvous"),
-                        "--rank",
-                        str(rank),
-                        "--world-size",
-                        str(_WORLD_SIZE),
-                        "--steps",
-                        str(self.steps),
-                        "--step-seconds",
-                        "0.8",
-                        "--truth",
-                        str(self.room / "truth.safetensors"),
-                    ],
+                    "trainer_hooks.demo",
+                    job=job,
+                    rendezvous=self.room / "rendezvous",
+                    rank=rank,
+                    world_size=_WORLD_SIZE,
+                    steps=self.steps,
+                    step_seconds=0.8,
+                    truth=self.room / "truth.safetensors",
                 )
             for name, seconds in _EXPLORERS.items():
                 self._start(
                     name,
-                    [
-                        "explorer_hooks.demo",
-                        *common,
-                        "--name",
-                        name,
-                        "--last-step",
-                        str(self.steps),
-                        "--rollout-seconds",
-                        str(seconds),
-                        "--timeout",
-                        str(_DEADLINE),
-                        "--held",
-                        str(self._held(name)),
-                    ],
+                    "explorer_hooks.demo",
+                    job=job,
+                    name=name,
+                    last_step=self.steps,
+                    rollout_seconds=seconds,
+                    timeout=_DEADLINE,
+                    held=self._held(name),
                 )
             yield
         finally:
@@ -206,12 +179,13 @@ class _Run:
                     f"explorer {name} does not hold the trainer's weights: {', '.join(different)}"
                 )
 
-    def _start(self, name: str, module: list[str]) -> None:
+    def _start(self, called: str, /, *module: str, **options: object) -> None:
+        given = ((f"--{name.replace('_', '-')}", str(value)) for name, value in options.items())
         # One thread each: five processes share what may be two cores.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with (self.room / f"{name}.out").open("wb") as out, self._log(name).open("wb") as err:
-            self.programs[name] = subprocess.Popen(
-                [sys.executable, "-m", *module], stdout=out, stderr=err, env=env
+        with (self.room / f"{called}.out").open("wb") as out, self._log(called).open("wb") as err:
+            self.programs[called] = subprocess.Popen(
+                [sys.executable, "-m", *module, *chain(*given)], stdout=out, stderr=err, env=env
             )
 
     def _log(self, name: str) -> Path:

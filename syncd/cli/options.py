@@ -73,9 +73,9 @@ class Target:
         return step_folder(self.step or 0)
 
 
-def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> Target:
+def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     if found := _VERSION.fullmatch(value):
-        return Target(sequence=int(found[1]))
+        return int(found[1])
     hint = ""
     if found := _STEP.fullmatch(value):
         hint = f"; it is a step, which may have been published more than once: say v{found[1]}?"

@@ -11,6 +11,7 @@ from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.daemon.control import Control
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import version_folder
 from syncd.storage.fsio import Storage
 
 
@@ -19,7 +20,7 @@ from syncd.storage.fsio import Storage
 @options.version
 @options.timeout
 @options.as_json
-def command(job: Path, version: options.Target, timeout: float, *, as_json: bool) -> None:
+def command(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
     """Publish an old version of JOB again, under a new sequence, which explorers move on to.
 
     The next save of the trainer is published as ever, and replaces it: 'syncd pause' first, where
@@ -27,12 +28,12 @@ def command(job: Path, version: options.Target, timeout: float, *, as_json: bool
     """
     control = Control(Storage(job), JobLayout(job), timeout=timeout)
     with at_work("waiting for the daemon"):
-        made = control.roll_back(version.sequence or 0)
+        made = control.roll_back(version)
     if as_json:
         done = isinstance(made, int)
-        told = {"of": version.sequence, "version": made if done else None}
+        told = {"of": version, "version": made if done else None}
         click.echo(json.dumps({**told, "waits_for": None if done else made}, indent=2))
     elif isinstance(made, int):
-        click.echo(f"{version} is served again, as {options.Target(sequence=made)}")
+        click.echo(f"{version_folder(version)} is served again, as {version_folder(made)}")
     else:
-        click.echo(f"{version} is asked for; {made}")
+        click.echo(f"{version_folder(version)} is asked for; {made}")

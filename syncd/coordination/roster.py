@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from syncd.protocol.errors import (
-    JobUnavailableError,
     ProtocolMismatchError,
     RecordError,
     SyncdError,
@@ -25,6 +24,7 @@ from syncd.protocol.records import R, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import RECORD_LIMIT, Signature, Storage, signature
+from syncd.storage.job import check_is_there
 from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
 from syncd.storage.repeats import Repeats
@@ -222,8 +222,8 @@ class Roster:
             for name in self._storage.names(folder)
             if name.endswith(_RECORD) and not name.startswith(TEMPORARY)
         ]
-        if not names:
-            self._check_job()
+        if not names:  # an unmounted job looks so
+            check_is_there(self._storage, self._layout)
         for gone in self._explorers.keys() - {folder / name for name in names}:
             del self._explorers[gone]
         found = (self._report(ExplorerReport, folder / name, self._explorers) for name in names)
@@ -232,15 +232,8 @@ class Roster:
     def _trainer_report(self) -> TrainerReport | _Newer | None:
         report = self._report(TrainerReport, self._layout.trainer_report, self._trainer)
         if report is None:
-            self._check_job()
+            check_is_there(self._storage, self._layout)
         return report
-
-    def _check_job(self) -> None:
-        """Where nobody is to be seen, see that the job is: an unmounted one looks so."""
-        if not self._storage.exists(self._layout.format):
-            raise JobUnavailableError(
-                f"{self._layout.format} is not there: is its storage mounted?"
-            )
 
     def _report(
         self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]

@@ -6,12 +6,11 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from syncd.protocol.errors import RecordError
+from syncd.daemon.others import read_of_others
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY, printable
-from syncd.protocol.records import Latest, parse
+from syncd.protocol.records import Latest
 from syncd.protocol.reports import ExplorerReport
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 
 #: How many explorers of a job have metrics of their own.
@@ -57,20 +56,12 @@ class ExplorerMetrics:
         Raises:
             OSError: storage does not answer.
         """
-        latest = _record(storage, layout)
+        latest = read_of_others(storage, Latest, layout.latest)
         names = sorted(n for n in storage.names(layout.explorers) if not n.startswith(TEMPORARY))
         found: set[str] = set()
         for name in names[:_MOST]:
-            try:
-                path = layout.explorers / name
-                report = parse(ExplorerReport, storage.read(path), path)
-            except RecordError:
-                continue
-            except OSError as error:
-                if is_gone(error) or is_no_record(error) or is_refused_here(error):
-                    continue
-                raise
-            if report.status == "stopped":
+            report = read_of_others(storage, ExplorerReport, layout.explorers / name)
+            if report is None or report.status == "stopped":
                 continue
             found.add(self._set(job, report, latest))
         self._keep(job, found)
@@ -113,14 +104,3 @@ def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
         metric.remove(*labels)
     except KeyError:
         pass  # in some releases of prometheus-client an error
-
-
-def _record(storage: Storage, layout: JobLayout) -> Latest | None:
-    try:
-        return parse(Latest, storage.read(layout.latest), layout.latest)
-    except RecordError:
-        return None
-    except OSError as error:
-        if is_gone(error):
-            return None
-        raise

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Final
 
 from syncd.daemon.decide import LeaseSeen
 from syncd.daemon.journal_file import read_journal
-from syncd.protocol.errors import RecordError
+from syncd.daemon.others import read_of_others
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_lease_marker
-from syncd.protocol.records import parse
 from syncd.protocol.reports import ExplorerReport
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
-
-log = logging.getLogger(__name__)
 
 #: How many reports one look reads: the others wait for the next one.
 _AT_A_TIME: Final = 64
@@ -76,7 +71,8 @@ class GoingLive:
         for one in list(self._due)[:_AT_A_TIME]:
             left = self._due.pop(one) if one in held else self._due.pop(one) - 1
             name, sequence = one
-            report = self._report(name)
+            path = self._layout.explorer(name)
+            report = read_of_others(self._storage, ExplorerReport, path)
             if report is not None and report.sequence == sequence:
                 self._known.add(one)
                 if report.received is None:
@@ -92,14 +88,3 @@ class GoingLive:
             for line in lines
             if line.event == "live" and line.explorer is not None and line.version is not None
         }
-
-    def _report(self, name: str) -> ExplorerReport | None:
-        path = self._layout.explorer(name)
-        try:
-            return parse(ExplorerReport, self._storage.read(path), path)
-        except RecordError as error:
-            log.debug("%s", error)
-        except OSError as error:
-            if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
-                raise
-        return None

@@ -144,7 +144,7 @@ class Loop:
             self._tidying,
             clock=clock,
         )
-        self._left_over = False
+        self._prunings_left = False
 
     def begin(self) -> None:
         """After the take-over: recover what the daemon before us left."""
@@ -188,20 +188,20 @@ class Loop:
         refused: dict[str, str] = {}
         # New weights first; but after a merge nothing is pruned by what was seen before it, and
         # where one merge follows the other nothing ever would be.
-        actions = sorted(decision.actions, key=_is_pruning, reverse=self._left_over)
+        actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         if not any(isinstance(action, Publish) for action in actions):
             self._turn.leave()
-        self._left_over = False
+        self._prunings_left = False
         for action in actions:
             self._cancel()
             if _is_pruning(action) and self._clock() - begun > self._config.tick:
-                self._left_over = True  # new weights do not wait for old ones to go
+                self._prunings_left = True  # new weights do not wait for old ones to go
                 continue
             try:
                 waiting_for = self._act(action, whole_since) or waiting_for
             except OSError as error:
                 self._note(refused, action, error)
-        if self._left_over:
+        if self._prunings_left:
             self._scanner.look_again()
         self._look_who_is_live(seen)
         self._journal.write()
@@ -216,7 +216,7 @@ class Loop:
     @property
     def has_more(self) -> bool:
         """Whether step folders, or deletions, are left for the next round."""
-        return self._scanner.has_more or (self._left_over and bool(self.pruned))
+        return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def end(self) -> None:
         """Leave nothing half made; the lock is the caller's to release."""

@@ -28,8 +28,9 @@ JOB: Final = "job_dir"
 _SURVEY: Final = 10.0
 _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-#: A name of ``DaemonCounters`` → the outcome, or the kind of thing deleted, that it is counted as.
-_OUTCOMES: Final = {"skipped": "skipped", "quarantined": "quarantined", "published": "published"}
+#: Names of ``DaemonCounters`` that are outcomes of saves.
+_OUTCOMES: Final = ("skipped", "quarantined", "published")
+#: Another name there → the kind of thing deleted that it is counted as.
 _PRUNED: Final = {"versions_retired": "version", "steps_pruned": "step", "leases_dropped": "lease"}
 
 
@@ -134,7 +135,7 @@ class _JobMeter(Meter):
         self._awaited: set[str] = set()
         self._survey_at = float("-inf")
         # A counter that is not there yet does not grow from nothing to one: alerts would miss it.
-        for outcome in _OUTCOMES.values():
+        for outcome in _OUTCOMES:
             metrics.saves.labels(self._job, outcome)
         for what in _PRUNED.values():
             metrics.pruned.labels(self._job, what)
@@ -172,7 +173,7 @@ class _JobMeter(Meter):
         metrics, job = self._metrics, self._job
         for name, by in more.items():
             if name in _OUTCOMES:
-                metrics.saves.labels(job, _OUTCOMES[name]).inc(by)
+                metrics.saves.labels(job, name).inc(by)
             elif name in _PRUNED:
                 metrics.pruned.labels(job, _PRUNED[name]).inc(by)
             elif name == "rolled_back":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
+from syncd.daemon.others import read_of_others
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
@@ -116,8 +117,9 @@ class _Look:
 
     def record(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
         """A record that daemons alone write; a lost or damaged one is like none."""
+        self._look_at(path)
         try:
-            return parse(model, self._read_now(path, limit), path)
+            return parse(model, self._storage.read(path, limit), path)
         except ProtocolMismatchError:
             raise
         except RecordError as error:
@@ -138,13 +140,12 @@ class _Look:
             extra=Event.RECORD_LOST(path=path, reason=error),
         )
 
-    def _read_now(self, path: Path, limit: int = RECORD_LIMIT) -> bytes:
-        """A file as it is now: a first open may be of what was replaced, the second is not."""
+    def _look_at(self, path: Path) -> None:
+        """Let the next read be of what is there now: a first open may be of what was replaced."""
         try:
             self._storage.release(self._storage.open_read(path))
         except OSError as error:
             log.debug("%s: %s; the second look counts", path, error)
-        return self._storage.read(path, limit)
 
     def published(self) -> list[int]:
         found = (parse_version_folder(n) for n in self._storage.names(self._layout.published))
@@ -222,11 +223,6 @@ class _Look:
             raise
 
     def _told_sequence(self, path: Path, model: type[ExplorerReport | DaemonReport]) -> int:
-        try:
-            return parse(model, self._read_now(path), path).sequence or 0
-        except RecordError as error:
-            log.debug("%s says no sequence: %s", path, error)
-        except OSError as error:
-            if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
-                raise
-        return 0
+        self._look_at(path)
+        report = read_of_others(self._storage, model, path)
+        return 0 if report is None else report.sequence or 0

@@ -18,7 +18,8 @@ from syncd.daemon.config import DaemonConfig, RunConfig
 from syncd.daemon.publish import Publisher
 from syncd.daemon.root_services import RootServices
 from syncd.daemon.service import Service
-from syncd.protocol.layout import STATE_POINTER, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import STATE_POINTER
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.jobs import Job

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -15,8 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from syncd.cli import cli
+from syncd.daemon.history import Live, history
+from syncd.daemon.job_state import look
 from syncd.protocol import errors
 from tests.doc_blocks import blocks
+from tests.jobs import Job
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -78,6 +82,46 @@ def test_every_command_has_help_an_example_that_it_takes_and_a_section_of_the_pa
     # In code, and not as the beginning of another one's name.
     missing = [o for o in options(command) if not re.search(rf"`{re.escape(o)}(?![\w-])", section)]
     assert not missing, f"'## {name}' of docs/cli.md says nothing of {', '.join(missing)}"
+
+
+def defaults(name: str) -> dict[str, str]:
+    """Option → its default as the page has it, of the tables in a command's section."""
+    rows = re.findall(r"^\| (`--[^|]*) \| ([^|]*) \|", SECTIONS[name], re.MULTILINE)
+    return {
+        option: default.strip("` ")
+        for words, default in rows
+        for option in re.findall(r"`(--[\w-]+)", words)
+    }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_default_is_documented_as_it_is(name: str) -> None:
+    for word, documented in defaults(name).items():
+        option = options(COMMANDS[name])[word]
+        if option.secondary_opts:
+            assert documented == ("on" if option.default else "off"), word
+        elif isinstance(option.default, int | float) and not option.is_flag:
+            assert float(documented) == option.default, word
+        elif isinstance(option.default, str | Path):
+            assert documented == str(option.default), word
+        elif option.is_flag:
+            assert not documented, word
+
+
+def test_every_key_of_what_is_printed_as_json_is_documented(job: Job) -> None:
+    job.save(1)
+    with job.daemon() as loop:
+        loop.run_once()
+    (told,) = history(job.storage, job.layout, 1)
+    told.live.append(Live("rollout-0", None, None))
+    printed = {
+        "syncd status": look(job.storage, job.layout),
+        "syncd history": asdict(told),
+    }
+    for name, seen in printed.items():
+        inside = [one for value in seen.values() if isinstance(value, list) for one in value]
+        keys = set(seen).union(*(one for one in inside if "event" not in one))
+        assert {key for key in keys if f"`{key}`" not in SECTIONS[name]} == set(), name
 
 
 def test_what_a_script_would_ask_for_is_to_be_had_as_json() -> None:
