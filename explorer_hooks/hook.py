@@ -249,7 +249,8 @@ class ExplorerHook:
 
         It waits until the trainer has something newer, or says that it has not, or stops. What is
         refused, or cannot be read now, is in the log and the report, and the engine goes on with
-        what it has. Under ``fully_async`` :meth:`start` does all of it.
+        what it has; one that has lost that (a server that was restarted) is given it again first.
+        Under ``fully_async`` :meth:`start` does all of it.
 
         Args:
             step: the last step that was begun, counted from 1.

@@ -72,8 +72,8 @@ class Process:
             assert line is not None
             return line
 
-    def end(self, deadline: float = DEADLINE) -> None:
-        """Wait until it has ended, and well."""
+    def end(self, deadline: float = 3 * DEADLINE) -> None:
+        """Wait until it has ended, and well: all of its life, from the start of Python on."""
         assert self._process.wait(deadline) == 0, f"{self.name}: {self.said}"
         self._listener.join(DEADLINE)
 
