@@ -1,4 +1,4 @@
-"""One rank of a trainer that saves by docs/dcp.md: ``python -m tests.multiprocess.dcp_trainer``.
+"""One rank of a trainer that saves by docs/dcp.md.
 
 Each step is saved another way, and its truth written beside; training goes on when it is published.
 Rank 1 is killed in the middle of the last save.
@@ -6,7 +6,6 @@ Rank 1 is killed in the middle of the last save.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 from pathlib import Path
@@ -51,16 +50,10 @@ class Manager:
         dcp.save(self._everything(), checkpoint_id=self._create_checkpoint_id(curr_step))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    for name in ("--job", "--truth", "--own", "--rendezvous"):
-        parser.add_argument(name, type=Path, required=True)
-    parser.add_argument("--rank", type=int, required=True)
-    given = parser.parse_args()
+def train(job: Path, truth: Path, own: Path, rendezvous: Path, rank: int) -> None:
+    """Be one of two ranks."""
     torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{given.rendezvous}", rank=given.rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     page: dict[str, Any] = {}
     for block in blocks("dcp.md"):
         exec(compile(block, "docs/dcp.md", "exec"), page)  # noqa: S102 - the page's own code
@@ -75,35 +68,31 @@ def main() -> None:
         # As torchtitan has it: the model's own keys at the top.
         return {**weights, "optimizer": moments, "train_state": {"step": torch.tensor(3)}}
 
-    manager = Manager(given.own, everything)
-    page["announce_saves"](manager, given.job)
+    manager = Manager(own, everything)
+    page["announce_saves"](manager, job)
     for step in range(1, KILLED_AT + 1):
         optimizer.zero_grad()
-        model(batch(step, given.rank)).sum().backward()
+        model(batch(step, rank)).sum().backward()
         optimizer.step()
         state = get_model_state_dict(model)
-        truth = {
+        whole = {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
             for name, value in state.items()
         }
-        if given.rank == 0:
-            save_file(truth, given.truth / f"{step}.safetensors")
+        if rank == 0:
+            save_file(whole, truth / f"{step}.safetensors")
         if step == 1:
-            page["save"](given.job, model, step)
+            page["save"](job, model, step)
         elif step == 2:
-            page["save_async"](given.job, model, step).result()
+            page["save_async"](job, model, step).result()
         elif step in {3, 5}:
             manager.save(step)
         else:
             weights, moments = get_state_dict(model, optimizer)
-            writer = Killed if (step, given.rank) == (KILLED_AT, 1) else dcp.FileSystemWriter
-            folder = given.job / f"global_step_{step}" / "actor"
+            writer = Killed if (step, rank) == (KILLED_AT, 1) else dcp.FileSystemWriter
+            folder = job / f"global_step_{step}" / "actor"
             dcp.save({"model": weights, "optim": moments}, storage_writer=writer(folder))
-            if given.rank == 0:
-                announce_dcp(given.job, step)
-        wait_for_step(given.job, step)
+            if rank == 0:
+                announce_dcp(job, step)
+        wait_for_step(job, step)
         dist.barrier()
-
-
-if __name__ == "__main__":
-    main()

@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,37 @@ class Told:
     """Methods that a test calls by name, in a process of its own."""
 
 
-def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
+def _be_small() -> None:
+    """As a rank that torchrun starts."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def _rank(target: Callable[..., object], given: tuple[object, ...], rank: int) -> None:
+    _be_small()
+    target(*given, rank)
+
+
+@contextmanager
+def forked(
+    target: Callable[..., object], *given: object, world_size: int = 2
+) -> Iterator[list[ForkServerProcess]]:
+    """Ranks that do something by themselves; they end with the block."""
+    processes = [
+        CONTEXT.Process(target=_rank, args=(target, given, rank)) for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.join(DEADLINE)
+
+
+def _serve(make: Callable[..., Told], given: tuple[Any, ...], *connections: Connection) -> None:
+    _be_small()
     told = make(*given)
     threads = [threading.Thread(target=_listen, args=(told, one)) for one in connections]
     for thread in threads:

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypeVar
 
@@ -200,18 +199,3 @@ class Daemon:
                 with self._heard:
                     self.log.append(line.decode().rstrip())
                     self._heard.notify_all()
-
-
-@contextmanager
-def running(*modules: list[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """``python -m …`` processes that end with the block."""
-    processes = [
-        subprocess.Popen([sys.executable, "-m", *module], env=ENVIRONMENT) for module in modules
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait(DEADLINE)

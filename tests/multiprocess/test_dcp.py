@@ -14,12 +14,12 @@ from syncd.protocol.records import Quarantine, parse
 from syncd.storage.fsio import Storage
 from tests.dcp import Checkpoint, floats, small
 from tests.merging import assert_equal
-from tests.multiprocess.dcp_trainer import KILLED_AT
+from tests.multiprocess.dcp_trainer import KILLED_AT, train
+from tests.multiprocess.peers import forked
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
     latest,
-    running,
     wait_for_step,
     wait_until,
 )
@@ -31,14 +31,11 @@ def test_what_the_page_says_to_paste_is_served_until_a_rank_is_killed(
 ) -> None:
     layout = JobLayout(job)
     (tmp_path / "truth").mkdir()
-    places = {name: tmp_path / name for name in ("truth", "own", "rendezvous")} | {"job": job}
-    arguments = [word for name, path in places.items() for word in (f"--{name}", str(path))]
-    ranks = [
-        ["tests.multiprocess.dcp_trainer", *arguments, "--rank", str(rank)] for rank in range(2)
-    ]
-    with Daemon(job, "--keep", "9") as daemon, running(*ranks) as processes:
+    given = (job, *(tmp_path / name for name in ("truth", "own", "rendezvous")))
+    with Daemon(job, "--keep", "9") as daemon, forked(train, *given) as processes:
         for process in processes:
-            assert process.wait(3 * DEADLINE) != 0  # one was killed, and the other noticed
+            process.join(3 * DEADLINE)
+            assert process.exitcode  # one was killed, and the other noticed
         for sequence in range(1, KILLED_AT):
             version = layout.version(sequence)
             assert read_manifest(Storage(), version).checked == "crc32"

@@ -12,9 +12,9 @@ from explorer_hooks import ExplorerHook, Reader, TorchModule
 from syncd.cli.demo_model import TinyTransformer
 from syncd.protocol.errors import CancelledError
 from syncd.protocol.policy import RunningStatus
-from tests.multiprocess.processes import DEADLINE, Daemon, report, running
-
-STEPS = 8
+from tests.multiprocess.peers import forked
+from tests.multiprocess.processes import DEADLINE, Daemon, report
+from tests.multiprocess.ranks import STEPS, train
 
 
 class Witness(threading.Thread):
@@ -50,30 +50,27 @@ def test_explorers_hold_full_tensor_of_the_step_that_they_report(job: Path, tmp_
     truth.mkdir()
     model = TinyTransformer()
     pointers = {name: value.data_ptr() for name, value in model.state_dict().items()}
-    ranks = [
-        ["tests.multiprocess.ranks", "--job", str(job), "--rendezvous", str(tmp_path / "store"),
-         "--rank", str(rank), "--world-size", "2", "--steps", str(STEPS), "--truth", str(truth),
-         "--wait-for", "explorer", "witness"]
-        for rank in range(2)
-    ]  # fmt: skip
+    given = (job, tmp_path / "store", truth, ("explorer", "witness"))
     witness = Witness(job)
     witness.start()
     served: list[tuple[int, int]] = []
     try:
         with (
             Daemon(job, "--keep", "2") as daemon,
-            running(*ranks) as processes,
+            forked(train, *given) as processes,
             ExplorerHook(job, "explorer", TorchModule(model), poll=0.2) as hook,
         ):
             for step in range(1, STEPS + 1):
-                version = hook.pull(DEADLINE)
+                version = hook.pull(3 * DEADLINE)  # torch may have to be imported first
                 served.append((version.sequence, version.step))
                 assert version.step == step
                 told = load_file(truth / f"{step}.safetensors")
                 held = model.state_dict()
                 assert told.keys() == held.keys()
                 assert all(torch.equal(told[name], held[name]) for name in told)
-            assert [process.wait(DEADLINE) for process in processes] == [0, 0]
+            for process in processes:
+                process.join(DEADLINE)
+                assert process.exitcode == 0
             found = report(job)
             assert found is not None
             assert found.counters.published == STEPS

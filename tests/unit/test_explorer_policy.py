@@ -160,7 +160,7 @@ def test_a_pull_goes_on_where_it_cannot_ask(job: Job, engine: FakeEngine) -> Non
 
 
 def test_two_live_hooks_have_two_names(job: Job, engine: FakeEngine) -> None:
-    job.layout.format.write_bytes(b'{"lease_time": 0.5}')
+    job.layout.format.write_bytes(b'{"lease_time": 4}')
     with hook_of(job, engine), pytest.raises(NameTakenError):
         hook_of(job, FakeEngine())
     hook_of(job, FakeEngine()).close()
