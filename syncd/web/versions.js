@@ -44,7 +44,7 @@ function choices(count, chosen) {
 
 function rows(status, versions, chosen, now) {
   const shown = versions.slice(-(chosen.rows ?? CHOICES[0])).reverse();
-  const wanted = NARROW.matches ? 3 : 7;
+  const wanted = innerWidth < 1000 ? 3 : 7;
   const later = laterLives(versions);
   const starts = (one) => one.saved ?? one.published;
   const axis = chosen.since
