@@ -7,7 +7,8 @@ import { charts, timeline } from "./versions.js";
 import { ago, clock, many, moment, printable, said, size, span } from "./words.js";
 
 const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
-const FEW = 20;
+const FEW = 20; // explorers
+const LATE = 15; // seconds after which what was read is no longer now
 
 /** In the page's head: how old all of it is. */
 export function freshness(known, now) {
@@ -78,6 +79,9 @@ export function page(job, history, chosen, now) {
   const notes = [];
   if (isSilent(job, now)) {
     notes.push(silence(job, now, status ? [" What follows is as of ", moment(job.read, now), "."] : ""));
+  }
+  if (status && notes.length === 0 && now - job.read > LATE) {
+    notes.push(note("warn", "What follows is as of ", moment(job.read, now), ": its storage is slow."));
   }
   if (!status) {
     return [title, notes.length ? notes : note("", "It is looked at for the first time…")];

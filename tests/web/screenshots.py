@@ -1,6 +1,7 @@
 """``python -m tests.web.screenshots``: the pictures of docs/web.md.
 
-A real daemon publishes what this program saves, step by step, and real explorers take it.
+A real daemon publishes what this program saves, step by step, and real explorers take it. The files
+are made small by pngquant.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Final
 
 from syncd.protocol.records import TrainerReport, encode
 from tests.jobs import Job
-from tests.multiprocess.processes import ENVIRONMENT, Daemon, latest, wait_until
+from tests.multiprocess.processes import ENVIRONMENT, Daemon, wait_for_step
 from tests.web.chromium import Browser, browser
 from tests.web.served import served
 
 _TO: Final = Path(__file__).parents[2] / "docs" / "images"
-_STEPS: Final = 24
+_STEPS: Final = 14
 #: Seconds between two saves.
 _PACE: Final = 6.0
 #: Seconds that an explorer takes to load a version.
@@ -38,15 +39,15 @@ def main() -> None:
         server = stack.enter_context(served(job.layout.root))
         page = stack.enter_context(browser(Path(name) / "profile"))
         for step in range(1, _STEPS + 1):
+            time.sleep(_PACE)
             job.save(step, *map(float, range(500_000)))
             told = TrainerReport(
                 run_id="r", world_size=8, status="running", step=step, time=time.time()
             )
             job.put(job.layout.trainer_report, encode(told))
-            wait_until(lambda: latest(job.layout.root), "LATEST")
-            time.sleep(_PACE)
-        _photograph(page, server.address, "web", 1280, 1100, dark=False)
-        _photograph(page, server.address, "web-phone", 360, 1560, dark=True)
+        wait_for_step(job.layout.root, _STEPS)
+        _photograph(page, server.address, "web", 1280, 990, dark=False)
+        _photograph(page, server.address, "web-phone", 360, 1100, dark=True)
 
 
 def _follow(job: Path, name: str, seconds: float) -> subprocess.Popen[bytes]:
@@ -67,7 +68,10 @@ def _photograph(
     clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
     told = page.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
     _TO.mkdir(exist_ok=True)
-    (_TO / f"{name}.png").write_bytes(base64.b64decode(told["data"]))
+    small = subprocess.run(
+        ["pngquant", "-"], input=base64.b64decode(told["data"]), capture_output=True, check=True
+    )
+    (_TO / f"{name}.png").write_bytes(small.stdout)
 
 
 if __name__ == "__main__":
