@@ -46,7 +46,7 @@ def main() -> None:
             )
             job.put(job.layout.trainer_report, encode(told))
         wait_for_step(job.layout.root, _STEPS)
-        _photograph(page, server.address, "web", 1280, 990, dark=False)
+        _photograph(page, server.address, "web", 1280, 1105, dark=False)
         _photograph(page, server.address, "web-phone", 360, 1100, dark=True)
 
 
