@@ -122,6 +122,7 @@ export function chart(points, axis, told) {
       parts.push(h("text", { class: "tick", x: -6, y: y(at) + 4, "text-anchor": "end" }, span(at)));
     }
   }
+  const thin = points.length > 60;
   let before = null;
   for (const { at, values } of points) {
     const x = axis.place(at);
@@ -130,9 +131,9 @@ export function chart(points, axis, told) {
       parts.push(line(before.x, before.middle, x, middle, "median"));
     }
     if (values.length > 1) {
-      parts.push(line(x, y(values[0]), x, y(values.at(-1)), "range"));
+      parts.push(line(x, y(values[0]), x, y(values.at(-1)), thin ? "range thin" : "range"));
     }
-    parts.push(h("circle", { class: "dot", cx: `${x.toFixed(2)}%`, cy: middle.toFixed(1), r: 2.5 }));
+    parts.push(h("circle", { class: "dot", cx: `${x.toFixed(2)}%`, cy: middle.toFixed(1), r: thin ? 1.2 : 2.5 }));
     before = { x, middle };
   }
   return h("div", { class: "chart" },

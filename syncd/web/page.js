@@ -84,11 +84,10 @@ async function refresh() {
   } finally {
     asking = false;
   }
-  draw();
-  const wait = Math.min(EVERY * 2 ** known.failures, SLOWEST);
   if (!document.hidden) {
-    timer = setTimeout(refresh, wait);
+    timer = setTimeout(refresh, Math.min(EVERY * 2 ** known.failures, SLOWEST));
   }
+  draw();
 }
 
 function draw() {

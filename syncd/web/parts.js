@@ -53,6 +53,17 @@ export function sorted(values) {
   return values.filter((one) => one !== null && one !== undefined).sort((one, other) => one - other);
 }
 
+/** The least and the most of numbers, however many; null where there are none. */
+export function extent(values) {
+  let found = null;
+  for (const one of values) {
+    if (one !== null && one !== undefined) {
+      found = found === null ? [one, one] : [Math.min(found[0], one), Math.max(found[1], one)];
+    }
+  }
+  return found;
+}
+
 export function median(values) {
   return values[Math.floor((values.length - 1) / 2)];
 }

@@ -2,7 +2,7 @@
 
 import { Axis, chart, head, row } from "./charts.js";
 import { h } from "./dom.js";
-import { isSilent, median, silence, sorted, table } from "./parts.js";
+import { extent, isSilent, median, silence, sorted, table } from "./parts.js";
 import { many, moment, printable, said, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
@@ -44,11 +44,12 @@ function choices(count, chosen) {
 
 function rows(status, versions, chosen, now) {
   const shown = versions.slice(-(chosen.rows ?? CHOICES[0])).reverse();
-  const wanted = NARROW.matches ? 3 : 7;
+  const wanted = innerWidth < 1000 ? 3 : 7;
+  const later = laterLives(versions);
   const starts = (one) => one.saved ?? one.published;
   const axis = chosen.since
-    ? Axis.ofSpan(Math.max(1e-3, ...shown.flatMap((one) => [one.published, ...one.live.map(({ time }) => time)]
-        .map((at) => (at === null || starts(one) === null ? 0 : at - starts(one))))) * 1.05, wanted)
+    ? Axis.ofSpan(1.05 * (extent(shown.flatMap((one) => momentsOf(one, later.get(one)).map((at) => at - starts(one))))
+        ?.[1] ?? 0), wanted)
     : clockAxis(shown, now, wanted);
   const onDisk = new Map(status.versions.map((one) => [one.sequence, one]));
   const cells = shown.map((one) => [String(one.version), [
@@ -74,11 +75,27 @@ function rows(status, versions, chosen, now) {
 
 /** From the first save that is shown to now, or not far behind the last thing that happened. */
 function clockAxis(shown, now, wanted) {
-  const times = shown.flatMap((one) => [one.saved, one.published, one.pruned,
-    ...one.live.map(({ time }) => time)]).filter((at) => at !== null);
-  const from = times.length ? Math.min(...times) : now - 1;
-  const last = times.length ? Math.max(...times) : now;
+  const [from, last] = extent(shown.flatMap((one) => momentsOf(one, one.live, one.pruned))) ?? [now - 1, now];
   return Axis.ofClock(from, Math.max(last, Math.min(now, last + 0.25 * (last - from) + 1)), wanted);
+}
+
+/** When something happened to a version that can be drawn. */
+function momentsOf({ saved, published }, live, end = null) {
+  return published === null ? [] : [saved, published, end, ...live.map(({ time }) => time)].filter((at) => at !== null);
+}
+
+/**
+ * Of each version the explorers that have served one before: the first one of an explorer says when it came,
+ * which may be days later, and not how long it took.
+ */
+function laterLives(versions) {
+  const known = new Set();
+  const found = new Map();
+  for (const version of versions) {
+    found.set(version, version.live.filter(({ explorer }) => known.has(explorer)));
+    version.live.forEach(({ explorer }) => known.add(explorer));
+  }
+  return found;
 }
 
 function liveOf(version, chosen, now) {
@@ -114,12 +131,14 @@ function endOf(version, onDisk, now) {
 /** Lag and pause over time. */
 export function charts(status, versions, chosen, now) {
   const shown = (versions ?? []).slice(-Math.max(chosen.rows ?? 0, LEAST));
-  const one = (title, what, of, none) => {
-    const points = shown.map((version) => ({ at: version.published, values: sorted(version.live.map(of)) }))
+  const later = laterLives(versions ?? []);
+  const one = (title, what, lives, of, none) => {
+    const points = shown.map((version) => ({ at: version.published, values: sorted(lives(version).map(of)) }))
       .filter(({ at, values }) => at !== null && values.length);
     const all = sorted(points.flatMap(({ values }) => values));
-    const told = versions === null ? LOOKING : all.length ? `${what}: median ${span(median(all))}, longest ${span(all.at(-1))}, of the last ${
-      many(points.length, "version")} that went live.` : none;
+    const told = versions === null ? LOOKING : all.length === 0 ? none
+      : `${what}: median ${span(median(all))}, longest ${span(all.at(-1))}, of ${
+        many(points.length, "version")} that went live.`;
     const axis = clockAxis(shown, now, NARROW.matches ? 3 : 4);
     return h("figure", { class: "panel" }, h("figcaption", null, h("h2", null, title), h("p", null, told),
       all.length ? h("p", { class: "legend", "aria-hidden": "true" }, h("span", { class: "key median" }, "median"),
@@ -128,8 +147,10 @@ export function charts(status, versions, chosen, now) {
   };
   const older = status.latest ? status.explorers.filter((each) => each.behind > 0 && each.status !== "stopped") : [];
   return h("div", { class: "charts", "data-key": "charts" },
-    one("Lag", "From LATEST to live", ({ seconds }) => seconds, "No explorer was seen to go live yet."),
-    one("Pause", "An engine did not serve", ({ pause }) => pause, "No explorer has reported a load yet."),
+    one("Lag", "From LATEST to live", (version) => later.get(version), ({ seconds }) => seconds,
+      "No explorer was seen to go from one version to the next yet."),
+    one("Pause", "An engine did not serve", ({ live }) => live, ({ pause }) => pause,
+      "No explorer has reported a load yet."),
     older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(status.explorers.length,
       "explorer")} still on an older version, or on none.`) : null);
 }

@@ -7,7 +7,8 @@ import { charts, timeline } from "./versions.js";
 import { ago, clock, many, moment, printable, said, size, span } from "./words.js";
 
 const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
-const FEW = 20;
+const FEW = 20; // explorers
+const LATE = 15; // seconds after which what was read is no longer now
 
 /** In the page's head: how old all of it is. */
 export function freshness(known, now) {
@@ -78,6 +79,9 @@ export function page(job, history, chosen, now) {
   const notes = [];
   if (isSilent(job, now)) {
     notes.push(silence(job, now, status ? [" What follows is as of ", moment(job.read, now), "."] : ""));
+  }
+  if (status && notes.length === 0 && now - job.read > LATE) {
+    notes.push(note("warn", "What follows is as of ", moment(job.read, now), ": its storage is slow."));
   }
   if (!status) {
     return [title, notes.length ? notes : note("", "It is looked at for the first time…")];
@@ -198,6 +202,7 @@ function explorers(status, chosen, now) {
   const key = "explorers";
   const all = [...status.explorers].sort((one, other) => other.behind - one.behind);
   const shown = chosen.allExplorers ? all : all.slice(0, FEW);
+  const saying = shown.some((one) => one.fault || one.refused);
   const rows = shown.map((one) => [one.name, [
     said(one.name),
     one.fault ? h("b", { class: "bad" }, "faulty") : words(one.status),
@@ -206,13 +211,14 @@ function explorers(status, chosen, now) {
     one.behind > 0 ? h("b", null, behindOf(one)) : "–",
     pauseOf(one.reload),
     ago(one.time, now),
-    one.fault || one.refused ? h("span", { class: "bad" }, said(one.fault ?? one.refused)) : "",
+    ...(!saying ? [] : [one.fault || one.refused
+      ? h("span", { class: "bad" }, said(one.fault ?? one.refused)) : ""]),
   ]]);
   return h("section", { class: "panel", "data-key": key },
     h("h2", null, "Explorers"),
     rows.length
       ? table("Explorers, those furthest behind first",
-          ["explorer", "status", "version", "step", "behind", "pause", "heard", "says"], rows, "stack")
+          ["explorer", "status", "version", "step", "behind", "pause", "heard", ...(saying ? ["says"] : [])], rows, "stack")
       : h("p", { class: "empty" }, "No explorer has reported yet: one begins with ExplorerHook or Reader, or beside a "
           + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),
     all.length > FEW ? h("button", { id: "all-explorers", type: "button" }, chosen.allExplorers

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
@@ -94,7 +95,7 @@ class Browser:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with nothing in it; a test is skipped where there is none."""
+    """A browser with nothing in it; a test is skipped where there is none that works."""
     if _CHROMIUM is None or _DRIVER is None:
         pytest.skip("no Chromium here: apt-get install chromium chromium-driver")
     options = Options()
@@ -104,7 +105,10 @@ def browser(profile: Path) -> Iterator[Browser]:
     if os.geteuid() == 0:
         options.add_argument("--no-sandbox")  # which does not work for root
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(_DRIVER))
+    try:
+        driver = webdriver.Chrome(options=options, service=Service(_DRIVER))
+    except WebDriverException as error:  # it has no sandbox here, or is not the driver's
+        pytest.skip(f"Chromium does not start here: {error.msg}")
     try:
         driver.set_script_timeout(60)
         yield Browser(driver)

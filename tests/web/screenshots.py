@@ -1,82 +1,77 @@
-"""``python -m tests.web.screenshots``: the pictures of docs/web.md, of a demo with explorers."""
+"""``python -m tests.web.screenshots``: the pictures of docs/web.md.
+
+A real daemon publishes what this program saves, step by step, and real explorers take it. The files
+are made small by pngquant.
+"""
 
 from __future__ import annotations
 
 import base64
-import os
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from tests.multiprocess.processes import ENVIRONMENT, latest, wait_until
+from syncd.protocol.records import TrainerReport, encode
+from tests.jobs import Job
+from tests.multiprocess.processes import ENVIRONMENT, Daemon, wait_for_step
 from tests.web.chromium import Browser, browser
 from tests.web.served import served
 
 _TO: Final = Path(__file__).parents[2] / "docs" / "images"
-_STEPS: Final = 16
-#: Seconds; a machine that has nothing else to do needs a tenth of it.
-_DEADLINE: Final = 300.0
-#: name → seconds of rollouts, beside the demo's own two.
-_MORE: Final = {"node-1": 0.6, "node-2": 1.1, "node-3": 1.7}
+_STEPS: Final = 14
+#: Seconds between two saves.
+_PACE: Final = 6.0
+#: Seconds that an explorer takes to load a version.
+_LOADS: Final = {"node-0": 0.3, "node-1": 0.8, "node-2": 1.5, "node-3": 4.0}
 
 
 def main() -> None:
-    """Run the demo, and photograph its page shortly before its end."""
-    with tempfile.TemporaryDirectory() as name:
-        room = Path(name)
-        demo = ["syncd", "demo", "--steps", str(_STEPS), "--no-tty"]
-        processes = [_start(demo, room, TMPDIR=name)]
-        try:
-            job: Path = wait_until(
-                lambda: next(room.glob("syncd-demo-*/job"), None), "a job", _DEADLINE
+    """Work for some minutes, then photograph the page."""
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        job = Job(Path(name) / "qwen-grpo")
+        stack.enter_context(Daemon(job.layout.root))
+        for explorer, seconds in _LOADS.items():
+            stack.callback(_end, _follow(job.layout.root, explorer, seconds))
+        server = stack.enter_context(served(job.layout.root))
+        page = stack.enter_context(browser(Path(name) / "profile"))
+        for step in range(1, _STEPS + 1):
+            time.sleep(_PACE)
+            job.save(step, *map(float, range(500_000)))
+            told = TrainerReport(
+                run_id="r", world_size=8, status="running", step=step, time=time.time()
             )
-            wait_until(lambda: _step(job), "a version", _DEADLINE)
-            processes += [_start(_explorer(job, *one), room) for one in _MORE.items()]
-            wait_until(lambda: _step(job) >= _STEPS - 3, "most of the steps", _DEADLINE)
-            with browser(room / "profile") as page, served(job) as server:
-                _photograph(page, server.address, "web", 1280, dark=False, height=1060)
-                _photograph(page, server.address, "web-phone", 360, dark=True, height=1500)
-        finally:
-            for process in processes:
-                process.terminate()
-            for process in processes:
-                process.wait(60)
+            job.put(job.layout.trainer_report, encode(told))
+        wait_for_step(job.layout.root, _STEPS)
+        _photograph(page, server.address, "web", 1280, 1105, dark=False)
+        _photograph(page, server.address, "web-phone", 360, 1100, dark=True)
 
 
-def _start(module: list[str], room: Path, **more: str) -> subprocess.Popen[bytes]:
-    env = {**ENVIRONMENT, **more, "PYTHONPATH": os.getcwd()}
-    return subprocess.Popen([sys.executable, "-m", *module], cwd=room, env=env)
+def _follow(job: Path, name: str, seconds: float) -> subprocess.Popen[bytes]:
+    argv = [sys.executable, "-m", "syncd", "follow", str(job), "--name", name]
+    return subprocess.Popen([*argv, "--command", f"sleep {seconds}"], env=ENVIRONMENT)
 
 
-def _step(job: Path) -> int:
-    found = latest(job)
-    return 0 if found is None else found.step
-
-
-def _explorer(job: Path, name: str, seconds: float) -> list[str]:
-    held = job.with_name(f"{name}.safetensors")
-    given: dict[str, object] = {
-        "job": job,
-        "name": name,
-        "held": held,
-        "last-step": _STEPS,
-        "timeout": _DEADLINE,
-    }
-    given["rollout-seconds"] = seconds
-    return ["explorer_hooks.demo", *(str(x) for key in given for x in (f"--{key}", given[key]))]
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait()
 
 
 def _photograph(
-    page: Browser, address: str, name: str, width: int, *, dark: bool, height: int
+    page: Browser, address: str, name: str, width: int, height: int, *, dark: bool
 ) -> None:
     page.open(address, width=width, dark=dark)
     page.wait("return document.querySelector('.chart circle')", "the charts")
     clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
     told = page.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
     _TO.mkdir(exist_ok=True)
-    (_TO / f"{name}.png").write_bytes(base64.b64decode(told["data"]))
+    small = subprocess.run(
+        ["pngquant", "-"], input=base64.b64decode(told["data"]), capture_output=True, check=True
+    )
+    (_TO / f"{name}.png").write_bytes(small.stdout)
 
 
 if __name__ == "__main__":
