@@ -15,7 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.records import TrainerReport, encode
+from syncd.protocol.records import encode
+from syncd.protocol.reports import TrainerReport
 from tests.jobs import Job
 from tests.multiprocess.processes import ENVIRONMENT, Daemon, wait_for_step
 from tests.web.chromium import Browser, browser
