@@ -88,11 +88,24 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "sh": (INSTALLS, *(_STARTED,) * 9),
         "python": (_STARTED,) * 3,
     },
+    "docs/kubernetes.md": {
+        "sh": ("not run: it needs a cluster",) * 2,
+        "dockerfile": ("tests/unit/test_manifests.py",),
+    },
     "docs/peft.md": {"python": ("tests/multiprocess/test_trainer_lora_docs.py",) * 2},
+    "docs/release.md": {"bash": ("not run: it publishes a release",)},
     "docs/reliability.md": {"bash": ("not run: it needs two mounts of a share; .ci/nfs runs it",)},
     "docs/sglang.md": {
         "sh": ("not run: there is no SGLang for CPUs",),
         "python": ("tests/engines/pages.py",),
+    },
+    "docs/slurm.md": {
+        "bash": (
+            "not run: it needs Lustre",
+            "not run: it needs Slurm",
+            *("tests/multiprocess/test_slurm_page.py",) * 2,
+        ),
+        "python": ("tests/multiprocess/test_slurm_page.py",),
     },
     "docs/synchronizer.md": {"python": ("tests/multiprocess/test_pages.py",)},
     "docs/systemd.md": {
@@ -125,4 +138,5 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         * 2,
         "ini": (PARSED,),
     },
+    "docs/web.md": {"sh": (SERVES,)},
 }
