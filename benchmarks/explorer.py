@@ -45,7 +45,8 @@ from benchmarks.machine import (
     print_table,
 )
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
-from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
 from syncd.protocol.records import Receipt, encode, parse
 from syncd.storage.fsio import Storage
 

@@ -27,12 +27,12 @@ from typing import Final
 import xxhash
 
 from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
-from syncd.checkpoint.safetensors_file import Entry, header_bytes
-from syncd.protocol.layout import (
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     FULL,
     FULL_STATE_DICT,
     RECEIPTS,
-    JobLayout,
     extra_state_name,
     optimizer_name,
     receipt_name,

@@ -37,8 +37,10 @@ from benchmarks.idle import Scenario, make_job, spent, status
 from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
 from syncd.daemon.loop import Loop
 from syncd.daemon.metrics import Metrics, _JobMeter
-from syncd.protocol.records import ExplorerReport, Latest, encode, parse
-from syncd.storage.leases import Lease, new_session_id
+from syncd.protocol.records import Latest, encode, parse
+from syncd.protocol.reports import ExplorerReport
+from syncd.storage.leases import Lease
+from syncd.storage.sessions import new_session_id
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import Clock, RuledStorage
 

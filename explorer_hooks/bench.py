@@ -11,17 +11,11 @@ from pathlib import Path
 
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
-from syncd.protocol.layout import (
-    ACTOR,
-    FULL,
-    RETIRED,
-    SAVING,
-    JobLayout,
-    is_resumable_state,
-    parse_step_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import ACTOR, FULL, RETIRED, SAVING, is_resumable_state
 from syncd.protocol.policy import Version
 from syncd.storage.fsio import Storage
+from syncd.storage.steps import step_folders
 
 
 def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
@@ -52,12 +46,7 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
     """
     layout = JobLayout(Path(job_dir).absolute())
     storage = Storage(layout.root)
-    found = sorted(
-        number
-        for name in storage.names(layout.root)
-        if (number := parse_step_folder(name)) is not None
-    )
-    return [number for number in found if _is_full(storage, layout, number)]
+    return [step for step in step_folders(storage, layout) if _is_full(storage, layout, step)]
 
 
 def every_full_checkpoint(

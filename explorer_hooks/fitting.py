@@ -19,7 +19,7 @@ from syncd.checkpoint.plan import is_output_embedding
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import WEIGHTS
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, ShardFormatError
-from syncd.protocol.layout import MODEL_CONFIG
+from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 

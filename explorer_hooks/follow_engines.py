@@ -14,7 +14,7 @@ from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.fitting import Fits
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import CommandFailedError, InvalidSettingsError
-from syncd.protocol.layout import TEMPORARY
+from syncd.protocol.names import TEMPORARY
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)

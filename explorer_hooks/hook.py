@@ -29,7 +29,7 @@ from syncd.protocol.policy import (
     explorer_sync_is_due,
     explorer_syncs,
 )
-from syncd.protocol.records import Reload
+from syncd.protocol.reports import Reload
 from syncd.storage.fsio import Storage
 
 if TYPE_CHECKING:

@@ -18,7 +18,8 @@ from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import EngineBrokenError, VerificationError
 from syncd.protocol.policy import Version
-from syncd.protocol.records import Reload, SaveId
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Reload
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,15 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import JobLayout, checked_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import checked_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport, Latest, encode
+from syncd.protocol.records import Latest, encode
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import Clock, Session
+from syncd.storage.judge import Clock
+from syncd.storage.sessions import Session
 from syncd.storage.watch import Watcher
 
 __all__ = ["LeasedVersion", "Reader"]

@@ -15,7 +15,7 @@ from syncd.protocol.errors import (
     EngineBrokenError,
     JobUnavailableError,
 )
-from syncd.protocol.records import Reload
+from syncd.protocol.reports import Reload
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.policy import Version
-from syncd.protocol.records import Reload, SaveId
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Reload
 
 log = logging.getLogger(__name__)
 

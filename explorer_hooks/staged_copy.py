@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from syncd.protocol.layout import MANIFEST
+from syncd.protocol.names import MANIFEST
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 

@@ -32,7 +32,7 @@ from filelock import FileLock, Timeout
 from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
-from syncd.protocol.layout import MANIFEST, TEMPORARY, version_folder
+from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage

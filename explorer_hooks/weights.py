@@ -11,7 +11,8 @@ from torch import Tensor
 
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.boxes import Box, extents, whole
-from syncd.checkpoint.safetensors_file import Entry, SafetensorsFile
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import Entry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
 from syncd.protocol.errors import InvalidSettingsError, VerificationError

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from tests.jobs import Job
 
 LONG = 60.0

@@ -9,18 +9,22 @@ from pathlib import Path
 
 import xxhash
 
-from syncd.checkpoint.safetensors_file import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop
 from syncd.daemon.meter import Meter
 from syncd.protocol.errors import SupersededError
-from syncd.protocol.layout import RECEIPTS, STATE_POINTER, JobLayout, receipt_name
-from syncd.protocol.records import AuditLine, Latest, Receipt, ReceiptFile, Saves, encode, parse
+from syncd.protocol.journal import AuditLine
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
+from syncd.protocol.records import Latest, Receipt, ReceiptFile, Saves, encode, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import DaemonLock, Judge, Lease, Session
+from syncd.storage.judge import Judge
+from syncd.storage.leases import Lease
+from syncd.storage.sessions import DaemonLock, Session
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage
 

@@ -6,12 +6,12 @@ import errno
 from pathlib import Path
 
 from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     DCP_METADATA,
     DCP_UNFINISHED,
     RECEIPTS,
     RETIRED,
-    JobLayout,
     is_dcp_file,
     parse_part_name,
     parse_shard_name,

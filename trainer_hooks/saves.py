@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import HUGGINGFACE
+from syncd.protocol.names import HUGGINGFACE
 from syncd.protocol.records import SaveId
 from trainer_hooks.background import LIMIT, SaveThread
 from trainer_hooks.decisions import Plan

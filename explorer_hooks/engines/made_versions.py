@@ -11,9 +11,10 @@ import xxhash
 
 from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.safetensors_file import Entry, file_digest, header_bytes
+from syncd.checkpoint.safetensors_file import file_digest
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.protocol.layout import ADAPTER_WEIGHTS, MANIFEST
+from syncd.protocol.names import ADAPTER_WEIGHTS, MANIFEST
 from syncd.protocol.records import AdaptedModel, Kind, Manifest, TensorEntry, VersionFile, encode
 from syncd.storage.fsio import Storage
 

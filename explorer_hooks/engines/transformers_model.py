@@ -15,7 +15,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.adapter import PREFIX, are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError
-from syncd.protocol.layout import ADAPTER_CONFIG
+from syncd.protocol.names import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

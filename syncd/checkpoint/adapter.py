@@ -53,8 +53,6 @@ _SAVED: Final = re.compile(
     r"base_model\.model\..+\.lora_(([AB])\.(weight|bias)|embedding_[AB]|magnitude_vector)",
     re.DOTALL,
 )
-
-
 #: What a hub calls a model; a path relative to some folder may look the same.
 _ON_HUB: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
@@ -109,8 +107,7 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
     except pydantic.ValidationError:
         raise CheckpointError(
             f"{where} is not what PEFT writes, a JSON object with a peft_type, and names that are "
-            "text: write it with "
-            "PeftConfig.save_pretrained"
+            "text: write it with PeftConfig.save_pretrained"
         ) from None
 
 

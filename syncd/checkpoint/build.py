@@ -21,13 +21,7 @@ from syncd.checkpoint.save import Save, confirm_unchanged
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import (
-    ADAPTER_CONFIG,
-    HUGGINGFACE,
-    LORA_ADAPTER,
-    MANIFEST,
-    MODEL_CONFIG,
-)
+from syncd.protocol.names import ADAPTER_CONFIG, HUGGINGFACE, LORA_ADAPTER, MANIFEST, MODEL_CONFIG
 from syncd.protocol.records import Kind, Manifest, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage, signature

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.dcp_file import DcpFile, OneByOne
-from syncd.checkpoint.dcp_metadata import Chunk, Contents, Stored
+from syncd.checkpoint.dcp_metadata import Chunk, Stored, StoredModel
 from syncd.checkpoint.hf_dcp import Chunked, whole_shapes
 from syncd.checkpoint.isolated import IsolatedParser
 from syncd.checkpoint.pieces import PICKLE_LIMIT
@@ -24,11 +24,11 @@ from syncd.checkpoint.placement import Chunks, Local, Position, Shape
 from syncd.checkpoint.plan import ShardIndex
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import Entry
-from syncd.checkpoint.source_reader import Part, Source
+from syncd.checkpoint.source_reader import Source, SourceFile
 from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
-from syncd.protocol.layout import DCP_METADATA
+from syncd.protocol.names import DCP_METADATA
 from syncd.storage.fsio import Storage
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
@@ -131,7 +131,7 @@ def holds_model_only(
 
 def _read_metadata(
     storage: Storage, path: Path, parser: IsolatedParser, prefix: str | None
-) -> Contents:
+) -> StoredModel:
     try:
         data = storage.read(path, PICKLE_LIMIT)
     except OSError as error:
@@ -180,7 +180,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
                     f"{file.path} holds '{shown(entry.name)}' too, which is no weight: save the "
                     "model alone, or say by --prefix (dcp_prefix) what its names begin with"
                 )
-        sources.append(Part(file.path, file.fd))
+        sources.append(SourceFile(file.path, file.fd))
         _check_count(file.path, sum(map(len, found.values())), given)
     whole = whole_shapes(found)
     if prefix and not whole:

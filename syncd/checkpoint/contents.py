@@ -12,10 +12,10 @@ from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.source_reader import Part, Source
+from syncd.checkpoint.source_reader import Source, SourceFile
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import ADAPTER_WEIGHTS, LORA_ADAPTER
+from syncd.protocol.names import ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import Kind
 
 
@@ -71,11 +71,11 @@ class Contents:
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
         """What the plan reads: of an adapter beside its base model, the adapter's records alone."""
         if opened.full is not None:
-            return [Part(opened.full.path, opened.full.fd)]
+            return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
             return opened.sources
         return [
-            Part(
+            SourceFile(
                 source.path,
                 source.fd,
                 source.has_crc,

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.free_space import FreeSpace
 from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.model_folder import INDEX
-from syncd.checkpoint.room import Room
 from syncd.checkpoint.save import Save, confirm_unchanged, look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.version import read_manifest
@@ -31,7 +31,8 @@ from syncd.protocol.errors import (
     RecordError,
     SaveNotReadyError,
 )
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
@@ -40,15 +41,14 @@ from syncd.protocol.layout import (
     RETIRED,
     SAVING,
     TEMPORARY,
-    JobLayout,
     is_resumable_state,
     is_weights_name,
     parse_part_name,
-    parse_step_folder,
 )
 from syncd.protocol.records import Manifest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
+from syncd.storage.steps import step_folders
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ def full_steps(storage: Storage, layout: JobLayout) -> list[int]:
     """
     if not storage.exists(layout.root):
         raise JobUnavailableError(f"{layout.root} is not there: is its storage mounted?")
-    found = (parse_step_folder(name) for name in storage.names(layout.root))
-    return sorted(step for step in found if step is not None and _is_full(storage, layout, step))
+    return [step for step in step_folders(storage, layout) if _is_full(storage, layout, step)]
 
 
 def look_at_step(storage: Storage, layout: JobLayout, step: int) -> Found:
@@ -175,7 +174,7 @@ def convert_step(
             said_at = clock()
             _refresh_all(storage, room)
 
-    Room(storage, actor, layout.root, advice="make room there").check(
+    FreeSpace(storage, actor, layout.root, advice="make room there").check(
         actor, found.save, cast=cast, prefix=prefix, cancel=sign
     )
     with _gone_means_changed(storage, layout.step(found.step)):

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.dcp_names import Entry, select_model
-from syncd.checkpoint.inert_pickle import DType, Inert, load_inert
+from syncd.checkpoint.inert_pickle import load_inert
+from syncd.checkpoint.inert_records import DType, Inert
 from syncd.checkpoint.pieces import check_name
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import DTYPES, NUMBER_LIMIT, is_offset, shape_of, shown
@@ -50,7 +51,7 @@ class Stored(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-class Contents(NamedTuple):
+class StoredModel(NamedTuple):
     """What a checkpoint has of a model.
 
     Attributes:
@@ -71,7 +72,7 @@ def is_distcp(name: object) -> bool:
     return isinstance(name, str) and _FILE.fullmatch(name) is not None
 
 
-def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> Contents:
+def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> StoredModel:
     """The model's tensors that a ``.metadata`` lists.
 
     Args:
@@ -112,7 +113,7 @@ def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) 
         if check_name(own, where) in tensors:
             raise ShardFormatError(f"{where}: '{shown(own)}' is there twice: save again")
         tensors[own] = _stored(name, stored[name], items, where)
-    return Contents(tensors, selected.is_all)
+    return StoredModel(tensors, selected.is_all)
 
 
 def _path(name: object, paths: object) -> tuple[str, ...]:

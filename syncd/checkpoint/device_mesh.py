@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise, product
 from typing import Any, NamedTuple
 
-from syncd.checkpoint.inert_pickle import Inert, TensorRef
+from syncd.checkpoint.inert_records import Inert, TensorRef
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import DIMENSION_LIMIT, NUMBER_LIMIT, is_offset, shape_of
 

@@ -22,9 +22,9 @@ import xxhash
 
 from syncd.checkpoint.cast import Caster
 from syncd.checkpoint.plan import PlannedFile, PlannedTensor
-from syncd.checkpoint.safetensors_file import ITEMSIZE, PAGE
+from syncd.checkpoint.safetensors_header import PAGE
 from syncd.checkpoint.source_reader import Source, SourceReader, shorter
-from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.tensor_stream import ComparedStream, TensorStream
 from syncd.checkpoint.tiling import Part, Run, source_at
 from syncd.protocol.errors import CoverageError

@@ -18,7 +18,7 @@ from typing import Final, NoReturn, Self
 
 from syncd.checkpoint import wire
 from syncd.checkpoint.child_process import ChildProcess, EndedError, described
-from syncd.checkpoint.dcp_metadata import Contents
+from syncd.checkpoint.dcp_metadata import StoredModel
 from syncd.checkpoint.hf_dcp import Chunked
 from syncd.checkpoint.parser_child import EXIT_MEMORY
 from syncd.checkpoint.pieces import Piece, Pieces
@@ -152,7 +152,7 @@ class IsolatedParser:
             raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save it again")
         return found[0]
 
-    def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> Contents:
+    def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> StoredModel:
         """As :func:`syncd.checkpoint.dcp_metadata.read_metadata` does, within the limits.
 
         Raises:

@@ -13,8 +13,9 @@ import xxhash
 from syncd.checkpoint.cast import THREADS as CASTERS
 from syncd.checkpoint.cast import Caster
 from syncd.checkpoint.file_copy import BUFFER, FileCopy, may_copy_remotely
-from syncd.checkpoint.plan import MergePlan, PlannedFile
+from syncd.checkpoint.plan import MergePlan, PlannedFile, PlannedTensor
 from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
+from syncd.checkpoint.safetensors_header import Entry
 from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.checkpoint.source_reader import Source, SourceReader, record_checks, shorter
 from syncd.protocol.records import TensorEntry, VersionFile
@@ -103,7 +104,8 @@ def run_plan(
         with storage.closing(fd):
             found = copy.write(file, fd)
             storage.fsync(fd)
-        return _written(file, found if digests else None)
+        told = found if digests else None
+        return _written(file.name, file.header, file.data_size, file.tensors, told)
 
     written = run_side_by_side(
         [partial(write, file) for file in plan.files],
@@ -119,21 +121,26 @@ def run_plan(
     )
 
 
-def _written(file: PlannedFile, digests: Sequence[bytes] | None) -> _Written:
-    """A file as the manifest has it."""
-    size = len(file.header) + file.data_size
-    digest = file_digest(file.header, digests) if digests is not None else None
-    tensors = [
+def _written(
+    name: str,
+    header: bytes,
+    data_size: int,
+    tensors: Sequence[PlannedTensor | Entry],
+    digests: Sequence[bytes] | None,
+) -> _Written:
+    """A file as the manifest has it, with the digests of its tensors, where they are not off."""
+    entries = [
         TensorEntry(
             name=tensor.name,
             dtype=tensor.dtype,
             shape=tensor.shape,
-            file=file.name,
+            file=name,
             digest=digests[number].hex() if digests is not None else None,
         )
-        for number, tensor in enumerate(file.tensors)
+        for number, tensor in enumerate(tensors)
     ]
-    return VersionFile(name=file.name, size=size, digest=digest), tensors
+    digest = file_digest(header, digests) if digests is not None else None
+    return VersionFile(name=name, size=len(header) + data_size, digest=digest), entries
 
 
 class _Counted:
@@ -185,20 +192,10 @@ def digest_safetensors(
             storage.pwrite_all(target, source.header, 0)
             found = _stream(storage, source, target, cancel, progress)
             storage.fsync(target)
-    name = source.path.name
-    digest = file_digest(source.header, found) if digests else None
-    tensors = tuple(
-        TensorEntry(
-            name=entry.name,
-            dtype=entry.dtype,
-            shape=entry.shape,
-            file=name,
-            digest=found[number].hex() if digests else None,
-        )
-        for number, entry in enumerate(source.entries)
-    )
-    file = VersionFile(name=name, size=source.size, digest=digest)
-    return Merged((file,), tensors, source.size - len(source.header))
+    data_size = source.size - len(source.header)
+    told = found if digests else None
+    file, tensors = _written(source.path.name, source.header, data_size, source.entries, told)
+    return Merged((file,), tuple(tensors), data_size)
 
 
 def _stream(

@@ -12,7 +12,7 @@ import xxhash
 
 from syncd.checkpoint.merge import Merged
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import MANIFEST, MODEL_CONFIG, TEMPORARY, is_weights_name
+from syncd.protocol.names import MANIFEST, MODEL_CONFIG, TEMPORARY, is_weights_name
 from syncd.protocol.records import VersionFile
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage

@@ -18,6 +18,7 @@ from syncd.checkpoint.save import PICKLED_ADAPTER, Save
 from syncd.checkpoint.shard_file import ReadPieces, ShardFile
 from syncd.checkpoint.source_reader import Source
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
+from syncd.protocol.names import DCP_METADATA
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
@@ -118,11 +119,11 @@ def open_save(
             parser = stack.enter_context(IsolatedParser(cancel=cancel, limits=limits))
             opened.parse, read_header = parser.read_pieces, parser.read_fields
         try:
-            if save.is_dcp or save.is_in_parts:
+            if save.is_dcp or save.is_in_parts:  # which never have receipts
                 given = Opening(
                     storage=storage,
                     actor=actor,
-                    files=save.weights[save.is_dcp :],
+                    files=tuple(name for name in save.weights if name != DCP_METADATA),
                     parser=parser,
                     prefix=prefix,
                     tensor_limit=limits.tensors,

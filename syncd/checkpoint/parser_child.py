@@ -110,7 +110,7 @@ def _address_space() -> int:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[0]) * _PAGE
     except OSError:
-        return 256 * 1024 * 1024
+        return 256 * 1024 * 1024  # likewise; more than it has
 
 
 def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:

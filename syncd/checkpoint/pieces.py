@@ -6,28 +6,22 @@ in that file, and whether it lies in it, :mod:`~syncd.checkpoint.shard_file` say
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
-from itertools import islice
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Final, NamedTuple
 
-from syncd.checkpoint import placement
 from syncd.checkpoint.device_mesh import Mesh, read_mesh
-from syncd.checkpoint.inert_pickle import (
+from syncd.checkpoint.dtensor_spec import Spec, read_spec, sharding
+from syncd.checkpoint.inert_pickle import load_inert, load_state_dict
+from syncd.checkpoint.inert_records import (
     DTensorRef,
     DType,
     Inert,
     ShardedTensorRef,
     StorageRef,
     TensorRef,
-    load_inert,
-    load_state_dict,
 )
-from syncd.checkpoint.placement import Order, Position, Shape, Sharding, place
+from syncd.checkpoint.placement import Position, Shape, place
 from syncd.checkpoint.tensor_rules import (
-    DIMENSION_LIMIT,
     DTYPES,
-    NUMBER_LIMIT,
     TENSOR_LIMIT,
     is_offset,
     name_fault,
@@ -40,8 +34,6 @@ PICKLE_LIMIT: Final = 256 * 1024 * 1024
 _KEY_LIMIT: Final = 200
 #: What FSDP1 calls all parameters of a unit, end to end and padded.
 _FLAT_PARAMETER: Final = "_flat_param"
-#: A ``shard_order`` that contradicts any placements.
-_UNREADABLE: Final[Order] = ((-1, ()),)
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})
 #: The most chunks of one ShardedTensor on one rank; FSDP makes one.
 _CHUNK_LIMIT: Final = 64
@@ -171,24 +163,6 @@ def is_plain(value: object) -> bool:
     return type(value) in _PLAIN
 
 
-class _Given(NamedTuple):
-    """What a DTensor says of its layout, besides the mesh; None for what cannot be read.
-
-    Attributes:
-        shape: of the whole tensor.
-        told_shape: the same, of the spec's own account of the tensor, where it has one.
-        placed: its placements.
-        unordered: whether they are of a torch that does not save which of them cut first.
-        order: its ``shard_order``.
-    """
-
-    shape: Shape | None
-    told_shape: Shape | None
-    placed: tuple[placement.Placement, ...] | None
-    unordered: bool
-    order: Order | None
-
-
 class _Reader:
     """Makes pieces of one file's inert records."""
 
@@ -196,7 +170,7 @@ class _Reader:
         self._where = where
         # Most tensors share one of a few layouts and shapes: what follows from these is found once,
         # and kept once. Every number in a key has been seen to be an int: True and 1.0 equal 1.
-        self._positions: dict[tuple[int, Shape, _Given], Position] = {}
+        self._positions: dict[tuple[int, Shape, Spec], Position] = {}
         self._contiguous: set[tuple[Shape, Shape]] = set()
         # By identity: the state dict keeps every mesh alive for as long as this reader is used.
         self._meshes: dict[int, Mesh | None] = {}
@@ -231,14 +205,15 @@ class _Reader:
         mesh = spec.state.get("mesh") if isinstance(spec, Inert) else None
         if not isinstance(spec, Inert) or not isinstance(mesh, Inert):
             raise self._wrong(name, "is a DTensor without a spec or a mesh")
-        given = _given(tensor, spec.state)
-        known = (id(mesh), shape, given)
+        told = read_spec(tensor, spec.state)
+        known = (id(mesh), shape, told)
         position = self._positions.get(known)
         if position is None:
-            layout = self._layout(name, mesh, given)
+            label = {"tensor": shown(name), "file": self._where}
+            layout = sharding(told, self._mesh(mesh), **label)
             if isinstance(layout, tuple):
                 return Pieces(dtype, layout, ())
-            position = place(shape, layout, tensor=shown(name), file=self._where)
+            position = place(shape, layout, **label)
             self._positions[known] = position
         return Piece(dtype, shape, key, offset, position)
 
@@ -301,56 +276,11 @@ class _Reader:
             raise self._wrong(name, f"lies outside its record data/{key}")
         return dtype, shape, key, offset
 
-    def _layout(self, name: str, mesh: Inert, given: _Given) -> Sharding | Shape:
-        """How a DTensor is laid out; its shape alone where this rank is not on its mesh."""
-        on = self._mesh(mesh)
-        if on is None or given.placed is None or len(given.placed) != len(on.shape):
-            raise PlacementError(
-                f"{self._where}: {shown(name)} is on a device mesh of a layout that this syncd "
-                "does not know, of another torch release: report it, and keep the save"
-            )
-        if given.shape is None or given.told_shape != given.shape:
-            raise self._wrong(name, "is a DTensor whose global shape cannot be read")
-        for ascends, placed in zip(on.ascends, given.placed, strict=True):
-            if not ascends and placed != placement.Replicate():
-                raise PlacementError(
-                    f"{self._where}: {shown(name)} is sharded over a device mesh whose ranks do "
-                    "not ascend, where torch itself is not of one mind which rank has which part: "
-                    "make the mesh with init_device_mesh"
-                )
-        cut = [placed.dim for placed in given.placed if isinstance(placed, placement.Shard)]
-        if given.unordered and len(cut) > len(set(cut)):
-            raise PlacementError(
-                f"{self._where}: {shown(name)} is cut along one dimension by several of its device "
-                "mesh, and torch before 2.5 does not save which cut first: save with a newer one"
-            )
-        if on.coordinate is None:
-            return given.shape
-        return Sharding(
-            given.shape, on.shape, on.coordinate, given.placed, given.order, on.identity
-        )
-
     def _mesh(self, mesh: Inert) -> Mesh | None:
         known = id(mesh)
         if known not in self._meshes:
             self._meshes[known] = read_mesh(mesh)
         return self._meshes[known]
-
-
-def _given(tensor: DTensorRef, spec: Mapping[Any, Any]) -> _Given:
-    """The layout of a DTensor, as its spec says."""
-    shape = shape_of(tensor.shape)
-    meta = spec.get("tensor_meta")
-    told_shape = shape_of(meta.args[0]) if isinstance(meta, Inert) and meta.args else shape
-    placements = spec.get("placements")
-    if not isinstance(placements, tuple | list) or len(placements) > DIMENSION_LIMIT:
-        return _Given(shape, told_shape, None, False, None)
-    placed = []
-    unordered = False
-    for told in placements:
-        placed.append(_placement(told))
-        unordered = unordered or (isinstance(told, Inert) and told.unordered)
-    return _Given(shape, told_shape, tuple(placed), unordered, _order(spec))
 
 
 def _contiguous(shape: Shape, stride: Shape) -> bool:
@@ -361,57 +291,3 @@ def _contiguous(shape: Shape, stride: Shape) -> bool:
             return 0 in shape
         expected *= size
     return True
-
-
-def _placement(value: object) -> placement.Placement:
-    """An inert placement, by the name of the class that it stands for."""
-    if not isinstance(value, Inert):
-        return placement.Other(shown(type(value).__name__))
-    kind = type(value).__name__
-    dim = value.args[0] if value.args else value.state.get("dim")
-    if kind == "Shard" and _is_number(dim):
-        return _shard(dim)
-    if kind == "Replicate":
-        return placement.Replicate()
-    factor = value.state.get("split_factor")
-    if kind == "_StridedShard" and _is_number(dim) and _is_number(factor):
-        return placement.StridedShard(dim, factor)
-    fields = value.state or dict(enumerate(islice(value.args, 8)))
-    told = (
-        f"{_plain(key)}={_plain(field)}"
-        for key, field in islice(fields.items(), 8)
-        if isinstance(field, int | str)
-    )
-    return placement.Other(shown(f"{kind}({', '.join(told)})", 199))
-
-
-#: The same object for the same dimension: these are made, and compared, once for each tensor.
-_shard: Final = lru_cache(maxsize=DIMENSION_LIMIT)(placement.Shard)
-
-
-def _is_number(value: object) -> TypeGuard[int]:
-    return type(value) is int and abs(value) < NUMBER_LIMIT
-
-
-def _order(spec: Mapping[Any, Any]) -> Order | None:
-    """``shard_order``, where a spec has one; one that cannot be read contradicts everything."""
-    told = spec.get("shard_order")
-    if told is None:
-        return None
-    entries = told if isinstance(told, tuple | list) and len(told) <= DIMENSION_LIMIT else ("?",)
-    order = []
-    for entry in entries:
-        fields = entry.args if isinstance(entry, Inert) else entry
-        if not isinstance(fields, tuple | list) or len(fields) != 2:
-            return _UNREADABLE
-        dim, mesh_dims = fields[0], shape_of(fields[1])
-        if type(dim) is not int or mesh_dims is None:
-            return _UNREADABLE
-        order.append((dim, mesh_dims))
-    return tuple(order)
-
-
-def _plain(value: object) -> str:
-    if isinstance(value, int) and abs(value) < NUMBER_LIMIT:
-        return str(value)
-    return shown(value, 40)

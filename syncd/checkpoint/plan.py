@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.placement import Chunks, Local, Shape
-from syncd.checkpoint.safetensors_file import ITEMSIZE, PAGE, Entry, header_bytes
-from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
+from syncd.checkpoint.safetensors_header import PAGE, Entry, header_bytes
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, shown
 from syncd.checkpoint.tiling import Block, Part, Run, Tiled, tile
 from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import CoverageError
@@ -49,7 +49,6 @@ class PlannedTensor:
         name: its name.
         dtype: safetensors' name.
         shape: of the whole tensor.
-        begin: where it begins in the data section, in bytes.
         length: in bytes.
         source_dtype: of the parts; another one where it is to be cast.
         parts: what it is made of, in order.
@@ -59,7 +58,6 @@ class PlannedTensor:
     name: str
     dtype: str
     shape: Shape
-    begin: int
     length: int
     source_dtype: str
     parts: tuple[Part, ...]
@@ -68,7 +66,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """An output file: its name, its header, the size of its data in bytes, and its tensors."""
+    """An output file: name, header, bytes of data, and the tensors in the order of their bytes."""
 
     name: str
     header: bytes
@@ -89,18 +87,6 @@ class MergePlan:
         return any(
             tensor.dtype != tensor.source_dtype for file in self.files for tensor in file.tensors
         )
-
-
-class _Whole(NamedTuple):
-    """A tensor that was proved to be whole, not yet given a place."""
-
-    name: str
-    dtype: str
-    shape: Shape
-    length: int
-    source_dtype: str
-    parts: tuple[Part, ...]
-    copies: tuple[Copy, ...]
 
 
 @uncollected()
@@ -163,17 +149,17 @@ def plan_merge(
     return MergePlan(files, sum(file.data_size for file in files))
 
 
-def _cast(tensor: _Whole, cast: Cast | None) -> _Whole:
+def _cast(tensor: PlannedTensor, cast: Cast | None) -> PlannedTensor:
     dtype = cast_dtype(tensor.dtype, cast)
     if dtype == tensor.dtype:
         return tensor
     length = tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[dtype]
-    return tensor._replace(dtype=dtype, length=length)
+    return replace(tensor, dtype=dtype, length=length)
 
 
-def _split(tensors: Sequence[_Whole], max_file_size: int) -> Iterator[list[_Whole]]:
+def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[list[PlannedTensor]]:
     left = sum(tensor.length for tensor in tensors)
-    group: list[_Whole] = []
+    group: list[PlannedTensor] = []
     size = 0
     for tensor in tensors:
         if group:
@@ -188,28 +174,18 @@ def _split(tensors: Sequence[_Whole], max_file_size: int) -> Iterator[list[_Whol
     yield group
 
 
-def _file(name: str, group: list[_Whole]) -> PlannedFile:
-    planned = []
+def _file(name: str, group: list[PlannedTensor]) -> PlannedFile:
+    group = sorted(group, key=lambda one: (one.length % PAGE > 0, -ITEMSIZE[one.dtype]))
+    header = header_bytes(header_entries(group))
+    return PlannedFile(name, header, sum(tensor.length for tensor in group), tuple(group))
+
+
+def header_entries(tensors: Iterable[PlannedTensor]) -> Iterator[Entry]:
+    """The entries of a file's header, whose tensors follow each other."""
     at = 0
-    for tensor in sorted(group, key=lambda one: (one.length % PAGE > 0, -ITEMSIZE[one.dtype])):
-        planned.append(
-            PlannedTensor(
-                name=tensor.name,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                begin=at,
-                length=tensor.length,
-                source_dtype=tensor.source_dtype,
-                parts=tensor.parts,
-                copies=tensor.copies,
-            )
-        )
+    for tensor in tensors:
+        yield Entry(tensor.name, tensor.dtype, tensor.shape, at, at + tensor.length)
         at += tensor.length
-    header = header_bytes(
-        Entry(tensor.name, tensor.dtype, tensor.shape, tensor.begin, tensor.begin + tensor.length)
-        for tensor in planned
-    )
-    return PlannedFile(name, header, at, tuple(planned))
 
 
 #: How Hugging Face models call their output and their input embeddings.
@@ -224,7 +200,7 @@ def is_output_embedding(name: str) -> bool:
     return _module(name) in _HEADS
 
 
-def _without_tied(tensors: list[_Whole]) -> list[_Whole]:
+def _without_tied(tensors: list[PlannedTensor]) -> list[PlannedTensor]:
     """Leave out output embeddings that are the input embedding, or must be equal to it."""
     kept = {tensor.name: tensor for tensor in tensors}
     for head in tensors:
@@ -243,7 +219,7 @@ def _without_tied(tensors: list[_Whole]) -> list[_Whole]:
             known = {same.parts, *(copy.parts for copy in same.copies)}
             told = dict.fromkeys((head.parts, *(copy.parts for copy in head.copies)))
             more = tuple(Copy(head.name, parts) for parts in told if parts not in known)
-            kept[same.name] = same._replace(copies=same.copies + more)
+            kept[same.name] = replace(same, copies=same.copies + more)
             del kept[head.name]
     return list(kept.values())
 
@@ -267,7 +243,7 @@ def _whole(
     shards: Sequence[ShardIndex],
     labels: Sequence[str],
     cancel: Callable[[], None],
-) -> _Whole:
+) -> PlannedTensor:
     """Prove that a tensor is whole, and of what."""
     cancel()
     found = [
@@ -293,7 +269,7 @@ def _whole(
             "save the same model on every rank, or what one rank has gathered as model.safetensors"
         )
     if not length:
-        return _Whole(renamed, dtype, shape, 0, dtype, (), ())
+        return PlannedTensor(renamed, dtype, shape, 0, dtype, (), ())
     blocks = [
         _block(source, local)
         for source, value in found
@@ -305,7 +281,7 @@ def _whole(
     else:
         tiled = tile(shown(name), shape, blocks, labels, cancel=cancel)
     copies = tuple(Copy(None, parts) for parts in tiled.copies)
-    return _Whole(renamed, dtype, shape, length, dtype, tiled.parts, copies)
+    return PlannedTensor(renamed, dtype, shape, length, dtype, tiled.parts, copies)
 
 
 def _block(source: int, local: Local) -> Block:

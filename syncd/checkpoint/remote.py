@@ -9,7 +9,7 @@ import xxhash
 
 from syncd.checkpoint.save import Save, look_at_save
 from syncd.protocol.errors import SaveNotReadyError
-from syncd.protocol.layout import MANIFEST, REMOTE_PATH, SAVING
+from syncd.protocol.names import ACTOR, MANIFEST, REMOTE_PATH, SAVING
 from syncd.protocol.records import Manifest, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
@@ -25,7 +25,7 @@ def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
         folder: the step's folder, by whatever name it has now.
         step: whose it is.
     """
-    actor = folder / "actor"
+    actor = folder / ACTOR
     save = look_at_save(storage, actor, step)
     if save.identity is not None:
         return save
@@ -34,7 +34,7 @@ def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
             return save
         names = storage.names(folder)
         # Weights that are being written are waited for, for as long as it takes.
-        if SAVING in names or ("actor" in names and storage.names(actor)):
+        if SAVING in names or (ACTOR in names and storage.names(actor)):
             return save
         return _look_at_path(storage, folder / REMOTE_PATH, step)
     except OSError as error:
@@ -81,7 +81,7 @@ def _look_at_path(storage: Storage, path: Path, step: int) -> Save:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
     except OSError as error:
         if is_gone(error):
-            why = f"{path} is not there, and there are no weights in {path.parent / 'actor'}"
+            why = f"{path} is not there, and there are no weights in {path.parent / ACTOR}"
         elif is_no_record(error):
             why = f"{path} is no file of at most {_LONGEST} bytes"
         else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import VerificationError
-from syncd.protocol.layout import MANIFEST
+from syncd.protocol.names import MANIFEST
 from syncd.protocol.records import Manifest, encode
 from syncd.storage.fsio import Storage
 

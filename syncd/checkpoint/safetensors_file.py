@@ -12,28 +12,13 @@ import xxhash
 
 from syncd.checkpoint.safetensors_header import (
     HEADER_LIMIT,
-    PAGE,
     Entry,
     arrange,
     broken,
-    header_bytes,
     read_fields,
 )
-from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, METADATA
+from syncd.checkpoint.tensor_rules import METADATA
 from syncd.storage.fsio import Signature, Storage, signature
-
-__all__ = [
-    "CONTENT",
-    "DTYPES",
-    "ITEMSIZE",
-    "METADATA",
-    "PAGE",
-    "Entry",
-    "SafetensorsFile",
-    "content_digest",
-    "file_digest",
-    "header_bytes",
-]
 
 #: The key of the metadata under which our hook says the :func:`content_digest` of its files, so
 #: that the digest of the header, which its receipt has, binds every byte.

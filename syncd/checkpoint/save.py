@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Final
 
 import pydantic
-import xxhash
 
+from syncd.checkpoint.fingerprint import fingerprint
 from syncd.protocol.errors import RecordError, SaveNotReadyError
-from syncd.protocol.layout import (
+from syncd.protocol.names import (
     ADAPTER_PICKLE,
     ADAPTER_WEIGHTS,
     DCP_METADATA,
@@ -25,15 +25,11 @@ from syncd.protocol.layout import (
     DCP_UNFINISHED,
     FSDP_CONFIG,
     FULL_STATE_DICT,
-    HUGGINGFACE,
     LORA_ADAPTER,
-    MANIFEST,
     RECEIPTS,
-    TEMPORARY,
     distcp_order,
     is_dcp_file,
     is_rank_metadata,
-    is_weights_name,
     parse_part_name,
     parse_shard_name,
     receipt_name,
@@ -49,9 +45,6 @@ RANK_LIMIT: Final = 100_000
 RECEIPTS_LIMIT: Final = 16 * 1024 * 1024
 
 ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_WEIGHTS}"
-#: How the identity of a folder of ``torch.distributed.checkpoint`` begins; then come those of its
-#: ``.metadata``, of its ``.distcp`` files, and of all.
-_DCP: Final = "foreign-dcp-"
 _MIXED: Final = (
     "holds model_world_size_*.pt shards and files of torch.distributed.checkpoint, and nothing "
     "says which of them are of an older save: remove those"
@@ -139,21 +132,6 @@ def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
         # One folder that cannot be read (a link, a name too long, no permission) must not keep the
         # daemon from the others.
         return Save(step, None, f"{actor} cannot be looked at now: {error}")
-
-
-def is_saved_over(identity: str, known: str) -> bool:
-    """Whether a folder is being saved into again, by ``torch.distributed.checkpoint``.
-
-    That writes over the files where they are, each rank in its own time, and replaces
-    ``.metadata`` last: until then the folder looks whole, and has some files of each save.
-
-    Args:
-        identity: of the folder as it is now.
-        known: that of a save that was whole, and published.
-    """
-    now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
-    both = identity.startswith(_DCP) and known.startswith(_DCP)
-    return both and now[0] == before[0] and now[1] != before[1]
 
 
 def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
@@ -275,7 +253,7 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     else:
         weights = (FULL_STATE_DICT,)
     still = tuple(dict.fromkeys((*weights, *beside)))
-    return Save(step, _fingerprint(storage, actor, still), weights=weights)
+    return Save(step, fingerprint(storage, actor, still), weights=weights)
 
 
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
@@ -347,38 +325,3 @@ def _told_world_size(storage: Storage, actor: Path) -> int | None:
     except (OSError, pydantic.ValidationError):
         return None
     return told if type(told) is int else None  # True is no size
-
-
-def _fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
-    """The identity of a save without receipts, through fresh opens of all its weights."""
-    hasher = xxhash.xxh3_128()
-    parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
-    # Merged weights in huggingface/, which 'syncd convert' may put there at any time, are made of
-    # the save, and no part of it.
-    model_files = (
-        f"{folder}/{name}"
-        for folder in (HUGGINGFACE, LORA_ADAPTER)
-        for name in storage.names(actor / folder)
-        if not name.startswith(TEMPORARY)
-        and not (folder == HUGGINGFACE and (is_weights_name(name) or name == MANIFEST))
-    )
-    for name in dict.fromkeys((*weights, *model_files)):
-        path = actor / name
-        status = storage.status(path)
-        if status is not None and name in weights:
-            # An open makes a network filesystem ask the server; a bare stat may be stale.
-            fd = storage.open_read(path)
-            try:
-                status = storage.fstat(fd)
-            finally:
-                storage.release(fd)
-        if status is None:
-            raise FileNotFoundError(2, "went while it was looked at", str(path))
-        line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"
-        hasher.update(line.encode(errors="surrogateescape"))
-        if is_dcp_file(name):
-            parts[name == DCP_METADATA].update(line.encode(errors="surrogateescape"))
-    if DCP_METADATA in weights:
-        told = "-".join(parts[part].hexdigest() for part in (True, False))
-        return f"{_DCP}{told}-{hasher.hexdigest()}"
-    return f"foreign-{hasher.hexdigest()}"

@@ -15,15 +15,12 @@ from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.checkpoint.torch_zip import (
     Record,
-    central_directory_digest,
     read_directory,
     read_records,
 )
 from syncd.checkpoint.uncollected import uncollected
 from syncd.protocol.errors import ShardFormatError
 from syncd.storage.fsio import Signature, Storage, signature
-
-__all__ = ["Chunks", "Local", "Record", "ShardFile", "central_directory_digest"]
 
 
 class ReadPieces(Protocol):

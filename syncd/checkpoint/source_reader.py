@@ -38,7 +38,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SourceFile:
     """A file of which only some records are read and checked, or none has a check."""
 
     path: Path

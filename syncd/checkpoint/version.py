@@ -17,7 +17,7 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
-from syncd.protocol.layout import MANIFEST
+from syncd.protocol.names import MANIFEST
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage

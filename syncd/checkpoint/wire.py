@@ -12,7 +12,7 @@ import struct
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
-from syncd.checkpoint.dcp_metadata import Chunk, Contents, Stored, is_distcp
+from syncd.checkpoint.dcp_metadata import Chunk, Stored, StoredModel, is_distcp
 from syncd.checkpoint.pieces import Piece, Pieces
 from syncd.checkpoint.placement import Position, Shape
 from syncd.checkpoint.safetensors_header import Entry, checked_entry
@@ -33,8 +33,9 @@ from syncd.protocol.errors import (
 REQUEST: Final = struct.Struct("<cQ")
 PICKLE: Final = b"P"
 HEADER: Final = b"H"
-#: A safetensors header with the places of chunks in it; the other two begin with :func:`asked`.
+#: A safetensors header with the places of chunks in it.
 CHUNKED_HEADER: Final = b"C"
+#: These two begin with a word (:func:`asked`): a tensor's name, and the prefix of a model's names.
 TENSOR: Final = b"T"
 METADATA: Final = b"M"
 
@@ -230,7 +231,7 @@ def read_chunked(row: Row) -> tuple[Entry, Shape]:
     raise ValueError("is no chunk of a header")
 
 
-def contents_rows(contents: Contents) -> Iterator[Row]:
+def contents_rows(contents: StoredModel) -> Iterator[Row]:
     """What a checkpoint has of a model, as JSON: each tensor before its chunks."""
     yield [contents.is_model_only]
     for name, (dtype, shape, chunks) in contents.tensors.items():
@@ -238,7 +239,7 @@ def contents_rows(contents: Contents) -> Iterator[Row]:
         yield from map(list, chunks)
 
 
-def read_contents(rows: Sequence[Row]) -> Contents:
+def read_contents(rows: Sequence[Row]) -> StoredModel:
     """What all rows of an answer say.
 
     Raises:
@@ -269,7 +270,7 @@ def read_contents(rows: Sequence[Row]) -> Contents:
     tensors = {
         name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in found.items()
     }
-    return Contents(tensors, is_model_only)
+    return StoredModel(tensors, is_model_only)
 
 
 def _chunk(begin: Row, sizes: Row, file: str, at: Row, length: Row) -> Chunk | None:

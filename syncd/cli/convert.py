@@ -16,7 +16,8 @@ from syncd.cli import options
 from syncd.cli.amounts import size, span
 from syncd.cli.bars import bar, cleaned_up
 from syncd.protocol.errors import SaveNotReadyError, SyncdError
-from syncd.protocol.layout import HUGGINGFACE, MODEL_CONFIG, JobLayout, is_weights_name, printable
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import HUGGINGFACE, MODEL_CONFIG, is_weights_name, printable
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 

@@ -28,8 +28,9 @@ from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import look
 from syncd.protocol.errors import JobUnavailableError, RecordError, VerificationError
+from syncd.protocol.journal import AuditLine
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import AuditLine, parse
+from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 
 _WORLD_SIZE: Final = 2

@@ -20,7 +20,8 @@ from syncd.cli import options
 from syncd.doctor.examination import Examination, Limits, Watching, join
 from syncd.doctor.finding import Finding, Verdict, worst
 from syncd.protocol.errors import UnfitStorageError
-from syncd.protocol.layout import JobLayout, printable
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import printable
 from syncd.storage.fsio import Storage
 
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}

@@ -15,7 +15,8 @@ from rich.text import Text
 from syncd.cli import options
 from syncd.cli.amounts import moment, span
 from syncd.daemon.history import Live, VersionHistory, history
-from syncd.protocol.layout import JobLayout, printable
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import printable
 from syncd.storage.fsio import Storage
 
 #: How many explorers of a version are shown; JSON has all.

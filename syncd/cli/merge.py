@@ -14,7 +14,7 @@ from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.cli.bars import bar, cleaned_up
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import TEMPORARY, parse_step_folder, printable
+from syncd.protocol.names import TEMPORARY, parse_step_folder, printable
 from syncd.storage.errnos import NOT_EMPTY
 from syncd.storage.fsio import Storage
 

@@ -13,12 +13,7 @@ from click.core import ParameterSource
 
 from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import KEYS, Given
-from syncd.protocol.layout import (
-    CHECKPOINT_POINTER,
-    STATE_POINTER,
-    step_folder,
-    version_folder,
-)
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
 
 _DEFAULTS = RunConfig()
 #: Where the services of this host have their configurations, one a job.

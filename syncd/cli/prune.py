@@ -14,7 +14,8 @@ from syncd.cli.bars import at_work
 from syncd.daemon.configuration import load
 from syncd.daemon.decide import DropLease, PruneStep, Pruning, RetireVersion
 from syncd.daemon.offline import prune_now, would_prune
-from syncd.protocol.layout import JobLayout, step_folder, version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import step_folder, version_folder
 
 
 @click.command("prune", epilog="Example: syncd prune /shared/jobs/qwen-grpo --dry-run --keep 1")

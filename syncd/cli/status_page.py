@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from syncd.cli.amounts import ago, moment, size, span
-from syncd.protocol.layout import printable
+from syncd.protocol.names import printable
 
 #: How many explorers, and events, are shown; JSON has more.
 _EXPLORERS: Final = 20

@@ -12,7 +12,7 @@ from syncd.cli import options
 from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import checked_name
+from syncd.protocol.names import checked_name
 from syncd.storage.fsio import Storage
 from syncd.units.files import FOLLOWER, Instance, is_untouched, owner_of, unit_files
 

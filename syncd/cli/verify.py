@@ -12,7 +12,8 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
 from syncd.cli.bars import bar
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
-from syncd.protocol.layout import MANIFEST, JobLayout, parse_version_folder, printable
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import MANIFEST, parse_version_folder, printable
 from syncd.storage.fsio import Storage
 
 

@@ -9,8 +9,8 @@ from syncd.coordination.participant import Participant, back_to_running, require
 from syncd.coordination.roster import Roster
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport
-from syncd.storage.leases import Clock
+from syncd.protocol.reports import ExplorerReport
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,8 @@ from syncd.protocol.policy import (
     after_broadcast,
     may_produce,
 )
-from syncd.protocol.records import Reload, SaveId
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Reload
 
 log = logging.getLogger(__name__)
 

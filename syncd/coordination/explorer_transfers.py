@@ -12,7 +12,7 @@ from syncd.coordination.weight_sync import ExplorerGroup
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import ExplorerReport
+from syncd.protocol.reports import ExplorerReport
 
 if TYPE_CHECKING:
     import torch

@@ -19,13 +19,14 @@ from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Cancellation, Wait, Waits
 from syncd.coordination.weight_sync import Meetings
 from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
-from syncd.protocol.layout import JobLayout, checked_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import checked_name
 from syncd.protocol.participants import SavedState
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 
 if TYPE_CHECKING:
     from torch import Tensor

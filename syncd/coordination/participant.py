@@ -13,10 +13,12 @@ from typing import Any, Generic, TypeVar
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, check_transition
-from syncd.protocol.records import ExplorerReport, TrainerReport, encode
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.claims import HeldName
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock, Session
+from syncd.storage.judge import Clock
+from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 

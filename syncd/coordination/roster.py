@@ -17,13 +17,15 @@ from syncd.protocol.errors import (
     RecordError,
     SyncdError,
 )
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.participants import session_of
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport, R, TrainerReport, parse
+from syncd.protocol.records import R, parse
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import RECORD_LIMIT, Signature, Storage, signature
-from syncd.storage.leases import Clock, Judge, Liveness
+from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
 from syncd.storage.repeats import Repeats
 

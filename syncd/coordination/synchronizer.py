@@ -17,7 +17,8 @@ from syncd.coordination.transfer import Takers
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.participants import Offer, Rendezvous, SavedState
 from syncd.protocol.policy import RunningStatus, Version
-from syncd.protocol.records import Reload, SaveId
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import Reload
 
 if TYPE_CHECKING:
     import torch

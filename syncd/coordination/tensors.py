@@ -9,8 +9,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from syncd.checkpoint.safetensors_file import DTYPES as _NAMES
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.tensor_rules import DTYPES as _NAMES
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.errors import EngineMismatchError, VerificationError

@@ -13,7 +13,7 @@ from syncd.coordination.transfer import Takers, TrainerSide
 from syncd.coordination.waiting import Cancellation
 from syncd.coordination.weight_sync import Place, TrainerGroup
 from syncd.protocol.errors import BroadcastError, InvalidSettingsError
-from syncd.protocol.layout import REMOTE_PATH
+from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
@@ -22,7 +22,8 @@ from syncd.protocol.policy import (
     must_wait_for_explorers,
     unanswered,
 )
-from syncd.protocol.records import ExplorerReport, SaveId, TrainerReport
+from syncd.protocol.records import SaveId
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 
 if TYPE_CHECKING:
     import torch

@@ -15,10 +15,12 @@ from typing import Literal, NamedTuple
 from syncd.coordination.participant import Participant, back_to_running, require_sync
 from syncd.coordination.roster import Roster
 from syncd.coordination.waiting import Wait
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.participants import Member, Offer, Verdict
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport, TrainerReport, encode, parse
+from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.reading import read_if_there

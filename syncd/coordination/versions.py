@@ -10,28 +10,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from syncd.checkpoint.safetensors_file import DTYPES
+from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.coordination.leased_version import LeasedVersion, lease_version, read_latest
 from syncd.protocol.errors import (
     EngineMismatchError,
     SaveNotReadyError,
     VersionGoneError,
 )
-from syncd.protocol.layout import (
-    FULL_STATE_DICT,
-    RECEIPTS,
-    JobLayout,
-    parse_pointer,
-    receipt_name,
-    shard_name,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, parse_pointer, receipt_name, shard_name
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import Receipt, SaveOutcome, Saves, TrainerReport, encode
+from syncd.protocol.records import Receipt, SaveOutcome, Saves, encode
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import Session
 from syncd.storage.reading import read_if_there
+from syncd.storage.sessions import Session
 from syncd.storage.steps import make_step_folder, point
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
 #: Seconds between two looks of a pause, at most.

@@ -11,20 +11,15 @@ from typing import Final
 
 from syncd.daemon.steering import Steering
 from syncd.protocol.events import Event
-from syncd.protocol.layout import (
-    HUGGINGFACE,
-    LORA_ADAPTER,
-    RECEIPTS,
-    TEMPORARY,
-    JobLayout,
-    parse_step_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
 from syncd.protocol.participants import session_of
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
+from syncd.storage.steps import step_folders
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +148,7 @@ class Collector:
         yield from self._steering.answered()
         yield from self._rooms()
         if not self._steps:
-            names = (parse_step_folder(name) for name in self._storage.names(layout.root))
-            self._steps.extend(sorted((s for s in names if s is not None), reverse=True))
+            self._steps.extend(reversed(step_folders(self._storage, layout)))
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
             step = self._steps.popleft()
             actor = layout.actor(step)

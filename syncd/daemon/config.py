@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.daemon.quantities import Bytes, Count, PromFile, Seconds
-from syncd.protocol.layout import STATE_POINTER
+from syncd.protocol.names import STATE_POINTER
 
 
 class DaemonConfig(BaseModel):

@@ -16,7 +16,7 @@ from syncd.daemon.allowed import allowed, is_path, may_be_none, nearest, no_such
 from syncd.daemon.config import LIVE_KEYS, RunConfig
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import printable
+from syncd.protocol.names import printable
 
 log = logging.getLogger(__name__)
 

@@ -13,13 +13,16 @@ from collections.abc import Callable
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, RecordError, VersionGoneError
-from syncd.protocol.layout import JobLayout, version_folder
-from syncd.protocol.records import DaemonReport, encode, parse
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import version_folder
+from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import DaemonReport
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 from syncd.storage.job import lease_time_of
-from syncd.storage.leases import Clock, Judge, Liveness, new_session_id
+from syncd.storage.judge import Clock, Judge, Liveness
+from syncd.storage.sessions import new_session_id
 
 #: Seconds between two looks for a daemon's word.
 _POLL: Final = 0.1

@@ -9,7 +9,7 @@ from enum import Enum
 from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.retention import keep_newest, kept
-from syncd.protocol.layout import STATE_POINTER, printable, version_folder
+from syncd.protocol.names import STATE_POINTER, printable, version_folder
 from syncd.protocol.requests import Pause, RollbackRequest
 
 

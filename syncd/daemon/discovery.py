@@ -13,7 +13,7 @@ from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)

@@ -7,8 +7,10 @@ from typing import Final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import TEMPORARY, JobLayout, printable
-from syncd.protocol.records import ExplorerReport, Latest, parse
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY, printable
+from syncd.protocol.records import Latest, parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 

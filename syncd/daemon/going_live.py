@@ -8,8 +8,10 @@ from typing import Final
 
 from syncd.daemon.decide import LeaseSeen
 from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import JobLayout, parse_lease_marker
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_lease_marker
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
 

@@ -17,7 +17,7 @@ from typing import Concatenate, Final, ParamSpec, Self, TypeVar
 
 from syncd.daemon.notify import LONGEST_SILENCE, ServiceManager
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import check_is_job
 from syncd.daemon.journal_file import read_journal
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import TEMPORARY, JobLayout, parse_version_folder
-from syncd.protocol.records import AuditLine, ExplorerReport, JournalLine, Latest, parse
+from syncd.protocol.journal import AuditLine, JournalLine
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY, parse_version_folder
+from syncd.protocol.records import Latest, parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.append import last_lines
 from syncd.storage.fsio import Storage
-
-#: The most bytes of the audit log that are read, from its end.
-_AUDIT: Final = 16 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -132,7 +131,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
 
 
 def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:
-    for content in last_lines(storage, layout.audit, _AUDIT):
+    for content in last_lines(storage, layout.audit):
         if b'"version"' not in content:
             continue  # the deletions of steps and leases are many
         try:

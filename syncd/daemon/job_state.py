@@ -9,23 +9,17 @@ from typing import Any, Final
 from syncd.daemon.journal_file import read_journal
 from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import (
+from syncd.protocol.journal import AuditLine
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     PINNED,
     TEMPORARY,
-    JobLayout,
     parse_lease_marker,
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import (
-    AuditLine,
-    DaemonReport,
-    ExplorerReport,
-    Latest,
-    R,
-    TrainerReport,
-    parse,
-)
+from syncd.protocol.records import Latest, R, parse
+from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.fsio import Storage
 

@@ -12,10 +12,11 @@ from syncd.checkpoint.save import Save
 from syncd.daemon.journal_file import JournalFile
 from syncd.daemon.meter import Meter
 from syncd.protocol.events import Event
-from syncd.protocol.layout import printable
-from syncd.protocol.records import DaemonCounters, Manifest
+from syncd.protocol.names import printable
+from syncd.protocol.records import Manifest
+from syncd.protocol.reports import DaemonCounters
 from syncd.protocol.requests import RollbackRequest
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,15 @@ from typing import Any, Final
 
 from syncd.protocol.errors import RecordError
 from syncd.protocol.events import Event
+from syncd.protocol.journal import JournalLine
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import JournalLine, encode, parse
-from syncd.storage.append import append, last_lines
-from syncd.storage.epoch import move_away
-from syncd.storage.errnos import is_refused_here
+from syncd.protocol.records import encode, parse
+from syncd.storage.append import LIMIT, append, last_lines
 from syncd.storage.fsio import Storage
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
 
-#: The most bytes of the file, and again of the one with the older lines: at 2 explorers some
-#: thousands of versions, at 500 about a hundred.
-LIMIT: Final = 4 * 1024 * 1024
 #: How many lines wait where storage does not take them; then the oldest are lost.
 _MOST_WAITING: Final = 1000
 
@@ -38,7 +34,8 @@ class JournalFile:
         storage: the shared storage.
         layout: the job.
         wall: seconds since the epoch, for people.
-        limit: the most bytes of the file; then it becomes the one with the older lines.
+        limit: as of :func:`~syncd.storage.append.append`; at 2 explorers some thousands of versions
+            are in it, at 500 about a hundred.
     """
 
     def __init__(
@@ -67,9 +64,9 @@ class JournalFile:
             return
         path = self._layout.journal
         try:
-            self._turn_over()
             # A daemon that was killed in the middle of a line left no end to it.
-            append(self._storage, path, b"\n" + b"".join(self._waiting), durable=False)
+            lines = b"\n" + b"".join(self._waiting)
+            append(self._storage, path, lines, durable=False, limit=self._limit)
         except OSError as error:
             if self._repeats.due("refused"):
                 log.warning(
@@ -80,18 +77,6 @@ class JournalFile:
         else:
             self._waiting.clear()
             self._repeats.forget("refused")
-
-    def _turn_over(self) -> None:
-        """Let the lines that are there be the older ones, where there are enough."""
-        path, older = self._layout.journal, self._layout.older_journal
-        status = self._storage.status(path)
-        if status is None or status.st_size < self._limit:
-            return
-        try:
-            self._storage.rename(path, older)
-        except IsADirectoryError:
-            move_away(self._storage, older)
-            self._storage.rename(path, older)
 
 
 def read_journal(storage: Storage, layout: JobLayout, limit: int = 2 * LIMIT) -> list[JournalLine]:
@@ -105,18 +90,8 @@ def read_journal(storage: Storage, layout: JobLayout, limit: int = 2 * LIMIT) ->
     Raises:
         OSError: storage does not answer.
     """
-    found: list[bytes] = []
-    for path in (layout.journal, layout.older_journal):
-        left = limit - sum(map(len, found))
-        if left <= 0:
-            break
-        try:
-            found = last_lines(storage, path, left) + found
-        except OSError as error:
-            if not is_refused_here(error):
-                raise
     lines = []
-    for content in found:
+    for content in last_lines(storage, layout.journal, limit):
         try:
             lines.append(parse(JournalLine, content, layout.journal))
         except RecordError:

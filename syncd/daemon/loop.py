@@ -50,12 +50,14 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout, parse_lease_marker
-from syncd.protocol.records import MergeProgress
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_lease_marker
+from syncd.protocol.reports import MergeProgress
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock, DaemonLock, Judge, Session
+from syncd.storage.judge import Clock, Judge
 from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import DaemonLock, Session
 
 #: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
 _LONGEST_WAIT: Final = 30.0

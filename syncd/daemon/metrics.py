@@ -17,7 +17,8 @@ from syncd import __version__
 from syncd.daemon.decide import Observation
 from syncd.daemon.explorer_metrics import ExplorerMetrics, remove
 from syncd.daemon.meter import Meter
-from syncd.protocol.layout import JobLayout, parse_lease_marker, printable
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_lease_marker, printable
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
-from syncd.protocol.layout import printable
+from syncd.protocol.names import printable
 
 log = logging.getLogger(__name__)
 

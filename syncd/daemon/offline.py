@@ -24,8 +24,9 @@ from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import lease_time_of
-from syncd.storage.leases import DAEMON_SESSION, DaemonLock, Judge, Session
+from syncd.storage.judge import Judge
 from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import DAEMON_SESSION, DaemonLock, Session
 
 
 def would_prune(

@@ -7,8 +7,9 @@ from typing import Final
 
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import DAEMON_SESSION, Clock, Judge, Liveness
+from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
+from syncd.storage.sessions import DAEMON_SESSION
 
 #: filelock's name for a heartbeat; it has others beside it, for moments.
 _HEARTBEAT: Final = ".lock"

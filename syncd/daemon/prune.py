@@ -11,18 +11,19 @@ from typing import Final, Literal
 from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion, StepSeen
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import Event
-from syncd.protocol.layout import (
+from syncd.protocol.journal import AuditLine
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     HUGGINGFACE,
     LORA_ADAPTER,
     RECEIPTS,
     SAVING,
-    JobLayout,
     parse_step_folder,
     parse_version_folder,
     step_folder,
     version_folder,
 )
-from syncd.protocol.records import AuditLine, SaveOutcome, encode
+from syncd.protocol.records import SaveOutcome, encode
 from syncd.storage.append import append
 from syncd.storage.calls import Kind
 from syncd.storage.epoch import Epoch

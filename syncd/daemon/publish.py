@@ -11,10 +11,10 @@ from pathlib import Path
 
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.chunked_save import holds_model_only
+from syncd.checkpoint.free_space import FreeSpace
 from syncd.checkpoint.merge import Progress, unheard
 from syncd.checkpoint.remote import look_at_weights, write_remote
 from syncd.checkpoint.republish import republish
-from syncd.checkpoint.room import Room
 from syncd.checkpoint.save import Save
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
@@ -25,11 +25,8 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.events import Event
-from syncd.protocol.layout import (
-    JobLayout,
-    parse_version_folder,
-    version_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
@@ -91,7 +88,7 @@ class Publisher:
         self._floor = 0
         self._unwritten = False
         advice = "make room there, or lower --keep"
-        self._room = Room(storage, layout.epochs, layout.root, advice=advice)
+        self._free_space = FreeSpace(storage, layout.epochs, layout.root, advice=advice)
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
@@ -399,7 +396,7 @@ class Publisher:
             NoRoomError: the disk has no room for this version.
             SaveNotReadyError, CheckpointError: as :meth:`publish`.
         """
-        self._room.check(
+        self._free_space.check(
             self._layout.actor(save.step),
             save,
             cast=self._config.cast,

@@ -12,17 +12,10 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout, parse_version_folder
-from syncd.protocol.records import (
-    DaemonReport,
-    ExplorerReport,
-    Latest,
-    Manifest,
-    R,
-    SaveOutcome,
-    Saves,
-    parse,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_version_folder
+from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, Saves, parse
+from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
 

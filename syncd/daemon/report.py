@@ -10,17 +10,13 @@ from typing import Final
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import (
-    DaemonCounters,
-    DaemonReport,
-    Latest,
-    MergeProgress,
-    encode,
-)
+from syncd.protocol.records import Latest, encode
+from syncd.protocol.reports import DaemonCounters, DaemonReport, MergeProgress
 from syncd.storage.epoch import Epoch
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Session
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 

@@ -8,25 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from syncd.checkpoint.fingerprint import is_saved_over
 from syncd.checkpoint.remote import look_at_weights
-from syncd.checkpoint.save import Save, is_saved_over
+from syncd.checkpoint.save import Save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.let_be import LetBe
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     DCP_METADATA,
-    JobLayout,
     parse_lease_marker,
     parse_pointer,
     parse_version_folder,
 )
-from syncd.protocol.records import SaveOutcome, TrainerReport, parse
+from syncd.protocol.records import SaveOutcome, parse
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone, is_refused_here
 from syncd.storage.fsio import Signature, Storage
-from syncd.storage.leases import Clock, Judge, Liveness
+from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.lookout import Lookout
 
 _POINTER_LIMIT: Final = 4096

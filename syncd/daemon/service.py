@@ -27,16 +27,18 @@ from syncd.protocol.errors import (
     SyncdError,
 )
 from syncd.protocol.events import Event
-from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER
 from syncd.protocol.records import Format, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
 from syncd.storage.job import check_folders, open_job
-from syncd.storage.leases import DAEMON_SESSION, DaemonLock, Judge, Session, sweep_broken
+from syncd.storage.judge import Judge, sweep_broken
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
-from syncd.storage.rights import check_rights, share_with_group, unprunable
+from syncd.storage.rights import TO_DELETE, check_rights, share_with_group, unprunable
+from syncd.storage.sessions import DAEMON_SESSION, DaemonLock, Session
 from syncd.storage.watch import Watcher
 
 log = logging.getLogger(__name__)
@@ -308,9 +310,8 @@ class Service:
         found = unprunable(self._storage, self._layout)
         self._rights_seen = found is not None
         if found:
-            log.warning(
-                "%s", found, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=found)
-            )
+            why = f"{found}: {TO_DELETE}"
+            log.warning("%s", why, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=why))
 
     def _gave_up_reserve(self) -> bool:
         """A full disk must not keep out who would prune it."""

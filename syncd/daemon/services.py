@@ -15,7 +15,7 @@ from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import STATE_POINTER
+from syncd.protocol.names import STATE_POINTER
 from syncd.storage.fsio import Storage
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from syncd.protocol.errors import RecordError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import TEMPORARY, JobLayout, printable
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.records import parse
 from syncd.protocol.requests import Pause, RollbackRequest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here

@@ -11,7 +11,8 @@ from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
 from syncd.daemon.decide import Pointer, StepSeen
 from syncd.daemon.let_be import LetBe
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     ACTOR,
     CRITIC,
     FULL,
@@ -23,15 +24,14 @@ from syncd.protocol.layout import (
     REMOTE_PATH,
     RETIRED,
     SAVING,
-    JobLayout,
     is_dcp_file,
     is_resumable_state,
-    parse_step_folder,
 )
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
+from syncd.storage.steps import step_folders
 
 #: How many step folders one look is into: the rest wait for the next ones.
 _AT_A_TIME: Final = 64
@@ -112,8 +112,7 @@ class Steps:
         is_time = not self._due and now - self._at >= LOOK_AGAIN
         if not (moved or is_time or (self._again and not self._due)):
             return
-        found = {parse_step_folder(name) for name in self._storage.names(self._layout.root)}
-        steps = {step for step in found if step is not None}
+        steps = set(step_folders(self._storage, self._layout))
         self._note_passed(pointer, steps, is_time=is_time)
         ordered = sorted(steps | outcomes.keys(), reverse=True)
         if self._due:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from syncd.storage.leases import Clock
+from syncd.storage.judge import Clock
 
 #: Seconds without a sign of life after which a job counts neither as one that merges nor as one
 #: that waits. A loop asks once a tick, and a tick is a minute at most.

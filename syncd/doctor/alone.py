@@ -21,7 +21,9 @@ from syncd.storage.fsio import Storage, signature
 _TIMES: Final = 5
 #: What is copied: whole pages, for blocks to be shared.
 _COPIED: Final = 64 * 1024
-#: Seconds between two touches, each time twice as long, until they can be told apart.
+#: Seconds between two looks at a file, touched or not: in this time a change shows, or none does.
+_PAUSE: Final = 0.1
+#: Seconds between two touches, each time longer, until they can be told apart.
 _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
@@ -126,9 +128,9 @@ def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
         return storage.look_into(path, lambda fd: signature(storage.fstat(fd)))
 
     before = look()
-    time.sleep(_STEPS[2])
+    time.sleep(_PAUSE)
     still = look() == before
-    time.sleep(_STEPS[2])
+    time.sleep(_PAUSE)
     storage.utime(path)
     touched = look() != before
     step = None

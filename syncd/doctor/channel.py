@@ -13,7 +13,7 @@ from syncd.doctor.calls import Answer, Call, End, Request
 from syncd.doctor.finding import Finding
 from syncd.doctor.party import Here, Party, put
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import TEMPORARY
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import R, encode, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage

@@ -153,7 +153,7 @@ class Examination:
                     self._probe("daemon", watch)
                 else:
                     with company(room) as others:
-                        self._in_it(room, facts, clock, lease_time, others, two_hosts=two_hosts)
+                        self._measure(room, facts, clock, lease_time, others, two_hosts=two_hosts)
                         self._probe("daemon", watch)
         except _HungError as error:
             self._note(job_verdicts.hung(error.probe, self._limits.probe))
@@ -194,7 +194,7 @@ class Examination:
         else:
             self._leave(room)
 
-    def _in_it(
+    def _measure(
         self,
         room: ProbeRoom,
         facts: Facts,
@@ -204,7 +204,7 @@ class Examination:
         *,
         two_hosts: bool,
     ) -> None:
-        """All probes that write."""
+        """Do all probes that write, in a room."""
         storage, limit, path = self._storage, self._limits.look, room.path
 
         def here(name: str) -> Here:

@@ -13,13 +13,16 @@ from syncd.doctor import job_verdicts
 from syncd.doctor.calls import Facts
 from syncd.doctor.finding import Finding
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import JobLayout, parse_step_folder, parse_version_folder, printable
-from syncd.protocol.records import DaemonReport, Format
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_version_folder, printable
+from syncd.protocol.records import Format
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.job import lease_time_of
 from syncd.storage.reading import read_if_there
-from syncd.storage.rights import check_rights, unprunable
+from syncd.storage.rights import TO_DELETE, unprunable, unwritable
+from syncd.storage.steps import step_folders
 
 #: Seconds between two looks at the daemon's heartbeat.
 _PAUSE: Final = 0.2
@@ -128,18 +131,15 @@ def rights(storage: Storage, layout: JobLayout, facts: Facts, refused: str | Non
         refused: what storage said to the first folder that was to be made; None where it was made.
     """
     if refused is None:
-        try:
-            check_rights(storage, layout)
-        except JobUnavailableError as error:
-            refused = str(error).partition(": run as")[0]
-    prunable = unprunable(storage, layout) if refused is None else None
-    return job_verdicts.rights(refused, prunable, facts)
+        folder = unwritable(storage, layout)
+        refused = f"{folder} may not be written" if folder is not None else None
+    kept = unprunable(storage, layout) if refused is None else None
+    return job_verdicts.rights(refused, kept, TO_DELETE, facts)
 
 
 def others(storage: Storage, layout: JobLayout) -> Finding:
     """Whether anybody else may write to the job."""
-    found = [parse_step_folder(name) for name in storage.names(layout.root)]
-    steps = sorted((step for step in found if step is not None), reverse=True)[:_FEW]
+    steps = reversed(step_folders(storage, layout)[-_FEW:])
     folders = [layout.root, layout.published, layout.state, layout.sessions, layout.leases]
     folders += [folder for step in steps for folder in (layout.step(step), layout.actor(step))]
     writers = []

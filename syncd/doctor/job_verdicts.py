@@ -7,7 +7,7 @@ from typing import Final
 
 from syncd.doctor.calls import Facts
 from syncd.doctor.finding import Finding, Measured, fail, ok, warn
-from syncd.protocol.layout import printable
+from syncd.protocol.names import printable
 
 #: Less than this, and no daemon can take over: bytes and inodes of its reserve.
 _LEAST: Final = (1024 * 1024, 16)
@@ -164,12 +164,13 @@ def software(facts: Facts) -> Finding:
     return ok("software", f"{words}, torch {facts.torch}")
 
 
-def rights(refused: str | None, unprunable: str | None, facts: Facts) -> Finding:
+def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) -> Finding:
     """Whether this user may do what a daemon does.
 
     Args:
         refused: why it may not write; None where it may.
-        unprunable: why it could not delete steps; None where there are none, empty where it could.
+        kept: why it could not delete steps; None where there are none, empty where it could.
+        to_delete: what to do about that.
         facts: of this process.
     """
     us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
@@ -180,9 +181,8 @@ def rights(refused: str | None, unprunable: str | None, facts: Facts) -> Finding
             "run it as the trainers' user, or share the job with a group that both are in "
             "(--shared-group)",
         )
-    if unprunable:
-        words, _, advice = unprunable.partition(": run as")
-        return warn("rights", words, f"run as{advice}" if advice else "")
+    if kept:
+        return warn("rights", kept, to_delete)
     return ok("rights", f"{us}: may write, and delete what trainers made")
 
 

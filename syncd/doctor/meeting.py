@@ -17,8 +17,8 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import new_session_id
 from syncd.storage.probe_room import ProbeRoom, rooms
+from syncd.storage.sessions import new_session_id
 
 #: How the names of rooms begin in which another host is waited for.
 _PEER: Final = "peer-"

@@ -12,7 +12,7 @@ from typing import Final
 
 from syncd.doctor.calls import DONE, Answer, Call, Change, Facts, How, Look
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import TEMPORARY
+from syncd.protocol.names import TEMPORARY
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.watch import Watcher
@@ -44,14 +44,14 @@ class Party(ABC):
             JobUnavailableError: it does not answer.
         """
 
-    def _do(self, call: Call) -> Answer:
+    def _ask(self, call: Call) -> Answer:
         self.begin(call)
         return self.end()
 
     def attempt(self, change: Change, name: str, other: str | None = None, text: str = "") -> str:
         """Change something; returns ``done``, or the name of the error: ``EEXIST``."""
         call = Call(do="attempt", change=change, name=name, other=other, text=text)
-        return self._do(call).text
+        return self._ask(call).text
 
     def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
         """Change something that a probe begins with.
@@ -66,23 +66,23 @@ class Party(ABC):
 
     def see(self, how: How, name: str) -> str:
         """Look once; returns what is seen, or the name of an error after a ``!``."""
-        return self._do(Call(do="see", how=how, name=name)).text
+        return self._ask(Call(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
         """Look until each shows something else; seconds for each, None where it is not within."""
-        return self._do(Call(do="until", looks=tuple(looks), seconds=limit)).after
+        return self._ask(Call(do="until", looks=tuple(looks), seconds=limit)).after
 
     def listen(self, folder: str, name: str) -> None:
         """Begin to wait for an event of a name in a folder."""
-        self._do(Call(do="listen", name=folder, text=name))
+        self._ask(Call(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
         """Wait for it; the seconds that it took from now on, None where none came."""
-        return self._do(Call(do="heard", seconds=limit)).after[0]
+        return self._ask(Call(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
         """What it says of itself."""
-        found = self._do(Call(do="tell")).facts
+        found = self._ask(Call(do="tell")).facts
         if found is None:
             raise JobUnavailableError("the other process does not say what it is")
         return found
@@ -171,7 +171,7 @@ class Here(Party):
                 case "write":
                     put(storage, path, call.text.encode())
                 case "replace":
-                    replace(storage, path, call.text.encode())
+                    _replace(storage, path, call.text.encode())
         except OSError as error:
             return error_name(error)
         return DONE
@@ -227,7 +227,7 @@ class Here(Party):
         end, written = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             written += 1
-            replace(self._storage, path, block(written))
+            _replace(self._storage, path, _block(written))
         return Answer(counts={"written": written})
 
     def _reread(self, path: Path, seconds: float) -> Answer:
@@ -256,7 +256,7 @@ class Here(Party):
         return time.monotonic() - begun if self._watcher.wait(limit) else None
 
 
-def block(number: int) -> bytes:
+def _block(number: int) -> bytes:
     """What a file that is replaced holds: the same number all along."""
     return number.to_bytes(_BLOCK, "little") * _BLOCKS
 
@@ -268,7 +268,7 @@ def put(storage: Storage, path: Path, data: bytes) -> None:
         storage.write_all(fd, data)
 
 
-def replace(storage: Storage, path: Path, data: bytes) -> None:
+def _replace(storage: Storage, path: Path, data: bytes) -> None:
     """Replace a file by a rename, that needs to survive nothing either."""
     draft = path.with_name(f"{TEMPORARY}{path.name}-{time.monotonic_ns()}")
     put(storage, draft, data)

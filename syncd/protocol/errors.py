@@ -185,12 +185,6 @@ class CommandFailedError(SyncdError):
     exit_code = 17
 
 
-class UnfitStorageError(SyncdError):
-    """Raised when storage was measured, and a promise of syncd's cannot hold on it."""
-
-    exit_code = 19
-
-
 class ServerError(SyncdError):
     """Raised when an inference server did not do what it was asked, or did not say that it did."""
 
@@ -211,6 +205,12 @@ class ServerRefusedError(ServerError):
 
 class ServerUnreachableError(ServerError, OSError):
     """Raised when a server does not answer: what was asked for may have been done, or not."""
+
+
+class UnfitStorageError(SyncdError):
+    """Raised when storage was measured, and a promise of syncd's cannot hold on it."""
+
+    exit_code = 19
 
 
 class BroadcastError(SyncdError):

@@ -1,220 +1,20 @@
-"""Every path and every name of the on-disk protocol. Pure: nothing here touches the disk.
+"""Every path of a job directory. Pure: nothing here touches the disk.
 
 The picture of a job directory is in ``docs/protocol.md``.
 """
 
 from __future__ import annotations
 
-import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from syncd.protocol.errors import InvalidSettingsError
-
-STATE_POINTER: Final = "latest_state_dict_iteration.txt"
-CHECKPOINT_POINTER: Final = "latest_checkpointed_iteration.txt"
-
-#: The folders of a step: that of the model that is published, and that of the trainer's other one.
-ACTOR: Final = "actor"
-CRITIC: Final = "critic"
-
-SAVING: Final = ".saving"
-FULL: Final = ".full_checkpoint"
-RETIRED: Final = ".retired"
-RECEIPTS: Final = ".receipts"
-#: Someone wants it kept: a file in a step folder, or in the lease folder of a version.
-PINNED: Final = ".pinned"
-FULL_STATE_DICT: Final = "model.safetensors"
-#: What torch.distributed.checkpoint writes last into its folder; and what it has before that.
-DCP_METADATA: Final = ".metadata"
-DCP_UNFINISHED: Final = ".metadata.tmp"
-DCP_SUFFIX: Final = ".distcp"
-HUGGINGFACE: Final = "huggingface"
-#: Of trainers whose weights are elsewhere: a line that says where.
-REMOTE_PATH: Final = "remote_sampler_path.txt"
-#: PEFT's folder beside it, and what PEFT calls the files of an adapter.
-LORA_ADAPTER: Final = "lora_adapter"
-ADAPTER_CONFIG: Final = "adapter_config.json"
-ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
-ADAPTER_PICKLE: Final = "adapter_model.bin"
-MODEL_CONFIG: Final = "config.json"
-FSDP_CONFIG: Final = "fsdp_config.json"
-MANIFEST: Final = "manifest.json"
-#: A file under this prefix is being written; it is garbage until it is renamed.
-TEMPORARY: Final = ".tmp-"
-
-_STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
-_VERSION = re.compile(r"v([0-9]{6,18})", re.ASCII)
-_SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII)
-_POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
-#: What a step folder must not hold, for the pruner: it could be resumed from, or is not ours.
-#: A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is its too.
-_RESUMABLE = re.compile(
-    r"(optim|extra_state)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
+from syncd.protocol.names import (
+    ACTOR,
+    CHECKPOINT_POINTER,
+    STATE_POINTER,
+    step_folder,
+    version_folder,
 )
-_DISTCP = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp", re.ASCII)
-_RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)
-_PART = re.compile(
-    r"(?:shard-([0-9]{5,9})-)?model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII
-)
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)", re.ASCII | re.DOTALL)
-
-
-def is_weights_name(name: str) -> bool:
-    """Whether a file of ``huggingface/`` holds weights, or is their index.
-
-    Those are what a merge writes, and never what it reads.
-    """
-    return _WEIGHTS.fullmatch(name) is not None
-
-
-def step_folder(step: int) -> str:
-    """The name of a step's folder, e.g. ``global_step_17``."""
-    return f"global_step_{step}"
-
-
-def parse_step_folder(name: str) -> int | None:
-    """The step that a folder's name says, or None where it is not a step folder."""
-    match = _STEP.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def version_folder(sequence: int) -> str:
-    """The name of a version's folder, e.g. ``v000017``."""
-    return f"v{sequence:06d}"
-
-
-def parse_version_folder(name: str) -> int | None:
-    """The sequence that a folder's name says, or None where it is not a version folder."""
-    match = _VERSION.fullmatch(name)
-    return int(match[1]) if match and version_folder(int(match[1])) == name else None
-
-
-def shard_name(world_size: int, rank: int) -> str:
-    """The name of a rank's model shard, as verl and Trinity-RFT write it."""
-    return f"model_world_size_{world_size}_rank_{rank}.pt"
-
-
-def optimizer_name(world_size: int, rank: int) -> str:
-    """The name of a rank's optimizer state."""
-    return f"optim_world_size_{world_size}_rank_{rank}.pt"
-
-
-def extra_state_name(world_size: int, rank: int) -> str:
-    """The name of a rank's extra state: scheduler and random number generators."""
-    return f"extra_state_world_size_{world_size}_rank_{rank}.pt"
-
-
-def parse_shard_name(name: str) -> tuple[int, int] | None:
-    """``(world_size, rank)`` of a model shard's name, or None where it is not one."""
-    match = _SHARD.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def distcp_order(name: str) -> tuple[int, int, str]:
-    """How ``.distcp`` files are sorted: by rank and number, where their names say these."""
-    match = _DISTCP.fullmatch(name)
-    return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
-
-
-def is_dcp_file(name: str) -> bool:
-    """Whether a name is that of a file that ``torch.distributed.checkpoint`` writes for a save."""
-    return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
-
-
-def is_rank_metadata(name: str) -> bool:
-    """Whether a name is that of the metadata of one rank alone, which DCP writes on request."""
-    return _RANK_METADATA.fullmatch(name) is not None
-
-
-def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
-    """``(shard, file, files)`` of a Hugging Face file's name that says of how many it is one.
-
-    The shard is None where it holds whole tensors: ``model-00001-of-00002.safetensors``. With
-    ``shard-00001-`` before it is what a rank wrote through ``HuggingFaceStorageWriter``. None where
-    the name is of another kind.
-    """
-    match = _PART.fullmatch(name)
-    if match is None:
-        return None
-    shard, file, files = match[1], int(match[2]), int(match[3])
-    if not 1 <= file <= files or shard == "00000":
-        return None
-    return (None if shard is None else int(shard), file, files)
-
-
-def receipt_name(rank: int) -> str:
-    """The name of a rank's receipt inside ``.receipts/``."""
-    return f"rank_{rank}.json"
-
-
-#: How the names of all ranks' full receipts begin.
-_FULL_RECEIPT: Final = "full_rank_"
-
-
-def full_receipt_name(rank: int) -> str:
-    """The name of a rank's receipt for its optimizer and extra state too."""
-    return f"{_FULL_RECEIPT}{rank}.json"
-
-
-def is_full_receipt_name(name: str) -> bool:
-    """Whether a file is some rank's receipt of a full checkpoint."""
-    return name.startswith(_FULL_RECEIPT)
-
-
-def failure_name(rank: int) -> str:
-    """The name under which a rank says which save_id it could not write."""
-    return f"failed_rank_{rank}.txt"
-
-
-def is_resumable_state(name: str) -> bool:
-    """Whether a file of an ``actor/`` folder makes the step one that can be resumed from."""
-    return _RESUMABLE.fullmatch(name) is not None
-
-
-def parse_pointer(content: bytes) -> int | None:
-    """The step that a pointer file names, or None where it is empty or torn.
-
-    A negative number is returned as it is: it says that there is no step yet.
-    """
-    match = _POINTER.fullmatch(content)
-    return int(match[1]) if match else None
-
-
-def checked_name(name: str, what: str) -> str:
-    """The name itself, where it can stand in a file name.
-
-    Raises:
-        InvalidSettingsError: it has other characters than ASCII letters, digits, ``_`` and ``-``,
-            starts with ``-``, is empty, or is longer than 64.
-    """
-    if not _NAME.fullmatch(name):
-        raise InvalidSettingsError(
-            f"{what} {name!r} cannot be part of a file name: use 1 to 64 ASCII letters, digits, "
-            "'_' or '-', and do not begin with '-'"
-        )
-    return name
-
-
-def lease_marker(name: str, session: str) -> str:
-    """The name of an explorer's lease: its own name and its session, with a dot between them."""
-    return f"{name}.{session}"
-
-
-def parse_lease_marker(marker: str) -> tuple[str, str] | None:
-    """``(name, session)`` of a lease's file name, or None where it is not one of ours."""
-    name, dot, session = marker.partition(".")
-    return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
-
-
-def printable(name: object) -> str:
-    """A name as one line of text: what others named may hold newlines, escapes, or any bytes."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(name)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,18 +96,13 @@ class JobLayout:
 
     @property
     def audit(self) -> Path:
-        """One line for every deletion."""
+        """One line for every deletion; the older ones are beside it (:func:`older_lines`)."""
         return self.state / "audit.jsonl"
 
     @property
     def journal(self) -> Path:
-        """What became of saves and versions, a line for each; the older lines are beside it."""
+        """What became of saves and versions, a line for each; the older ones are beside it."""
         return self.state / "journal.jsonl"
-
-    @property
-    def older_journal(self) -> Path:
-        """The lines before those of :attr:`journal`; replaced when that is long enough."""
-        return self.state / "journal.older.jsonl"
 
     @property
     def leases(self) -> Path:
@@ -405,3 +200,8 @@ class JobLayout:
     def quarantine(self) -> Path:
         """Why a save could not be published, one file a save."""
         return self.state / "quarantine"
+
+
+def older_lines(path: Path) -> Path:
+    """Where the lines before those of a file that grows are, e.g. ``journal.older.jsonl``."""
+    return path.with_name(f"{path.stem}.older{path.suffix}")

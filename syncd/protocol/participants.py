@@ -1,4 +1,4 @@
-"""What participants write besides their reports (:mod:`.records`). One writer a file."""
+"""What participants write besides their reports (:mod:`.reports`). One writer a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import checked_name
+from syncd.protocol.names import checked_name
 from syncd.protocol.records import Record, Step
 
 

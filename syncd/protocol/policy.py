@@ -102,8 +102,6 @@ _ALIASES: Final[Mapping[str, str]] = {
     "dynamic_by_trainer": "trainer_driven",
     "dynamic_by_explorer": "explorer_driven",
 }
-#: Seconds between two looks of the watcher that pulls behind a ``fully_async`` explorer.
-FULLY_ASYNC_POLL: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,32 +1,42 @@
-"""Files of the daemon's that grow by a line for each thing that happens."""
+"""Files of the daemon's that grow by a line for each thing that happens, up to a bound.
+
+At :data:`LIMIT` bytes such a file becomes the one with the older lines, by one rename, and a new
+one is begun: so there are two at most, of which the older one goes as a whole.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Final
 
-from syncd.storage.epoch import move_away
-from syncd.storage.errnos import is_gone, is_no_record
+from syncd.protocol.layout import older_lines
+from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
+from syncd.storage.in_the_way import move_away
 
-#: How much of a file that is read from its end is read at a time.
-_TAIL: Final = 64 * 1024
+#: Bytes; what is appended at once may be more.
+LIMIT: Final = 4 * 1024 * 1024
 
 
-def append(storage: Storage, path: Path, data: bytes, *, durable: bool) -> None:
+def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
     """Append to a file, which is made where it is missing.
 
-    What stands there and is no file is given another name first.
+    What stands there and is no file is given another name first. Not promised: the older lines,
+    where a daemon that was superseded just then begins a new file as well.
 
     Args:
         storage: the shared storage.
         path: the file.
         data: whole lines.
         durable: whether they are to survive a power loss.
+        limit: the most bytes before a new file is begun.
 
     Raises:
         OSError: storage refused; some of it may be there.
     """
+    status = storage.status(path)
+    if status is not None and status.st_size >= limit:
+        _turn_over(storage, path)
     try:
         fd = storage.open_append(path)
     except OSError as error:
@@ -42,8 +52,20 @@ def append(storage: Storage, path: Path, data: bytes, *, durable: bool) -> None:
         storage.sync_folder(path.parent)  # the file may be new
 
 
-def last_lines(storage: Storage, path: Path, limit: int = _TAIL) -> list[bytes]:
-    """The last lines of such a file, oldest first; none where there is no file.
+def _turn_over(storage: Storage, path: Path) -> None:
+    """Let the lines that are there be the older ones."""
+    older = older_lines(path)
+    try:
+        storage.rename(path, older)
+    except IsADirectoryError:
+        move_away(storage, older)
+        storage.rename(path, older)
+
+
+def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:
+    """The last lines of such a file, oldest first; what is not there, or no file, has none.
+
+    A line may be there twice where a new file was begun meanwhile.
 
     Args:
         storage: the shared storage.
@@ -53,7 +75,15 @@ def last_lines(storage: Storage, path: Path, limit: int = _TAIL) -> list[bytes]:
     Raises:
         OSError: storage failed.
     """
+    found: list[bytes] = []
+    for part in (path, older_lines(path)):
+        left = limit - sum(map(len, found))
+        if left > 0:
+            found = _tail(storage, part, left) + found
+    return found
 
+
+def _tail(storage: Storage, path: Path, limit: int) -> list[bytes]:
     def read(fd: int) -> list[bytes]:
         size = storage.fstat(fd).st_size
         at = max(0, size - limit)
@@ -63,6 +93,6 @@ def last_lines(storage: Storage, path: Path, limit: int = _TAIL) -> list[bytes]:
     try:
         return storage.look_into(path, read)
     except OSError as error:
-        if is_gone(error) or is_no_record(error):
+        if is_gone(error) or is_no_record(error) or is_refused_here(error):
             return []
         raise

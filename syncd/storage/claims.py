@@ -1,7 +1,7 @@
 """Names that one participant has at a time.
 
 A name is had by an exclusive marker under ``.syncd/claims/`` that says which session has it. What a
-dead session has is broken (:class:`~.leases.Judge`), what a live one has is refused.
+dead session has is broken (:class:`~.judge.Judge`), what a live one has is refused.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError, NameTakenError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.participants import Claim, session_of
 from syncd.protocol.records import encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Signature, Storage, signature
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness, Session
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, SupersededError
-from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout, version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import version_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Draft, Storage
+from syncd.storage.in_the_way import move_away
 
 log = logging.getLogger(__name__)
 
@@ -351,7 +352,7 @@ class Epoch:
                 if self._storage.read(target) == data:
                     return True
             except OSError:
-                pass
+                pass  # not ours as far as is known; the rename's own error is raised
         return False
 
 
@@ -363,18 +364,6 @@ def _rooms(storage: Storage, layout: JobLayout) -> list[str]:
 def _is_folder(storage: Storage, path: Path) -> bool:
     status = storage.status(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
-
-
-def move_away(storage: Storage, path: Path) -> None:
-    """Give another name to what stands where a file of ours belongs; nothing is deleted."""
-    away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
-    storage.rename(path, away)
-    log.error(
-        "%s was no file of syncd's: it is %s now, and may be removed",
-        path,
-        away.name,
-        extra=Event.LEFT_ALONE(path=away, reason="it was no file of syncd's"),
-    )
 
 
 def _order(room: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from syncd.protocol.layout import TEMPORARY
+from syncd.protocol.names import TEMPORARY
 from syncd.storage.calls import Calls, Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import Format, encode, parse
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
@@ -98,7 +100,7 @@ def _agree(storage: Storage, layout: JobLayout, lease_time: float | None) -> For
     """The format on disk, or ours where there is none: a link never replaces another's."""
     if not storage.exists(layout.format):
         ours = Format() if lease_time is None else Format(lease_time=lease_time)
-        mine = layout.state / f".tmp-format-{os.getpid()}-{os.urandom(6).hex()}"
+        mine = layout.state / f"{TEMPORARY}format-{secrets.token_hex(6)}"
         storage.write_new(mine, encode(ours))
         try:
             storage.link(mine, layout.format)

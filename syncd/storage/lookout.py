@@ -10,7 +10,7 @@ from typing import Final
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.storage.leases import LOOKS_PER_LEASE, Clock, Judge, Liveness
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +23,8 @@ class Lookout:
 
     Promised: called once a tick, it looks at each heartbeat often enough for the judge's stopwatch
     to run, and at those that it sees for the first time at once; one that seems to be missing is
-    asked for of the server. Not promised: what a heartbeat
-    would say now; an answer may be a third of a lease old.
+    asked for of the server. Not promised: what a heartbeat would say now; an answer may be a third
+    of a lease old.
 
     Args:
         judge: looks at one; it should be nobody else's.

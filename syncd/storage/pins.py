@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
-from syncd.protocol.layout import MANIFEST, PINNED, JobLayout, step_folder, version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import MANIFEST, PINNED, step_folder, version_folder
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
 

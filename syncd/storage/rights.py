@@ -12,15 +12,22 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import JobLayout, parse_step_folder, step_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
+from syncd.storage.steps import step_folders
 
 #: What a folder needs so that what is made in it is the group's, and the group's to change.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
 #: How many step folders are looked at: one trainer's are alike.
 _FEW: Final = 4
+#: What to do where steps cannot be deleted.
+TO_DELETE: Final = (
+    "run as the trainers' user, or let trainers work with umask 002 in a group that both are in "
+    "(shared_group), or say --no-prune-steps"
+)
 
 
 def share_with_group(storage: Storage, layout: JobLayout, group: str) -> None:
@@ -70,28 +77,35 @@ def check_rights(storage: Storage, layout: JobLayout) -> None:
     Raises:
         JobUnavailableError: one of them may not be written.
     """
+    folder = unwritable(storage, layout)
+    if folder is not None:
+        raise JobUnavailableError(
+            f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, or "
+            "share the job with a group that both are in (shared_group)"
+        )
+
+
+def unwritable(storage: Storage, layout: JobLayout) -> Path | None:
+    """The first of the job's folder, and of ours in it, that this user may not write to."""
     # Folders of requests or explorers that someone keeps from us keep nobody from being served.
     for folder in (layout.root, layout.state, *_working(layout)):
         if storage.exists(folder) and not storage.may_change(folder):
-            raise JobUnavailableError(
-                f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, "
-                "or share the job with a group that both are in (shared_group)"
-            )
+            return folder
+    return None
 
 
 def unprunable(storage: Storage, layout: JobLayout) -> str | None:
     """Why this user could not delete the steps that are there, as far as a look can tell.
 
     Returns:
-        A sentence for people; an empty one where nothing is in the way; None where there is no step
-        to tell it by yet.
+        A sentence for people, which :data:`TO_DELETE` goes on; an empty one where nothing is in the
+        way; None where there is no step to tell it by yet.
     """
-    found = [parse_step_folder(name) for name in storage.names(layout.root)]
-    steps = sorted((step for step in found if step is not None), reverse=True)[:_FEW]
+    steps = step_folders(storage, layout)[-_FEW:]
     if not steps:
         return None
     root = storage.status(layout.root)
-    for step in steps:
+    for step in reversed(steps):
         status = storage.status(layout.step(step))
         if status is None or root is None or not stat.S_ISDIR(status.st_mode):
             continue
@@ -110,8 +124,7 @@ def unprunable(storage: Storage, layout: JobLayout) -> str | None:
 def _sentence(folder: Path, why: str) -> str:
     return (
         f"old steps cannot be deleted, and the disk will fill up: {folder} {why} (user "
-        f"{os.geteuid()}): run as the trainers' user, or let trainers work with umask 002 in a "
-        "group that both are in (shared_group), or say --no-prune-steps"
+        f"{os.geteuid()})"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a trainer does beside writing a save: it makes a step's folder, and moves a pointer."""
+"""The folders of steps, and the pointers to them: which there are, and how trainers make them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.layout import TEMPORARY, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import TEMPORARY, parse_step_folder
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Storage
 
 _ATTEMPTS: Final = 5
+
+
+def step_folders(storage: Storage, layout: JobLayout) -> list[int]:
+    """The steps that have a folder, lowest first.
+
+    Raises:
+        OSError: the job's folder cannot be listed.
+    """
+    found = (parse_step_folder(name) for name in storage.names(layout.root))
+    return sorted(step for step in found if step is not None)
 
 
 def make_step_folder(

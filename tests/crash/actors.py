@@ -35,12 +35,15 @@ from syncd.protocol.errors import (
     VerificationError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import FULL, RETIRED, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import FULL, RETIRED
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.protocol.records import SaveId, encode
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import open_job
-from syncd.storage.leases import DaemonLock, Judge, Session
+from syncd.storage.judge import Judge
+from syncd.storage.sessions import DaemonLock, Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
 from tests.storages import CHANGES, Clock, FastStorage

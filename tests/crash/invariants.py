@@ -8,10 +8,10 @@ from pathlib import Path
 
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     FULL,
     STATE_POINTER,
-    JobLayout,
     is_resumable_state,
     parse_pointer,
     parse_step_folder,

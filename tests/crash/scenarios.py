@@ -15,9 +15,11 @@ from explorer_hooks.reader import Reader
 from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.build import build_model_folder
 from syncd.checkpoint.save import ADAPTER, look_at_save
-from syncd.protocol.layout import JobLayout, shard_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import shard_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.protocol.records import SaveId, encode
+from syncd.protocol.reports import TrainerReport
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from syncd.protocol.errors import JobUnavailableError, SyncdError
-from syncd.protocol.layout import parse_step_folder, version_folder
+from syncd.protocol.names import parse_step_folder, version_folder
 from tests.crash.invariants import CONFIG, check, look, pass_time
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.jobs import Job

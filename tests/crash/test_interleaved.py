@@ -32,12 +32,12 @@ from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.decide import PruneStep
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     FULL,
     RETIRED,
     SAVING,
     TEMPORARY,
-    JobLayout,
     is_resumable_state,
     parse_pointer,
     parse_step_folder,

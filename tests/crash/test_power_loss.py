@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from syncd.protocol.layout import (
+from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     FULL,
     RECEIPTS,
@@ -28,7 +28,8 @@ from syncd.protocol.layout import (
     version_folder,
 )
 from syncd.protocol.records import Latest, parse
-from syncd.storage.leases import DaemonLock, Judge
+from syncd.storage.judge import Judge
+from syncd.storage.sessions import DaemonLock
 from tests.crash.invariants import Files, Seen, check, check_converged, look, restart, serve
 from tests.crash.power import (
     Disk,

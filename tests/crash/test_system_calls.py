@@ -18,7 +18,8 @@ from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import DaemonLock, Judge, Session
+from syncd.storage.judge import Judge
+from syncd.storage.sessions import DaemonLock, Session
 from tests.crash import straced
 from tests.crash.invariants import CONFIG, LIVING, check, check_converged, look, restart
 from tests.crash.scenarios import SCENARIOS, published, shards

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from syncd.daemon.config import DaemonConfig
-from syncd.protocol.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_ADAPTER
+from syncd.protocol.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import ReceiptFile
 from tests.jobs import Job, receipt_of
 

@@ -33,7 +33,8 @@ from syncd.protocol.errors import SyncdError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from tests.hooks import over
 from tests.multiprocess.processes import DEADLINE, wait_until
 from tests.weight_groups import meeting

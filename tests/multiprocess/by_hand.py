@@ -16,12 +16,12 @@ import xxhash
 
 from syncd.checkpoint.torch_zip import central_directory_digest
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     FSDP_CONFIG,
     HUGGINGFACE,
     RECEIPTS,
     SAVING,
-    JobLayout,
     receipt_name,
     shard_name,
 )

@@ -29,8 +29,10 @@ from torch.distributed.tensor import DTensor
 
 from explorer_hooks import ExplorerHook, TorchModule
 from syncd.protocol.errors import WaitTimeoutError
-from syncd.protocol.layout import SAVING, JobLayout
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import SAVING
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 

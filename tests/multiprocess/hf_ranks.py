@@ -31,7 +31,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from syncd.protocol.layout import FSDP_CONFIG, HUGGINGFACE, shard_name
+from syncd.protocol.names import FSDP_CONFIG, HUGGINGFACE, shard_name
 
 WORLD_SIZE: Final = 4
 LM_HEAD: Final = "lm_head.weight"

@@ -38,7 +38,7 @@ from explorer_hooks.arriving import greet
 from explorer_hooks.broadcast import WeightReceiver
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
+from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
 from syncd.protocol.records import Receipt, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Block, Columns, Laden, Language, Parallel, tensors

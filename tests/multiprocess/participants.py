@@ -19,7 +19,6 @@ from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import (
-    FULLY_ASYNC_POLL,
     RunningStatus,
     SyncMethod,
     SyncSettings,
@@ -31,6 +30,8 @@ from syncd.protocol.policy import (
 from syncd.protocol.records import SaveId
 
 BEGUN = time.monotonic()
+#: Seconds between two looks of the watcher that pulls behind a ``fully_async`` explorer.
+_POLL = 0.5
 SAYING = threading.Lock()
 
 
@@ -168,7 +169,7 @@ class Explorer:
         return self._version is not None and self._version.step >= self._given.last_step
 
     def _follow(self) -> None:
-        while not self._over.wait(FULLY_ASYNC_POLL):
+        while not self._over.wait(_POLL):
             self._pull(self._sync.wait_new_model_state_dict(self._version, no_wait=True))
 
     def _pull(self, newest: Version | None) -> None:

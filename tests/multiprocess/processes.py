@@ -15,7 +15,8 @@ from typing import Self, TypeVar
 
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import DaemonReport, Latest, parse
+from syncd.protocol.records import Latest, parse
+from syncd.protocol.reports import DaemonReport
 from tests.multiprocess.shared_job import IS_NETWORK, Host
 
 T = TypeVar("T")

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from syncd.cli.demo_model import TinyTransformer
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.fsio import Storage
 from trainer_hooks import SaveSettings, TrainerHook
 from trainer_hooks.settings import WhenBusy

@@ -26,7 +26,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from syncd.protocol.layout import JobLayout, parse_step_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_step_folder
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.multiprocess.mounts import Filler

@@ -25,9 +25,11 @@ from syncd.protocol.errors import (
     VerificationError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import JobLayout, shard_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import shard_name
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import SaveId, TrainerReport, encode
+from syncd.protocol.records import SaveId, encode
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from tests.multiprocess.by_hand import TrainerByHand, numbers
 

@@ -20,7 +20,8 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout, parse_lease_marker, parse_version_folder
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_lease_marker, parse_version_folder
 from syncd.storage.fsio import Storage
 from tests.multiprocess.by_hand import numbers
 from tests.multiprocess.soak_programs import MEGABYTES, Away

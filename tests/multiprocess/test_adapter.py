@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 from explorer_hooks.reader import Reader
-from syncd.protocol.layout import STATE_POINTER, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import STATE_POINTER
 from tests.lora_fixtures import KINDS, write_saves
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step
 

@@ -11,7 +11,8 @@ import pytest
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.participants import Offer
-from syncd.protocol.records import TrainerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
 from tests.multiprocess.broadcasting import Cast, Peer, Ranks, cast, ready, report

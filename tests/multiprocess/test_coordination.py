@@ -19,7 +19,8 @@ from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.protocol.errors import NameTakenError, ProtocolMismatchError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,

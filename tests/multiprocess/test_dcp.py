@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from syncd.checkpoint.version import read_manifest
-from syncd.protocol.layout import STATE_POINTER, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import STATE_POINTER
 from syncd.protocol.records import Quarantine, parse
 from syncd.storage.fsio import Storage
 from tests.dcp import Checkpoint, floats, small

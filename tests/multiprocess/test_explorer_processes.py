@@ -13,7 +13,8 @@ from typing import IO, Any
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from tests.jobs import Job
 from tests.multiprocess.explorer_processes import following, staging
 from tests.multiprocess.processes import (

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
-from syncd.protocol.layout import CHECKPOINT_POINTER, STATE_POINTER, JobLayout, shard_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, shard_name
 from syncd.protocol.records import Quarantine, Receipt, ReceiptFile, encode, parse
 from syncd.storage.fsio import Storage
 from tests.multiprocess.processes import Daemon, report, wait_for_step, wait_until

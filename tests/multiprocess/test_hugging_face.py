@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from syncd.protocol.errors import CoverageError
-from syncd.protocol.layout import HUGGINGFACE
+from syncd.protocol.names import HUGGINGFACE
 from tests.multiprocess.hf_ranks import CONFIGS, EMBEDDING, LM_HEAD, TOKENS, compute_as_everywhere
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT
 

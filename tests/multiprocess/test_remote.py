@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from explorer_hooks.reader import Reader
-from syncd.protocol.layout import REMOTE_PATH, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import REMOTE_PATH
 from tests.multiprocess.processes import DEADLINE, Daemon, wait_for_step, wait_until
 
 

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from syncd.protocol.layout import JobLayout
-from syncd.storage.leases import Session
+from syncd.storage.sessions import Session
 from tests.multiprocess.processes import wait_until
 
 

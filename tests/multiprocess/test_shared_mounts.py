@@ -15,8 +15,10 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.protocol.errors import VersionGoneError
-from syncd.protocol.layout import JobLayout, parse_version_folder
-from syncd.protocol.records import AuditLine, parse
+from syncd.protocol.journal import AuditLine
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import parse_version_folder
+from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
 from syncd.storage.leases import Lease
 from tests.multiprocess.by_hand import TrainerByHand, numbers

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.shard_file import ShardFile
-from syncd.protocol.layout import JobLayout, shard_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import shard_name
 from syncd.protocol.records import AdaptedModel, Manifest
 from syncd.storage.fsio import Storage
 from tests.merging import build

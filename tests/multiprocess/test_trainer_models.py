@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 from syncd.checkpoint.safetensors_file import CONTENT
-from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.names import FULL_STATE_DICT
 from tests.merging import assert_equal, build, loaded, truth
 from tests.multiprocess.model_ranks import DEADLINE, KINDS, TIED
 from tests.multiprocess.processes import ENVIRONMENT

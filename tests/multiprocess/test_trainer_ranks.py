@@ -16,7 +16,8 @@ from typing import Any
 from safetensors.torch import load_file
 
 from syncd.coordination.explorer import ExplorerSynchronizer
-from syncd.protocol.layout import SAVING, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import SAVING
 from syncd.protocol.policy import RunningStatus
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job

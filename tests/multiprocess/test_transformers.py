@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import TrainerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from tests import tiny_language
 from tests.multiprocess.following import (

@@ -22,11 +22,12 @@ import torch
 from explorer_hooks import ExplorerHook, Reader, TorchModule
 from explorer_hooks.hook import Version
 from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
-from syncd.protocol.layout import RECEIPTS, JobLayout, receipt_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import Session
+from syncd.storage.sessions import Session
 from tests.crash.invariants import files, look
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.hooks import written

@@ -12,7 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from syncd.checkpoint.version import read_manifest
-from syncd.protocol.layout import CHECKPOINT_POINTER, JobLayout
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.storage.fsio import Storage
 from tests.doc_blocks import blocks
 from tests.multiprocess.following import assert_as_trained

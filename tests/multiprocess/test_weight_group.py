@@ -15,7 +15,8 @@ from syncd.coordination.addresses import address_towards, listen, own_address
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from tests.multiprocess.processes import DEADLINE, LEASE_TIME, wait_until
 from tests.multiprocess.weight_members import Answer, Members, Process, members, rendezvous
 

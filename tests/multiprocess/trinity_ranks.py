@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from syncd.protocol.errors import SyncdError
-from syncd.protocol.layout import JobLayout, shard_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import shard_name
 from syncd.protocol.policy import SyncSettings
 from tests import tiny_language
 from tests.doc_blocks import blocks

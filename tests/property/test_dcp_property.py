@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from syncd.checkpoint.dcp_file import DcpFile
-from syncd.checkpoint.dcp_metadata import Contents, read_metadata
+from syncd.checkpoint.dcp_metadata import StoredModel, read_metadata
 from syncd.checkpoint.dcp_names import Entry, select_model
 from syncd.checkpoint.hf_dcp import read_chunked_fields, whole_shapes
 from syncd.checkpoint.pieces import read_tensor
@@ -114,11 +114,11 @@ def looked_up(folder: Path) -> list[float]:
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
 
-def parsed(data: bytes) -> Contents:
+def parsed(data: bytes) -> StoredModel:
     return read_metadata(data, "F", prefix=None, intact=False)
 
 
-def over_the_wire(contents: Contents) -> Contents:
+def over_the_wire(contents: StoredModel) -> StoredModel:
     """As the child process says it."""
     told = read_contents([_plain(row) for row in contents_rows(contents)])
     assert told == contents
@@ -258,7 +258,7 @@ def test_a_child_that_was_taken_over_says_nothing_that_is_believed(rows: list[ob
             found = read(rows)  # type: ignore[operator]  # whatever the rows are
         except ValueError:
             continue
-        if isinstance(found, Contents):
+        if isinstance(found, StoredModel):
             for tensor in found.tensors.values():
                 assert all(len(chunk.shape) == len(tensor.shape) for chunk in tensor.chunks)
                 assert all("/" not in chunk.file for chunk in tensor.chunks)

@@ -24,7 +24,7 @@ from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CheckpointError, ShardFormatError
-from syncd.protocol.layout import FSDP_CONFIG, RECEIPTS, receipt_name, shard_name
+from syncd.protocol.names import FSDP_CONFIG, RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing, receipt_of, weights
 from tests.shards import Built, Named, shard, tensor

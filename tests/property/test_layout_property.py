@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import layout, records
-from syncd.protocol.errors import RecordError
+from syncd.protocol import journal, layout, names, participants, records, reports, requests
+from syncd.protocol.errors import InvalidSettingsError, RecordError
 
 QUICK = settings(max_examples=40, deadline=None)
 #: Bytes that a file name on Linux may have.
 NAMES = st.lists(st.integers(1, 255).filter(lambda byte: byte != ord("/")), max_size=255).map(bytes)
+#: Names that participants may have.
+OURS = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", fullmatch=True)
 DIGITS = st.integers(0, 10**300).map(str) | st.sampled_from(
     ["", "00", "01", "-1", "+1", "1_0", " 1", "1\n", "\u0663", "\uff11", "1.0", "1e3", "9" * 5000]
 )
@@ -29,7 +31,14 @@ NEARLY = st.one_of(
     st.text(max_size=30),
     NAMES.map(os.fsdecode),
 )
-MODELS = sorted(records.Record.__subclasses__(), key=lambda model: model.__name__)
+MODELS = [
+    model
+    for module in (journal, participants, records, reports, requests)
+    for model in vars(module).values()
+    if isinstance(model, type)
+    and issubclass(model, records.Record)
+    and model.__module__ == module.__name__
+]
 NUMBERS = st.integers() | st.integers(0, 10**400) | st.floats() | DIGITS
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(st.characters(), max_size=10),
@@ -56,15 +65,15 @@ def as_json(value: object) -> str:
 @QUICK
 @given(NEARLY)
 def test_a_name_is_one_of_ours_exactly_as_we_write_it_or_none(name: str) -> None:
-    step, version = layout.parse_step_folder(name), layout.parse_version_folder(name)
-    assert step is None or layout.step_folder(step) == name
-    assert version is None or layout.version_folder(version) == name
-    shard, marker = layout.parse_shard_name(name), layout.parse_lease_marker(name)
-    assert shard is None or layout.shard_name(*shard) == name
-    assert marker is None or layout.lease_marker(*marker) == name
+    step, version = names.parse_step_folder(name), names.parse_version_folder(name)
+    assert step is None or names.step_folder(step) == name
+    assert version is None or names.version_folder(version) == name
+    shard, marker = names.parse_shard_name(name), names.parse_lease_marker(name)
+    assert shard is None or names.shard_name(*shard) == name
+    assert marker is None or names.lease_marker(*marker) == name
     save_id = records.SaveId.parse(name)
     assert save_id is None or str(save_id) == name
-    assert layout.is_resumable_state(f"optim_{name}")
+    assert names.is_resumable_state(f"optim_{name}")
 
 
 @QUICK
@@ -72,9 +81,9 @@ def test_a_name_is_one_of_ours_exactly_as_we_write_it_or_none(name: str) -> None
 def test_what_is_ours_of_a_name_is_one_component_below_the_job(name: str) -> None:
     job = layout.JobLayout(Path("/job"))
     found = [
-        job.step(step) if (step := layout.parse_step_folder(name)) is not None else None,
-        job.version(number) if (number := layout.parse_version_folder(name)) else None,
-        job.lease_folder(1) / name if layout.parse_lease_marker(name) else None,
+        job.step(step) if (step := names.parse_step_folder(name)) is not None else None,
+        job.version(number) if (number := names.parse_version_folder(name)) else None,
+        job.lease_folder(1) / name if names.parse_lease_marker(name) else None,
     ]
     for path in found:
         assert path is None or os.path.normpath(path) == str(path)
@@ -83,8 +92,8 @@ def test_what_is_ours_of_a_name_is_one_component_below_the_job(name: str) -> Non
 @QUICK
 @given(st.integers(0, 10**18 - 1), st.integers(0, 10**18 - 1))
 def test_what_we_name_is_read_back(number: int, other: int) -> None:
-    assert layout.parse_step_folder(layout.step_folder(number)) == number
-    assert layout.parse_version_folder(layout.version_folder(number)) == number
+    assert names.parse_step_folder(names.step_folder(number)) == number
+    assert names.parse_version_folder(names.version_folder(number)) == number
     save_id = records.SaveId("run", number, other)
     assert records.SaveId.parse(str(save_id)) == save_id
 
@@ -92,14 +101,39 @@ def test_what_we_name_is_read_back(number: int, other: int) -> None:
 @QUICK
 @given(DIGITS.map(str.encode) | st.binary(max_size=60) | st.text(max_size=20).map(str.encode))
 def test_a_pointer_is_a_step_or_nothing_yet(content: bytes) -> None:
-    step = layout.parse_pointer(content)
+    step = names.parse_pointer(content)
     assert step is None or (step == int(content) and abs(step) < 10**18)
+
+
+@QUICK
+@given(st.integers(-(10**18) + 1, 10**18 - 1), st.sampled_from([b"", b"\n", b"\r\n", b" \n"]))
+def test_a_pointer_reads_back_as_it_was_written(step: int, end: bytes) -> None:
+    assert names.parse_pointer(str(step).encode() + end) == step
+
+
+@QUICK
+@given(OURS, OURS)
+def test_a_lease_marker_gives_back_name_and_session(name: str, session: str) -> None:
+    assert names.parse_lease_marker(names.lease_marker(name, session)) == (name, session)
+
+
+@QUICK
+@given(st.text(max_size=80))
+def test_any_text_is_a_name_that_stays_one_path_component_or_is_refused(text: str) -> None:
+    try:
+        name = names.checked_name(text, "it")
+    except InvalidSettingsError:
+        return
+    assert name == text
+    assert "/" not in name
+    assert not name.startswith((".", "-"))
+    assert 1 <= len(name.encode()) <= 64
 
 
 @QUICK
 @given(NEARLY)
 def test_a_name_is_shown_on_one_line_that_any_terminal_can_take(name: str) -> None:
-    shown = layout.printable(name)
+    shown = names.printable(name)
     assert shown.isprintable()
     shown.encode()  # it can be written
     assert not name.isprintable() or shown == name

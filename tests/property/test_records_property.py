@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import layout, participants, records, requests
-from syncd.protocol.errors import InvalidSettingsError, RecordError
+from syncd.protocol import journal, participants, records, reports, requests
+from syncd.protocol.errors import RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
 settings.load_profile("quick")
@@ -102,8 +102,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.Quarantine: st.builds(
         records.Quarantine, step=NUMBERS, identity=TEXT, error=TEXT, reason=TEXT, time=TIMES
     ),
-    records.ExplorerReport: st.builds(
-        records.ExplorerReport,
+    reports.ExplorerReport: st.builds(
+        reports.ExplorerReport,
         name=TEXT,
         session=NAMES,
         status=st.sampled_from(["running", "require_sync", "stopped"]),
@@ -115,8 +115,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         joined=st.none() | TEXT,
         time=TIMES,
     ),
-    records.TrainerReport: st.builds(
-        records.TrainerReport,
+    reports.TrainerReport: st.builds(
+        reports.TrainerReport,
         run_id=TEXT,
         world_size=SEQUENCES,
         status=st.sampled_from(["running", "require_sync", "stopped"]),
@@ -126,8 +126,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         nothing_new=NUMBERS,
         time=TIMES,
     ),
-    records.DaemonReport: st.builds(
-        records.DaemonReport,
+    reports.DaemonReport: st.builds(
+        reports.DaemonReport,
         session=TEXT,
         host=TEXT,
         pid=NUMBERS,
@@ -138,14 +138,14 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         step=st.none() | NUMBERS,
         paused=st.none() | TEXT,
         memory_dir=st.none() | TEXT,
-        counters=st.builds(records.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
+        counters=st.builds(reports.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
         time=TIMES,
     ),
     records.PublishNotice: st.builds(
         records.PublishNotice, sequence=SEQUENCES, step=NUMBERS, session=TEXT
     ),
-    records.AuditLine: st.builds(
-        records.AuditLine,
+    journal.AuditLine: st.builds(
+        journal.AuditLine,
         time=TIMES,
         what=st.sampled_from(["version", "step", "lease"]),
         name=TEXT,
@@ -180,8 +180,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         iteration=NUMBERS,
         state=st.dictionaries(TEXT, FINITE_JSON, max_size=3),
     ),
-    records.JournalLine: st.builds(
-        records.JournalLine,
+    journal.JournalLine: st.builds(
+        journal.JournalLine,
         time=TIMES,
         event=st.sampled_from(["active", "published", "live", "skipped", "quarantined"]),
         version=st.none() | SEQUENCES,
@@ -251,48 +251,3 @@ def test_a_damaged_record_is_a_record_or_a_record_error(
             records.parse(model, damaged, "it")
         except RecordError:
             pass
-
-
-@given(st.binary(max_size=40))
-def test_any_bytes_of_a_pointer_are_a_step_or_nothing_yet(content: bytes) -> None:
-    step = layout.parse_pointer(content)
-    assert step is None or int(content) == step
-
-
-@given(st.integers(-(10**18) + 1, 10**18 - 1), st.sampled_from([b"", b"\n", b"\r\n", b" \n"]))
-def test_a_pointer_reads_back_as_it_was_written(step: int, end: bytes) -> None:
-    assert layout.parse_pointer(str(step).encode() + end) == step
-
-
-@given(NAMES, NAMES)
-def test_a_lease_marker_gives_back_name_and_session(name: str, session: str) -> None:
-    assert layout.parse_lease_marker(layout.lease_marker(name, session)) == (name, session)
-
-
-@given(st.text(max_size=80))
-def test_any_text_is_a_name_that_stays_one_path_component_or_is_refused(text: str) -> None:
-    try:
-        name = layout.checked_name(text, "it")
-    except InvalidSettingsError:
-        return
-    assert name == text
-    assert "/" not in name
-    assert not name.startswith((".", "-"))
-    assert 1 <= len(name.encode()) <= 64
-
-
-@given(st.text(max_size=60))
-def test_any_file_name_is_parsed_or_is_not_ours(name: str) -> None:
-    step, version = layout.parse_step_folder(name), layout.parse_version_folder(name)
-    assert step is None or layout.step_folder(step) == name
-    assert version is None or layout.version_folder(version) == name
-    marker = layout.parse_lease_marker(name)
-    assert marker is None or layout.lease_marker(*marker) == name
-    shard = layout.parse_shard_name(name)
-    assert shard is None or layout.shard_name(*shard) == name
-
-
-@given(st.text(max_size=300))
-def test_any_text_is_a_save_id_or_is_not(text: str) -> None:
-    save_id = records.SaveId.parse(text)
-    assert save_id is None or records.SaveId.parse(str(save_id)) == save_id

@@ -18,7 +18,7 @@ from syncd.coordination.roster import Roster
 from syncd.coordination.transfer import ExplorerSide, Offers, TrainerSide
 from syncd.coordination.waiting import Wait
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.job import open_job
 from tests.storages import FastStorage, RuledStorage
 

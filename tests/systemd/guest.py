@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from syncd.checkpoint.safetensors_file import Entry, header_bytes
-from syncd.protocol.layout import STATE_POINTER, JobLayout
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import STATE_POINTER
 from syncd.protocol.records import Latest, parse
 
 T = TypeVar("T")

@@ -27,7 +27,7 @@ from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.checkpoint.tensor_rules import NAME_LIMIT
 from syncd.protocol.errors import ShardFormatError
-from syncd.protocol.layout import shard_name
+from syncd.protocol.names import shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
 from tests.merging import build

@@ -11,13 +11,15 @@ from torch import nn
 
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import Reader
-from syncd.checkpoint.safetensors_file import Entry, SafetensorsFile, header_bytes
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import EngineMismatchError, SupersededError
-from syncd.protocol.layout import shard_name
-from syncd.protocol.records import DaemonReport, Manifest, Quarantine, ReceiptFile, parse
+from syncd.protocol.names import shard_name
+from syncd.protocol.records import Manifest, Quarantine, ReceiptFile, parse
+from syncd.protocol.reports import DaemonReport
 from syncd.storage.calls import Free
 from tests.jobs import Job, receipt_of
 from tests.shards import shard, tensor

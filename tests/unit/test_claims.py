@@ -11,7 +11,7 @@ import pytest
 
 from syncd.protocol.errors import NameTakenError
 from syncd.storage.claims import HeldName, read_claim
-from syncd.storage.leases import Session
+from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
 

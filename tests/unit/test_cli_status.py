@@ -23,13 +23,8 @@ from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.job_state import look
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.records import (
-    DaemonReport,
-    ExplorerReport,
-    MergeProgress,
-    TrainerReport,
-    encode,
-)
+from syncd.protocol.records import encode
+from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
 from tests.jobs import Job
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.storages import FastStorage

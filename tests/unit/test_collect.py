@@ -14,7 +14,8 @@ from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.participants import Claim
-from syncd.protocol.records import ExplorerReport, encode, parse
+from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import ExplorerReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 
 from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.dcp_names import Entry, select_model
+from syncd.checkpoint.free_space import FreeSpace
 from syncd.checkpoint.save import Save, look_at_save
 from syncd.cli import cli
 from syncd.daemon.steps import look_at_step
@@ -24,11 +25,13 @@ from syncd.protocol.errors import (
     CheckpointError,
     CoverageError,
     InvalidSettingsError,
+    NoRoomError,
     SaveNotReadyError,
     ShardFormatError,
 )
-from syncd.protocol.layout import is_resumable_state
+from syncd.protocol.names import is_resumable_state
 from syncd.protocol.records import SaveOutcome
+from syncd.storage.calls import Free
 from syncd.storage.fsio import Storage
 from tests.dcp import FILE, Checkpoint, floats, made, properties, size, small
 from tests.fsdp_models import CARRIED, TRAINED, values
@@ -69,6 +72,23 @@ def difficult() -> dict[str, torch.Tensor]:
         "a view": torch.arange(40.0).reshape(10, 4)[3:7],
         "long": torch.arange(700_000),
     }
+
+
+class Small(Storage):
+    """A disk on which 2 MiB are free."""
+
+    def free(self, path: Path) -> Free:
+        return super().free(path)._replace(bytes=2 * 1024 * 1024)
+
+
+def test_with_another_prefix_there_may_be_room(tmp_path: Path) -> None:
+    state = {"large": {"weight": torch.zeros(1_000_000)}, "small": {"weight": torch.zeros(1)}}
+    folder = save(state, tmp_path / "save")
+    found = look_at_save(STORAGE, folder, 1)
+    space = FreeSpace(Small(tmp_path), folder, tmp_path, advice="make room there")
+    with pytest.raises(NoRoomError, match="make room there"):
+        space.check(folder, found, cast=None, prefix="large.", cancel=nothing)
+    space.check(folder, found, cast=None, prefix="small.", cancel=nothing)
 
 
 # -- exact ----------------------------------------------------------------------------------------

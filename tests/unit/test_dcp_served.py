@@ -18,7 +18,8 @@ from syncd.daemon.loop import Loop
 from syncd.daemon.offline import prune_now
 from syncd.daemon.steps import LOOK_AGAIN
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import DaemonReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import DaemonReport
 from tests.dcp import Checkpoint, floats
 from tests.jobs import Job
 from tests.lagging import Hosts

@@ -24,7 +24,7 @@ from syncd.daemon.decide import (
     StepSeen,
     decide,
 )
-from syncd.protocol.layout import CHECKPOINT_POINTER
+from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import Receipt
 from syncd.protocol.requests import Pause, RollbackRequest
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from syncd.checkpoint.device_mesh import Mesh, read_mesh
-from syncd.checkpoint.inert_pickle import Inert, TensorRef
+from syncd.checkpoint.inert_records import Inert, TensorRef
 
 
 def inert(**state: Any) -> Inert:

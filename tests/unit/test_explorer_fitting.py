@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from explorer_hooks.fitting import Fits, model_tensors
-from syncd.checkpoint.safetensors_file import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import Entry, header_bytes
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
 from syncd.protocol.records import Manifest, TensorEntry
 

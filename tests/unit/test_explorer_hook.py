@@ -18,7 +18,8 @@ from syncd.protocol.errors import (
     VerificationError,
     WaitTimeoutError,
 )
-from syncd.protocol.records import ExplorerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import ExplorerReport
 from tests.jobs import Job
 from tests.lagging import Hosts
 from tests.storages import refuse

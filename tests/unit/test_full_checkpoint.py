@@ -23,7 +23,7 @@ from syncd.protocol.errors import (
     JobUnavailableError,
     ShardFormatError,
 )
-from syncd.protocol.layout import (
+from syncd.protocol.names import (
     CHECKPOINT_POINTER,
     FULL,
     RECEIPTS,

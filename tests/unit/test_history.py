@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from syncd.daemon.history import history
 from syncd.daemon.journal_file import JournalFile, read_journal
 from syncd.daemon.loop import Loop
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import ExplorerReport, JournalLine, encode
+from syncd.protocol.journal import JournalLine
+from syncd.protocol.layout import JobLayout, older_lines
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport
 from syncd.protocol.requests import RollbackRequest
+from syncd.storage.append import LIMIT
 from tests.jobs import Job
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, refuse
@@ -190,9 +194,28 @@ def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: Job) -> None:
     lines = [line.version for line in read_journal(STORAGE, job.layout)]
     assert lines == list(range(lines[0] or 0, 101))
     assert 10 < len(lines) < 50
-    for path in (job.layout.journal, job.layout.older_journal):
+    for path in (job.layout.journal, older_lines(job.layout.journal)):
         assert path.stat().st_size < 1200
     assert len(read_journal(STORAGE, job.layout, 500)) < len(lines)
+
+
+def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Job) -> None:
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        publish(job, loop, 1)
+        publish(job, loop, 2)
+        loop.run_once()
+        os.truncate(job.layout.audit, LIMIT)
+        publish(job, loop, 3)
+        loop.run_once()
+    assert b'"v000001"' in older_lines(job.layout.audit).read_bytes()
+    assert b'"v000002"' in job.layout.audit.read_bytes()
+    assert job.layout.audit.stat().st_size < 10_000
+    versions = history(STORAGE, job.layout, 10)
+    assert [(one.version, one.pruned is None) for one in versions] == [
+        (1, False),
+        (2, False),
+        (3, True),
+    ]
 
 
 def test_torn_and_foreign_lines_are_passed_over(job: Job) -> None:

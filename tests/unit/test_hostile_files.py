@@ -29,11 +29,12 @@ from syncd.protocol.errors import (
     VerificationError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import CHECKPOINT_POINTER
-from syncd.protocol.records import ExplorerReport, TrainerReport, encode
+from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import open_job
-from syncd.storage.leases import sweep_broken
+from syncd.storage.judge import sweep_broken
 from tests.jobs import Job, nothing
 from tests.storages import Clock, Rule, refuse
 
@@ -310,6 +311,7 @@ PLACES = {
         ".syncd/explorers/e.json",
         ".syncd/explorers/other.json",
         ".syncd/audit.jsonl",
+        ".syncd/audit.older.jsonl",
         ".syncd/journal.jsonl",
         ".syncd/journal.older.jsonl",
         ".syncd/quarantine/step_1-abc.json",

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 
 from syncd.checkpoint.isolated import IsolatedParser
-from syncd.checkpoint.placement import Local, Position
-from syncd.checkpoint.shard_file import Chunks, ReadPieces, ShardFile
+from syncd.checkpoint.placement import Chunks, Local, Position
+from syncd.checkpoint.shard_file import ReadPieces, ShardFile
 from syncd.protocol.errors import CheckpointError, PlacementError, ShardFormatError
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing

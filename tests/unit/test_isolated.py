@@ -25,7 +25,7 @@ from syncd.checkpoint.safetensors_header import read_fields
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CancelledError, CheckpointError, ShardFormatError
-from syncd.protocol.layout import shard_name
+from syncd.protocol.names import shard_name
 from syncd.protocol.records import Quarantine, parse
 from syncd.storage.fsio import Storage
 from tests.jobs import Job, nothing, weights

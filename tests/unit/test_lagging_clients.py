@@ -17,11 +17,13 @@ from syncd.daemon.decide import RetireVersion
 from syncd.daemon.loop import Loop
 from syncd.daemon.prune import Pruner
 from syncd.protocol.errors import SupersededError, VersionGoneError
-from syncd.protocol.layout import CHECKPOINT_POINTER, RECEIPTS, receipt_name
-from syncd.protocol.records import Latest, Receipt, TrainerReport, encode, parse
+from syncd.protocol.names import CHECKPOINT_POINTER, RECEIPTS, receipt_name
+from syncd.protocol.records import Latest, Receipt, encode, parse
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
-from syncd.storage.leases import Judge, Lease
+from syncd.storage.judge import Judge
+from syncd.storage.leases import Lease
 from tests.jobs import LEASE_TIME, Job, nothing, receipt_of, weights
 from tests.lagging import LAG, LaggingHosts, LaggingStorage
 from tests.storages import FastStorage

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from syncd.protocol import layout
+from syncd.protocol import layout, names
 from syncd.protocol.errors import InvalidSettingsError
 
 
 @pytest.mark.parametrize("step", [0, 7, 123456789012345678])
 def test_a_step_folder_names_its_step(step: int) -> None:
-    assert layout.parse_step_folder(layout.step_folder(step)) == step
+    assert names.parse_step_folder(names.step_folder(step)) == step
 
 
 @pytest.mark.parametrize(
@@ -19,26 +19,26 @@ def test_a_step_folder_names_its_step(step: int) -> None:
      "global_step_\uff11", "Global_step_1", "global_step_1.tmp", "global_step_" + "9" * 19],
 )  # fmt: skip
 def test_another_name_is_no_step_folder(name: str) -> None:
-    assert layout.parse_step_folder(name) is None
+    assert names.parse_step_folder(name) is None
 
 
 @pytest.mark.parametrize("sequence", [1, 999999, 1000000])
 def test_a_version_folder_names_its_sequence(sequence: int) -> None:
-    assert layout.parse_version_folder(layout.version_folder(sequence)) == sequence
+    assert names.parse_version_folder(names.version_folder(sequence)) == sequence
 
 
 @pytest.mark.parametrize("name", ["v1", "v0000001", "v-00001", "000001", "v000001.tmp", "v00001x"])
 def test_a_version_has_exactly_one_name(name: str) -> None:
-    assert layout.parse_version_folder(name) is None
+    assert names.parse_version_folder(name) is None
 
 
 def test_version_folders_sort_as_their_sequences_do() -> None:
-    names = [layout.version_folder(sequence) for sequence in (2, 10, 999, 12345)]
-    assert names == sorted(names)
+    folders = [names.version_folder(sequence) for sequence in (2, 10, 999, 12345)]
+    assert folders == sorted(folders)
 
 
 def test_a_shard_names_its_world_size_and_rank() -> None:
-    assert layout.parse_shard_name(layout.shard_name(64, 63)) == (64, 63)
+    assert names.parse_shard_name(names.shard_name(64, 63)) == (64, 63)
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_a_shard_names_its_world_size_and_rank() -> None:
      "optim_world_size_2_rank_1.pt", "model_world_size_2_rank_1.pt.tmp", ".model_world_size_2"],
 )  # fmt: skip
 def test_another_name_is_no_shard(name: str) -> None:
-    assert layout.parse_shard_name(name) is None
+    assert names.parse_shard_name(name) is None
 
 
 def test_optimizer_and_extra_state_make_a_step_resumable_and_weights_do_not() -> None:
-    assert layout.is_resumable_state(layout.optimizer_name(2, 1))
-    assert layout.is_resumable_state(layout.extra_state_name(2, 1))
-    assert layout.is_resumable_state("optim_of\nanother trainer")
-    assert not layout.is_resumable_state(layout.shard_name(2, 1))
+    assert names.is_resumable_state(names.optimizer_name(2, 1))
+    assert names.is_resumable_state(names.extra_state_name(2, 1))
+    assert names.is_resumable_state("optim_of\nanother trainer")
+    assert not names.is_resumable_state(names.shard_name(2, 1))
 
 
 @pytest.mark.parametrize(
@@ -64,23 +64,23 @@ def test_optimizer_and_extra_state_make_a_step_resumable_and_weights_do_not() ->
      ("\uff17".encode(), None), (b"9" * 19, None)],
 )  # fmt: skip
 def test_a_pointer_is_a_bare_number_or_nothing_yet(content: bytes, step: int | None) -> None:
-    assert layout.parse_pointer(content) == step
+    assert names.parse_pointer(content) == step
 
 
 @pytest.mark.parametrize("name", ["a", "node-3_rank-0", "_x", "A" * 64])
 def test_a_plain_name_is_kept_as_it_is(name: str) -> None:
-    assert layout.checked_name(name, "the name") == name
+    assert names.checked_name(name, "the name") == name
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a.b", "a/b", "..", "é", "a b", "a\n", "A" * 65])
 def test_a_name_that_could_not_stand_in_a_path_is_refused_and_named(name: str) -> None:
     with pytest.raises(InvalidSettingsError, match="the explorer's name"):
-        layout.checked_name(name, "the explorer's name")
+        names.checked_name(name, "the explorer's name")
 
 
 @pytest.mark.parametrize("marker", ["", "a", ".s", "a.", "a.b.c", "a/b.c", ".nfs0001"])
 def test_another_file_name_is_no_lease(marker: str) -> None:
-    assert layout.parse_lease_marker(marker) is None
+    assert names.parse_lease_marker(marker) is None
 
 
 def test_all_of_ours_is_below_dot_syncd_or_published() -> None:

@@ -8,15 +8,9 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import VersionGoneError
-from syncd.storage.leases import (
-    LOOKS_PER_LEASE,
-    DaemonLock,
-    Judge,
-    Lease,
-    Liveness,
-    Session,
-    sweep_broken,
-)
+from syncd.storage.judge import LOOKS_PER_LEASE, Judge, Liveness, sweep_broken
+from syncd.storage.leases import Lease
+from syncd.storage.sessions import DaemonLock, Session
 from tests.jobs import LEASE_TIME, Job
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, once, refuse

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from syncd.storage.leases import Judge, Liveness
+from syncd.storage.judge import Judge, Liveness
 from syncd.storage.lookout import Lookout
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import Clock, FastStorage, RuledStorage

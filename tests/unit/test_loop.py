@@ -7,7 +7,8 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import SupersededError
-from syncd.protocol.records import DaemonReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import DaemonReport
 from tests.jobs import LEASE_TIME, Job
 from tests.lagging import Hosts
 from tests.storages import Clock, refuse

@@ -27,7 +27,7 @@ from syncd.daemon.root_services import RootServices
 from syncd.daemon.turns import PATIENCE, Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.events import JOB_THREAD
-from syncd.protocol.layout import STATE_POINTER
+from syncd.protocol.names import STATE_POINTER
 from tests.doc_blocks import blocks
 from tests.jobs import Job
 from tests.storages import Clock, FastStorage, RuledStorage, refuse

@@ -17,7 +17,8 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.metrics import Metrics, _JobMeter
 from syncd.daemon.metrics_export import HOST, Exporter
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.records import ExplorerReport, Reload, encode
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport, Reload
 from tests.jobs import Job
 from tests.lagging import Hosts
 from tests.storages import Clock, refuse

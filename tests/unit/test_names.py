@@ -22,7 +22,7 @@ from syncd.checkpoint.placement import Local, Position
 from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.shard_file import ShardFile
 from syncd.protocol.errors import CoverageError, ShardFormatError
-from syncd.protocol.layout import MANIFEST, shard_name
+from syncd.protocol.names import MANIFEST, shard_name
 from syncd.protocol.records import Manifest, parse
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing

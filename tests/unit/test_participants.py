@@ -12,8 +12,8 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision, decide
 from syncd.daemon.participants import Participants
 from syncd.daemon.service import Service
-from syncd.protocol.layout import STATE_POINTER
-from syncd.storage.leases import DAEMON_SESSION, Session
+from syncd.protocol.names import STATE_POINTER
+from syncd.storage.sessions import DAEMON_SESSION, Session
 from tests.jobs import LEASE_TIME, Job
 from tests.multiprocess.processes import DEADLINE, wait_until
 from tests.storages import Clock, FastStorage, RuledStorage, once

@@ -10,8 +10,9 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.offline import prune_now
-from syncd.protocol.layout import CHECKPOINT_POINTER
-from syncd.protocol.records import AuditLine, parse
+from syncd.protocol.journal import AuditLine
+from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.protocol.records import parse
 from tests.jobs import Job
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, once, refuse

@@ -21,7 +21,8 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport, Latest, encode, parse
+from syncd.protocol.records import Latest, encode, parse
+from syncd.protocol.reports import ExplorerReport
 from tests.jobs import Job
 from tests.lagging import Hosts
 from tests.storages import Clock, once, refuse

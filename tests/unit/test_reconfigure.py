@@ -13,7 +13,8 @@ from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import LIVE_KEYS, DaemonConfig
 from syncd.daemon.participants import Participants
-from syncd.storage.leases import Liveness, Session
+from syncd.storage.judge import Liveness
+from syncd.storage.sessions import Session
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import Clock
 

@@ -7,7 +7,6 @@ from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.records import (
     PROTOCOL,
-    ExplorerReport,
     Format,
     Latest,
     Receipt,
@@ -17,6 +16,7 @@ from syncd.protocol.records import (
     encode,
     parse,
 )
+from syncd.protocol.reports import ExplorerReport
 
 LATEST = Latest(sequence=17, step=4, folder="v000017")
 

@@ -18,7 +18,7 @@ from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import GiveUp, Publish, decide
 from syncd.protocol.errors import EngineMismatchError, RecordError, SaveNotReadyError
-from syncd.protocol.layout import REMOTE_PATH
+from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.records import Manifest, parse
 from tests.jobs import Job
 from tests.storages import Clock, FastStorage

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.offline import prune_now
-from syncd.protocol.layout import CHECKPOINT_POINTER, FULL, RETIRED, SAVING
+from syncd.protocol.names import CHECKPOINT_POINTER, FULL, RETIRED, SAVING
 from tests.crash.power import Killed
 from tests.jobs import Job
 from tests.storages import CHANGES, FastStorage, RuledStorage

@@ -12,7 +12,8 @@ import pytest
 from syncd.coordination.roster import SLICES_PER_LEASE, Roster
 from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import ExplorerReport, TrainerReport, encode
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.jobs import LEASE_TIME, Job
 from tests.lagging import LaggingHosts
 from tests.storages import Clock, RuledStorage, once, refuse

@@ -15,7 +15,7 @@ from syncd.checkpoint.save import (
     look_at_save,
 )
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
-from syncd.protocol.layout import RECEIPTS, receipt_name, shard_name
+from syncd.protocol.names import RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import Job, receipt_of, weights
 from tests.shards import shard as made

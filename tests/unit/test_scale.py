@@ -9,7 +9,8 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, decide
-from syncd.storage.leases import Lease, new_session_id
+from syncd.storage.leases import Lease
+from syncd.storage.sessions import new_session_id
 from tests.jobs import LEASE_TIME, Job
 from tests.storages import Clock, RuledStorage
 

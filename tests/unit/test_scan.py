@@ -11,9 +11,10 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Observation, PointerState
 from syncd.daemon.scan import Known, Scanner
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import CHECKPOINT_POINTER
-from syncd.protocol.records import SaveOutcome, TrainerReport, encode
-from syncd.storage.leases import Judge
+from syncd.protocol.names import CHECKPOINT_POINTER
+from syncd.protocol.records import SaveOutcome, encode
+from syncd.protocol.reports import TrainerReport
+from syncd.storage.judge import Judge
 from tests.jobs import LEASE_TIME, Job
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, refuse

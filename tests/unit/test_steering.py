@@ -13,7 +13,8 @@ from syncd.daemon.control import Control
 from syncd.daemon.steering import Steering
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import DaemonReport, Manifest, encode, parse
+from syncd.protocol.records import Manifest, encode, parse
+from syncd.protocol.reports import DaemonReport
 from syncd.protocol.requests import Pause, RollbackRequest
 from tests.jobs import Job
 from tests.lagging import Hosts

@@ -36,9 +36,10 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import FULL
+from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import ExplorerReport, SaveOutcome, Saves, TrainerReport, encode, parse
+from syncd.protocol.records import SaveOutcome, Saves, encode, parse
+from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import Job
 from tests.multiprocess.processes import wait_until

@@ -14,7 +14,8 @@ from torch import nn
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.protocol.errors import JobUnavailableError, SaveFailedError
-from syncd.protocol.records import SaveId, TrainerReport, parse
+from syncd.protocol.records import SaveId, parse
+from syncd.protocol.reports import TrainerReport
 from tests.hooks import over, written
 from tests.jobs import Job
 from tests.storages import RuledStorage, once, refuse

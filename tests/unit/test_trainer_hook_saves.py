@@ -18,9 +18,10 @@ from torch import nn
 from syncd.checkpoint.save import look_at_save
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, NameTakenError, SaveFailedError
-from syncd.protocol.layout import FULL, RETIRED, SAVING
+from syncd.protocol.names import FULL, RETIRED, SAVING
 from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import TrainerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import TrainerReport
 from tests.hooks import DEADLINE, over, written
 from tests.jobs import Job
 from tests.storages import RuledStorage, once, refuse

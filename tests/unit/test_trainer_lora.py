@@ -24,7 +24,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
-from syncd.protocol.layout import HUGGINGFACE
+from syncd.protocol.names import HUGGINGFACE
 from tests.hooks import written
 from tests.jobs import Job
 from tests.merging import build

@@ -14,7 +14,7 @@ import torch
 
 from syncd.checkpoint.save import look_at_save
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import FULL, SAVING
+from syncd.protocol.names import FULL, SAVING
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
 from tests.hooks import DEADLINE

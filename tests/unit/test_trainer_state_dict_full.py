@@ -13,9 +13,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from syncd.checkpoint.safetensors_file import CONTENT, PAGE, SafetensorsFile
+from syncd.checkpoint.safetensors_file import CONTENT, SafetensorsFile
+from syncd.checkpoint.safetensors_header import PAGE
 from syncd.protocol.errors import CoverageError, SaveFailedError, ShardFormatError
-from syncd.protocol.layout import FULL_STATE_DICT, RECEIPTS, receipt_name
+from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
 from syncd.protocol.records import Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Laden, tensors, values

@@ -16,7 +16,8 @@ from transformers.trainer_utils import default_compute_objective
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
-from syncd.protocol.records import TrainerReport, parse
+from syncd.protocol.records import parse
+from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
 from tests.hooks import over
 from tests.storages import RuledStorage, refuse

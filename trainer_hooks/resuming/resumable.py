@@ -32,7 +32,8 @@ from typing import NamedTuple
 
 from syncd.checkpoint.save import RANK_LIMIT, look_at_save
 from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     ACTOR,
     CRITIC,
     FULL,
@@ -40,7 +41,6 @@ from syncd.protocol.layout import (
     RECEIPTS,
     RETIRED,
     SAVING,
-    JobLayout,
     full_receipt_name,
     optimizer_name,
     shard_name,

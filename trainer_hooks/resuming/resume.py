@@ -16,7 +16,8 @@ from torch import nn
 from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import ACTOR, CRITIC, JobLayout, extra_state_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.resuming.loading import (

@@ -19,7 +19,7 @@ from syncd.checkpoint.source_reader import SourceReader, record_checks
 from syncd.checkpoint.tensor_rules import DTYPES, shown
 from syncd.checkpoint.torch_zip import Record
 from syncd.protocol.errors import CheckpointError, ShardFormatError
-from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage

@@ -16,7 +16,7 @@ from syncd.checkpoint.plan import PlannedTensor
 from syncd.checkpoint.safetensors_file import content_digest
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CoverageError, SaveFailedError
-from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.fsio import Draft
 from trainer_hooks.state.byte_pipe import LIMIT, BytePipe

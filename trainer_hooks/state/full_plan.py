@@ -15,11 +15,12 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.plan import PlannedFile, PlannedTensor, plan_merge
-from syncd.checkpoint.safetensors_file import CONTENT, DTYPES, ITEMSIZE, Entry, header_bytes
-from syncd.checkpoint.tensor_rules import name_fault, shown
+from syncd.checkpoint.plan import PlannedFile, PlannedTensor, header_entries, plan_merge
+from syncd.checkpoint.safetensors_file import CONTENT
+from syncd.checkpoint.safetensors_header import header_bytes
+from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
-from syncd.protocol.layout import FULL_STATE_DICT
+from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.host_buffers import memory_of
 
@@ -46,11 +47,7 @@ class FullPlan:
 
     def header(self, content: bytes) -> bytes:
         """The header of the file; of the same length for any digest of its tensors."""
-        entries = (
-            Entry(one.name, one.dtype, one.shape, one.begin, one.begin + one.length)
-            for one in self.tensors
-        )
-        return header_bytes(entries, {CONTENT: content.hex()})
+        return header_bytes(header_entries(self.tensors), {CONTENT: content.hex()})
 
 
 @dataclass(frozen=True, slots=True)

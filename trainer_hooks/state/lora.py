@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import MODEL_CONFIG
+from syncd.protocol.names import MODEL_CONFIG
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.lora_merge import merged_parts

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import FULL, RETIRED, JobLayout, full_receipt_name, receipt_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import FULL, RETIRED, full_receipt_name, receipt_name
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from syncd.storage.steps import point

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from syncd.protocol.layout import RECEIPTS, failure_name
+from syncd.protocol.names import RECEIPTS, failure_name
 from syncd.protocol.records import Receipt, SaveId, encode
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage

@@ -14,7 +14,8 @@ from typing import Any
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     CRITIC,
     FSDP_CONFIG,
     FULL,
@@ -23,7 +24,6 @@ from syncd.protocol.layout import (
     LORA_ADAPTER,
     MANIFEST,
     SAVING,
-    JobLayout,
     extra_state_name,
     failure_name,
     full_receipt_name,

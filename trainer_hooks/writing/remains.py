@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.layout import (
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import (
     CRITIC,
     FULL_STATE_DICT,
     RECEIPTS,
     SAVING,
     TEMPORARY,
-    JobLayout,
     extra_state_name,
     full_receipt_name,
     optimizer_name,

@@ -8,16 +8,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from syncd.protocol.layout import (
-    FULL,
-    RETIRED,
-    SAVING,
-    JobLayout,
-    parse_pointer,
-    parse_step_folder,
-)
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import FULL, RETIRED, SAVING, parse_pointer
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.steps import step_folders
 
 log = logging.getLogger(__name__)
 
@@ -104,10 +99,9 @@ def retire_old(
 
 def full_steps(storage: Storage, layout: JobLayout) -> list[int]:
     """The steps that have a ``.full_checkpoint`` on disk, lowest first."""
-    found = (parse_step_folder(name) for name in storage.names(layout.root))
-    return sorted(
-        step for step in found if step is not None and storage.exists(layout.step(step) / FULL)
-    )
+    return [
+        step for step in step_folders(storage, layout) if storage.exists(layout.step(step) / FULL)
+    ]
 
 
 def pointed_step(storage: Storage, layout: JobLayout) -> int | None:

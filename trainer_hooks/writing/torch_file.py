@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from syncd.checkpoint.safetensors_file import PAGE
+from syncd.checkpoint.safetensors_header import PAGE
 from syncd.storage.fsio import Draft
 
 #: Padding to pages, half of one on average, is then less than a hundredth of the file.

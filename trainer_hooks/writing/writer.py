@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import SAVING, JobLayout, full_receipt_name, receipt_name
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import SAVING, full_receipt_name, receipt_name
 from syncd.protocol.records import ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.fsio import Storage

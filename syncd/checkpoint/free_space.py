@@ -17,7 +17,7 @@ _SMALL_FILES: Final = 1024 * 1024
 _FEW_INODES: Final = 32
 
 
-class Room:
+class FreeSpace:
     """Looks whether the filesystem of a job has room.
 
     What a save that does not fit would take is remembered: all of it is parsed for that, and it is
@@ -35,7 +35,7 @@ class Room:
         self._folder = folder
         self._root = root
         self._advice = advice
-        self._sized: tuple[str | None, Cast | None, int] | None = None
+        self._sized: tuple[tuple[str | None, Cast | None, str | None], int] | None = None
 
     def check(
         self,
@@ -60,12 +60,13 @@ class Room:
         free = self._storage.free(self._folder)
         if free.bytes is not None and free.bytes < needed and save.remote is None:
             # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
-            if self._sized is None or self._sized[:2] != (save.identity, cast):
+            asked = (save.identity, cast, prefix)
+            if self._sized is None or self._sized[0] != asked:
                 size = weights_size(
                     self._storage, actor, save, cast=cast, prefix=prefix, cancel=cancel
                 )
-                self._sized = save.identity, cast, size
-            needed = _SMALL_FILES + self._sized[2]
+                self._sized = asked, size
+            needed = _SMALL_FILES + self._sized[1]
         if free.bytes is not None and free.bytes < needed:
             raise NoRoomError(
                 f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "
