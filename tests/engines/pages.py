@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-
-from tests.doc_blocks import blocks
 
 ROOT = Path(__file__).parents[2]
 
-TRAIN, FOLLOW, IN_PROCESS = blocks("vllm.md")
-(FOLLOW_SGLANG,) = blocks("sglang.md")
+
+def _blocks(page: str) -> list[str]:
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+TRAIN, FOLLOW, IN_PROCESS = _blocks("vllm.md")
+(FOLLOW_SGLANG,) = _blocks("sglang.md")
