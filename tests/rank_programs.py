@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -28,7 +29,8 @@ def written_by(
 ) -> Path:
     """The folder that ``python -m MODULE FOLDER`` has filled; whoever asks first runs it.
 
-    Tests of other workers read there too: nobody may change what is there.
+    Tests of other workers read there too: nobody may change what is there. One that fails is not
+    run again either: it fails whoever asks, with the same words.
 
     Args:
         factory: pytest's.
@@ -40,13 +42,19 @@ def written_by(
     if "PYTEST_XDIST_WORKER" in os.environ:  # each worker's own is inside the run's
         base = base.parent
     name = module.rpartition(".")[2]
-    folder, made = base / name, base / f"{name}.made"
+    folder, ended = base / name, base / f"{name}.ended"
     with FileLock(base / f"{name}.lock"):
-        if not made.exists():
+        if not ended.exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-            run_ranks(module, folder, said=folder / SAID, check=check, **environment)
-            made.touch()
+            try:
+                run_ranks(module, folder, said=folder / SAID, check=check, **environment)
+            except AssertionError as error:
+                ended.write_text(str(error))
+                raise
+            ended.touch()
+    failure = ended.read_text()
+    assert not failure, failure
     return folder
 
 
@@ -62,11 +70,14 @@ def run_ranks(
             stderr=stderr,
             start_new_session=True,
         )
+    status = None
     try:
-        status = launcher.wait(DEADLINE)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = launcher.wait(DEADLINE)
     finally:
-        if launcher.poll() is None:  # ranks that wait for each other outlive it
-            os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
+        with contextlib.suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(launcher.pid, signal.SIGKILL)  # ranks that wait for each other outlive it
+        launcher.wait()
     words = said.read_text(errors="replace")[-6000:]
+    assert status is not None, f"{module} has not ended in {DEADLINE:g} s: {words}"
     assert status == 0 or not check, f"{module} ended with {status}: {words}"

@@ -12,7 +12,7 @@ from tests.rank_programs import SAID, written_by
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
     """The checks that all ranks have passed, and what the ranks said."""
     root = written_by(tmp_path_factory, "tests.multiprocess.resume_ranks", check=False)
-    return {path.name for path in (root / "passed").iterdir()}, (root / SAID).read_text()
+    return {path.name for path in (root / "passed").glob("*")}, (root / SAID).read_text()
 
 
 @pytest.mark.parametrize("check", checks())

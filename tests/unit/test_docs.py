@@ -225,16 +225,7 @@ FUNCTIONS = {
 def test_every_test_and_every_file_that_a_page_names_is_there(page: str) -> None:
     """``tests/…`` and the other folders by their paths, ``test_….py`` by its name alone."""
     named = re.findall(r"`([\w./-]+)`", text_of(page))
-    roots = (
-        "tests/",
-        "syncd/",
-        "trainer_hooks/",
-        "explorer_hooks/",
-        "benchmarks/",
-        "docs/",
-        ".ci/",
-    )
-    paths = {one for one in named if one.startswith(roots)}
+    paths = {one for one in named if one.startswith(ROOMS)}
     assert {one for one in paths if not any(ROOT.glob(one.rstrip("/")))} == set()
     files = {one for one in named if re.fullmatch(r"test_\w+\.py", one)}
     assert files - {path.name for path in TESTS} == set()

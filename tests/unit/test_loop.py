@@ -77,7 +77,6 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     assert job.latest.step == 4
 
 
-@pytest.mark.local_only("it counts a thousand rounds of one daemon, and nobody else is there")
 @pytest.mark.local_only("it is about a thousand rounds, and about nothing that changes")
 def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, hosts: Hosts) -> None:
     class Days(Clock):

@@ -18,6 +18,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
 
 from tests.multiprocess.processes import wait_until
+from tests.ports import free_port
 
 _CHROMIUM: Final = shutil.which("chromium")
 _DRIVER: Final = shutil.which("chromedriver")
@@ -106,7 +107,7 @@ def browser(profile: Path) -> Iterator[Browser]:
         options.add_argument("--no-sandbox")  # which does not work for root
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     try:
-        driver = webdriver.Chrome(options=options, service=Service(_DRIVER))
+        driver = webdriver.Chrome(options=options, service=Service(_DRIVER, port=free_port()))
     except WebDriverException as error:  # it has no sandbox here, or is not the driver's
         pytest.skip(f"Chromium does not start here: {error.msg}")
     try:

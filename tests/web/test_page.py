@@ -25,6 +25,7 @@ from syncd.web import jobs, shared_look
 from syncd.web.server import Server
 from tests.jobs import Job
 from tests.multiprocess.processes import DEADLINE
+from tests.ports import free_port
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
 from tests.web.served import daemon, explorer, served
@@ -78,7 +79,7 @@ def many_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     a_job(root / "well", 3, "node-1", "node-2")
     Job(root / "empty")
     dead = a_job(root / f"dead-{'long-' * 12}", 2, "node-1")
-    daemon(dead, time.time() - 3600)
+    daemon(dead, time.time() - 3 * 3600)
     busy = a_job(root / "busy", 30, *(f"node-{number}-{'x' * 40}" for number in range(30)))
     for number in range(7):
         name = f"node-{number}-{'x' * 40}"
@@ -173,7 +174,7 @@ def test_every_state_fits_the_page_and_can_be_read(
             ground = page.run("return getComputedStyle(document.body).backgroundColor")
             assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
             said = {"busy": "Paused by me@login", "empty": "syncd run ", "well": "v3",
-                    f"dead-{'long-' * 12}": "was heard last 60 min ago"}[job]  # fmt: skip
+                    f"dead-{'long-' * 12}": "was heard last 3 h ago"}[job]  # fmt: skip
             page.sees(said, "main")
 
 
@@ -296,10 +297,10 @@ def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
     page: Browser, tmp_path: Path
 ) -> None:
     job = a_job(tmp_path / "job")
-    with served(job.layout.root) as server:
+    port = free_port()  # no connection of another test is given it in between
+    with served(job.layout.root, port=port) as server:
         page.open(server.address)
         page.sees("live", "#fresh")
-        port = server.server_address[1]
     page.sees("Not updated since", "#fresh")
     assert page.text("#news") == "This page is not updated any more."
     page.sees("v3", ".tiles")
