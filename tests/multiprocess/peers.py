@@ -143,9 +143,7 @@ class Peer:
         assert self.process.exitcode == -signal.SIGKILL
 
     def end(self) -> None:
-        if self.process.is_alive():
-            self.resume()
-            self.kill()
+        self.process.kill()  # also where it is stopped, or ends at this moment
         self.process.join(DEADLINE)
         self._connection.close()
 
