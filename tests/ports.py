@@ -13,11 +13,11 @@ def free_port() -> int:
     """A port that nobody listens on.
 
     Not one of those that the kernel chooses from for connections: one of another test's could have
-    it before the process listens there.
+    it before the process listens there. Nor one that browsers refuse, 10080.
     """
     lowest = int(_RANGE.read_text().split()[0])
     while True:
-        port = random.SystemRandom().randrange(10_000, max(11_000, lowest))
+        port = random.SystemRandom().randrange(11_000, max(12_000, lowest))
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
