@@ -169,7 +169,7 @@ def test_who_writes_to_the_jobs_is_one_user_without_rights_besides() -> None:
     assert not any(pod["spec"]["automountServiceAccountToken"] for pod in PODS.values())
 
 
-def test_the_image_has_a_python_that_the_tests_passed_with_and_the_tag_of_this_release() -> None:
+def test_the_image_has_a_python_that_tests_were_run_on_and_the_tag_of_this_release() -> None:
     (dockerfile,) = blocks("kubernetes.md", "dockerfile")
     (python,) = re.findall(r"^FROM python:(\d+\.\d+)-slim$", dockerfile, re.MULTILINE)
     setup = (DOCS.parent / "setup.cfg").read_text(encoding="utf-8")
