@@ -36,7 +36,8 @@ class Planner:
     """Decides what to save, on rank 0 where ranks could see it differently.
 
     Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
-    step where nothing is due, and no explorer decides or is waited for, nothing is sent.
+    step where nothing is due, and no explorer decides or is waited for, nothing is sent (while the
+    trainer waits for data, nor where none may have missed a broadcast).
 
     Args:
         decisions: how rank 0 tells the others.
