@@ -184,6 +184,27 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
     assert job.layout.state_pointer.read_text() == "5\n"
 
 
+def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    gate = Gate(storage, "create", SHARD)
+
+    def goes_on() -> dict[str, Any]:
+        gate.opened.set()
+        over(hook)
+        return {}
+
+    with TrainerHook(
+        job.layout.root, model, user_state=goes_on, settings=SyncSettings(save_timeout=0.1),
+        saving=SaveSettings(when_busy_sync=WhenBusy.WAIT), storage=storage,
+    ) as hook:  # fmt: skip
+        for step in (1, 2):
+            hook.after_step(step)
+        with pytest.raises(SaveFailedError, match=r"step 3 .* after 0\.2 s two others were not"):
+            hook.save_checkpoint(3)
+        over(hook)
+
+
 def test_a_save_that_never_ends_is_given_up_and_said(
     job: Job, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
