@@ -52,15 +52,12 @@ def _names(root: Path) -> dict[str, Any]:
 
 
 def pasted(root: Path) -> None:
-    """The steps of docs/trainer.md, and then the README's, which resume from them.
-
-    Not the other way round: the page loads a scheduler, and the README saves none.
-    """
+    """The README's steps, and then those of docs/trainer.md, which resumes from them."""
     (readme, *_), (page,) = blocks("../README.md"), blocks("trainer.md")
     first = {**_names(root), "steps": STEPS - 1}
-    exec(page, first)  # noqa: S102 # what users run
-    then = {**_names(root), "steps": STEPS}
-    exec(readme.replace(JOB, str(root / "job")), then)  # noqa: S102 # likewise
+    exec(readme.replace(JOB, str(root / "job")), first)  # noqa: S102 # what users run
+    then = {**_names(root), "steps": STEPS, "scheduler": None}  # the README saves none
+    exec(page, then)  # noqa: S102 # likewise
     tell(root, began_anew=first["resumed"] is None, resumed=then["resumed"].step)
 
 

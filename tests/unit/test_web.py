@@ -261,7 +261,7 @@ def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: Job)
                 process.kill()
 
 
-def test_all_files_of_the_page_are_served_and_nothing_of_it_reads_markup() -> None:
+def test_all_of_the_page_is_served_and_nothing_of_it_reads_markup() -> None:
     files = {path.name for path in PAGE.iterdir() if path.suffix not in {".py", ""}}
     with Server(Jobs([], 1), 0) as server:
         assert {path.strip("/") or "page.html" for path in server.files} == files
