@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -124,7 +125,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
             return  # a daemon that came later saw it again
         seconds = line.seconds
         if seconds is None and version.published is not None:
-            seconds = max(0.0, line.time - version.published)
+            seconds = _finite(max(0.0, line.time - version.published))
         version.live.append(Live(line.explorer or "?", line.time, seconds, line.pause))
         return
     if version.published is None:  # else this one tells of the same, by a daemon that came later
@@ -135,9 +136,14 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         version.bytes = line.bytes
         version.merge_seconds = line.seconds
         version.latency_seconds = line.latency
-        version.saved = None if line.latency is None else line.time - line.latency
+        version.saved = None if line.latency is None else _finite(line.time - line.latency)
     elif line.event == "rolled_back":
         version.of, version.by = line.of, line.by
+
+
+def _finite(seconds: float) -> float | None:
+    """A difference of times that others wrote, or None: JSON has no number beyond all others."""
+    return seconds if math.isfinite(seconds) else None
 
 
 def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:

@@ -21,6 +21,7 @@ from syncd.protocol.names import (
 from syncd.protocol.records import Latest, R, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
+from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 
 #: How many of the last events there are, and the most bytes that are read for them of each file.
@@ -55,6 +56,8 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 def jobs_at(folder: Path) -> list[Path]:
     """The job that a folder is, or those in it; the folder itself where there is none.
 
+    What this user may not look into, such as ``lost+found``, is none.
+
     Raises:
         JobUnavailableError: it cannot be looked at.
         OSError: it cannot be listed.
@@ -63,7 +66,15 @@ def jobs_at(folder: Path) -> list[Path]:
     if is_job(storage, JobLayout(folder)):
         return [folder]
     inside = (folder / name for name in storage.names(folder))
-    return [path for path in inside if is_job(storage, JobLayout(path))] or [folder]
+    return [path for path in inside if _may_be_job(storage, path)] or [folder]
+
+
+def _may_be_job(storage: Storage, folder: Path) -> bool:
+    """Whether it is to be listed: where storage fails, as a job that says so itself."""
+    try:
+        return storage.exists(JobLayout(folder).format)
+    except OSError as error:
+        return not is_refused_here(error)
 
 
 def is_job(storage: Storage, layout: JobLayout) -> bool:
@@ -147,7 +158,7 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": f"{folder} of host {daemon['host']}"}
     try:
         return _look(Storage(folder), JobLayout(folder))
-    except JobUnavailableError as error:
+    except (JobUnavailableError, ValueError) as error:  # ValueError: no path has a null character
         return {"unseen": str(error)}
 
 

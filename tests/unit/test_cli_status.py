@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -124,6 +125,38 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     (folder / "a.toml").write_text(f'job = "{served.layout.root}"\n')
     (told,) = json.loads(status("--json").output)["jobs"]
     assert told["latest"]["sequence"] == 1
+    # A daemon of many jobs; one that a configuration of its own names too is there once.
+    root = Job(tmp_path / "root" / "other").layout.root.parent
+    (folder / "b.toml").write_text(f'root = "{root}"\n')
+    (folder / "c.toml").write_text(f'root = "{tmp_path / "unmounted"}"\n')
+    (folder / "d.toml").write_text(f'job = "{root / "other"}"\n')
+    told = json.loads(status("--json").output)["jobs"]
+    assert [job["job"] for job in told] == [
+        str(served.layout.root), str(root / "other"), str(tmp_path / "unmounted"),
+    ]  # fmt: skip
+    assert "is not a job that syncd has served" in told[-1]["unseen"]
+
+
+def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
+    served: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found" / ".syncd").symlink_to(".syncd")  # root, too, is refused that
+    (told,) = json.loads(status(tmp_path, "--json").output)["jobs"]
+    assert told["job"] == str(served.layout.root)
+
+
+def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: Job) -> None:
+    reports(served, 0, memory_dir="/tmp/\0", host=socket.gethostname())
+    seen = json.loads(status(served.layout.root, "--json").output)
+    assert "null" in seen["memory"]["unseen"]
+    record = served.layout.daemon_report
+    content = json.loads(record.read_bytes())
+    content["merge"]["seconds"] = "BEYOND"
+    record.write_text(json.dumps(content).replace('"BEYOND"', "1e999"))
+    output = status(served.layout.root, "--json").output
+    assert json.loads(output)["daemon"] is None
+    assert "Infinity" not in output
 
 
 @contextmanager
