@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import check_is_job
@@ -73,6 +75,10 @@ class VersionHistory:
     latest: bool = False
 
 
+#: Of a thousand explorers there are a hundred thousand of :class:`Live`: ``asdict`` takes seconds.
+_VERSIONS: Final = TypeAdapter(list[VersionHistory])
+
+
 def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
     """The newest versions, oldest first; those that were pruned too.
 
@@ -96,13 +102,18 @@ def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHist
 
 def told(storage: Storage, layout: JobLayout, limit: int) -> dict[str, Any]:
     """That as JSON has it, raising the same: ``docs/cli.md`` lists the keys."""
-    versions = [asdict(version) for version in history(storage, layout, limit)]
+    versions = _VERSIONS.dump_python(history(storage, layout, limit))
     return {"job": str(layout.root), "versions": versions}
 
 
 def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
     found: dict[int, VersionHistory] = {}
+    seen: set[tuple[int, str | None]] = set()  # who serves what: of a thousand explorers each
     for line in read_journal(storage, layout):
+        if line.event == "live" and line.version is not None:
+            if (line.version, line.explorer) in seen:
+                continue  # a daemon that came later saw it again
+            seen.add((line.version, line.explorer))
         if line.version is not None:
             _add(found.setdefault(line.version, VersionHistory(line.version)), line)
     for name in storage.names(layout.published):
@@ -121,8 +132,6 @@ def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHis
 
 def _add(version: VersionHistory, line: JournalLine) -> None:
     if line.event == "live":
-        if any(one.explorer == line.explorer for one in version.live):
-            return  # a daemon that came later saw it again
         seconds = line.seconds
         if seconds is None and version.published is not None:
             seconds = _finite(max(0.0, line.time - version.published))

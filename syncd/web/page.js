@@ -3,6 +3,7 @@
 
 import { show } from "./dom.js";
 import { announced, freshness, jobsTable, page, titled } from "./view.js";
+import { link } from "./words.js";
 
 const EVERY = 2000; // ms from an answer to the next question
 const SLOWEST = 30000; // between two that fail
@@ -29,13 +30,13 @@ function now() {
 
 function job() {
   const jobs = known.overview?.jobs ?? [];
-  const named = location.hash.startsWith("#/") ? decoded(location.hash.slice(1)) : null;
-  return jobs.find((one) => one.job === named) ?? jobs[0] ?? null;
+  const named = decoded(location.hash);
+  return jobs.find((one) => decoded(link(one.job)) === named) ?? jobs[0] ?? null;
 }
 
-function decoded(text) {
+function decoded(hash) {
   try {
-    return decodeURI(text);
+    return decodeURI(hash);
   } catch {
     return null;
   }
@@ -76,7 +77,9 @@ async function refresh() {
     known.overview = await ask("jobs.json");
     known.answeredAt = performance.now();
     if (isHistoryOld(job())) {
-      known.history = await ask(`jobs/${known.of}/history.json`);
+      const { history: before, read } = known.history ?? {};
+      const answer = await ask(`jobs/${known.of}/history.json${read ? `?had=${read}` : ""}`);
+      known.history = read && answer.read === read ? { ...answer, history: before } : answer;
     }
     known.failures = 0;
   } catch {
@@ -118,8 +121,12 @@ document.addEventListener("change", ({ target }) => {
   draw();
 });
 
-document.addEventListener("click", ({ target }) => {
-  if (target.id === "all-explorers") {
+document.addEventListener("click", (event) => {
+  const { target } = event;
+  if (target.classList.contains("skip")) {
+    event.preventDefault(); // the #fragment says which job is shown
+    document.getElementById("main").focus();
+  } else if (target.id === "all-explorers") {
     chosen.allExplorers = !chosen.allExplorers;
     draw();
   } else if (target.id === "again") {
@@ -142,11 +149,9 @@ document.addEventListener("visibilitychange", () => {
 });
 window.addEventListener("online", refresh);
 window.addEventListener("hashchange", () => {
-  if (location.hash !== "#main") {
-    chosen.opened.clear();
-    draw();
-    refresh();
-  }
+  chosen.opened.clear();
+  draw();
+  refresh();
 });
 
 refresh();

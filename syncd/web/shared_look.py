@@ -84,6 +84,12 @@ class SharedLook(Generic[T]):
             threading.Thread(target=self._go, args=(reading,), daemon=True).start()
             self._reading = reading
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a reading goes on, or hangs."""
+        with self._changed:
+            return self._reading is not None
+
     def answer(self) -> Answer[T]:
         """What is known; waits for the reading that goes on, until its patience has run out."""
         with self._changed:

@@ -39,7 +39,7 @@ function choices(count, chosen) {
       radio("clock", "Clock time"), radio("since", "Since saved")),
     amounts.length ? h("label", null, "Show ", h("select", { id: "rows" },
       [...amounts, count].map((one) => h("option", { value: one === count ? 1e9 : one,
-        selected: chosen.rows === one }, one === count ? `all ${count}` : `the newest ${one}`)))) : null);
+        "data-key": one === count ? "all" : one, selected: chosen.rows === one }, one === count ? `all ${count}` : `the newest ${one}`)))) : null);
 }
 
 function rows(status, versions, chosen, now) {

@@ -4,7 +4,7 @@ import { h } from "./dom.js";
 import { events } from "./events.js";
 import { command, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
 import { charts, timeline } from "./versions.js";
-import { ago, clock, many, moment, printable, said, size, span } from "./words.js";
+import { ago, clock, link, many, moment, printable, said, size, span } from "./words.js";
 
 const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
 const FEW = 20; // explorers
@@ -54,7 +54,7 @@ export function jobsTable(jobs, shown, now) {
     const state = stateOf(job, now);
     const slowest = usable ? slowestOf(status.explorers) : null;
     return [job.job, [
-      h("a", { href: `#${encodeURI(job.job)}`, title: printable(job.job),
+      h("a", { href: link(job.job), title: printable(job.job),
         "aria-current": job === shown ? "true" : null }, said(nameOf(job.job))),
       badge(state),
       usable && status.latest ? `v${status.latest.sequence} · step ${status.latest.step}` : "–",
@@ -156,7 +156,7 @@ function tiles(job, status, versions, now) {
   const found = [
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`, ", ",
-        publishedAgo(status, now)] : "It comes with the first save that is whole."),
+        publishedAgo(status, now, versions)] : "It comes with the first save that is whole."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
         said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
@@ -277,10 +277,12 @@ function behindOf({ behind, behind_steps: steps }) {
   return `${many(behind, "version")}${steps ? `, ${many(steps, "step")}` : ""}`;
 }
 
-function publishedAgo(status, now) {
+/** By the events, or by the history: those are few, and a hundred explorers that go live are more. */
+function publishedAgo(status, now, versions = null) {
   const named = new Set(["published", "adopted", "rolled_back"]);
   const event = status.events.findLast((one) => named.has(one.event) && one.version === status.latest?.sequence);
-  return event ? ago(event.time, now) : "–";
+  const at = event?.time ?? versions?.find((one) => one.version === status.latest?.sequence)?.published;
+  return at === null || at === undefined ? "–" : ago(at, now);
 }
 
 function freeOf({ free }) {

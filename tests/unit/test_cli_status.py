@@ -147,7 +147,7 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
 
 
 def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: Job) -> None:
-    reports(served, 0, memory_dir="/tmp/\0", host=socket.gethostname())
+    reports(served, 0, memory_dir="/srv/\0", host=socket.gethostname())
     seen = json.loads(status(served.layout.root, "--json").output)
     assert "null" in seen["memory"]["unseen"]
     record = served.layout.daemon_report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -225,9 +226,11 @@ def test_all_of_it_can_be_used_by_keyboard(page: Browser, many_jobs: Path) -> No
         assert reached[0] == "A:Skip to the job"
         assert len(reached) == wanted + 1  # of the two radio buttons one
         focus = "document.querySelector(arguments[0]).focus()"
+        opened = page.run("return location.hash")
         page.run(focus, ".skip")
         page.press(ENTER)
         assert page.run("return document.activeElement.id") == "main"
+        assert page.run("return location.hash") == opened  # which says what job is shown
         page.sees("busy", "main h1")
         page.run(focus, ".timeline summary")
         page.press(SPACE)
@@ -290,6 +293,29 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
             page.sees("No daemon has worked here yet", "main")
     finally:
         ended.set()
+
+
+def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
+    page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the jobs have relative names
+    a_job(tmp_path / "jobs" / "a")
+    job = a_job(tmp_path / "jobs" / os.fsdecode(b"no-utf-\xff"), 3, "node-1")
+    # A name that two have, a pause that no axis has room for, a number that JSON does not know.
+    explorer(job, "node-1", 1, file="another", time=time.time())
+    reload = Reload(sequence=3, step=3, pause=1.7e308)
+    explorer(job, "node-2", 3, reload=reload, time=time.time())
+    with shown(page, Path("jobs")) as server:
+        page.open(server.address)
+        page.sees("no-utf-\\udcff", "nav")
+        page.run("document.querySelectorAll('nav a')[1].click()")
+        page.sees("An engine did not serve: median 250 ms, longest 99999 d", ".charts")
+        assert page.run("return document.querySelectorAll('.chart circle').length") == 1
+        explorer(job, "node-1", 2, file="another", time=time.time())
+        page.sees("v2", "[data-key=explorers] tbody")
+        names = page.run("return [...document.querySelectorAll('[data-key=explorers] tbody th')]"
+                         ".map((one) => one.textContent)")  # fmt: skip
+        assert sorted(names) == ["node-1", "node-1", "node-2"]
 
 
 def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
