@@ -310,7 +310,7 @@ def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
         page.sees("no-utf-\\udcff", "nav")
         page.run("document.querySelectorAll('nav a')[1].click()")
         page.sees("An engine did not serve: median 250 ms, longest 99999 d", ".charts")
-        assert page.run("return document.querySelectorAll('.chart circle').length") == 1
+        assert page.run("return document.querySelectorAll('figure:nth-child(2) circle').length") == 1
         explorer(job, "node-1", 2, file="another", time=time.time())
         page.sees("v2", "[data-key=explorers] tbody")
         names = page.run("return [...document.querySelectorAll('[data-key=explorers] tbody th')]"
