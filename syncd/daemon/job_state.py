@@ -24,9 +24,10 @@ from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 
-#: How many of the last events there are, and the most bytes that are read for them of each file.
+#: How many of the last events there are, and as many that explorers went live besides: else those
+#: of a large fleet would be all. And the most bytes that are read for them of each file.
 _EVENTS: Final = 50
-_TAIL: Final = 64 * 1024
+_TAIL: Final = 128 * 1024
 
 
 def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
@@ -215,4 +216,12 @@ def _events(storage: Storage, layout: JobLayout) -> list[dict[str, Any]]:
         kept = line.model_dump(include={"time", "what", "name", "why"})
         found.append({**kept, "event": "pruned"})
     # Of two in one moment the order is that of their file.
-    return sorted(found, key=lambda event: float(event["time"]))[-_EVENTS:]
+    found.sort(key=lambda event: float(event["time"]))
+    left = {True: _EVENTS, False: _EVENTS}
+    kept = []
+    for event in reversed(found):
+        is_live = event["event"] == "live"
+        if left[is_live] > 0:
+            left[is_live] -= 1
+            kept.append(event)
+    return kept[::-1]

@@ -23,6 +23,7 @@ from syncd.cli.amounts import size, span
 from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.job_state import look
+from syncd.daemon.journal_file import JournalFile
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
@@ -144,6 +145,19 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
     (tmp_path / "lost+found" / ".syncd").symlink_to(".syncd")  # root, too, is refused that
     (told,) = json.loads(status(tmp_path, "--json").output)["jobs"]
     assert told["job"] == str(served.layout.root)
+
+
+def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served: Job) -> None:
+    journal = JournalFile(FastStorage(), served.layout, wall=lambda: 1e6)
+    journal.note("quarantined", step=2, why="it is cut")
+    for number in range(300):
+        journal.note("live", version=1, explorer=f"node-{number}", seconds=1.0)
+    journal.write()
+    told = look(FastStorage(), served.layout)["events"]
+    assert [event["event"] for event in told] == [
+        "active", "published", "quarantined", *["live"] * 50,
+    ]  # fmt: skip
+    assert told[-1]["explorer"] == "node-299"
 
 
 def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: Job) -> None:
