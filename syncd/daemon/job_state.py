@@ -18,7 +18,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Latest, R, parse
+from syncd.protocol.records import Format, Latest, R, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
@@ -108,8 +108,10 @@ def _look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     latest = _record(storage, Latest, layout.latest)
     trainer = _record(storage, TrainerReport, layout.trainer_report)
     pause = Steering(storage, layout).pause()
+    form = _record(storage, Format, layout.format)
     return {
         "job": str(layout.root),
+        "lease_time": form.lease_time if form else None,
         "daemon": daemon.model_dump() if daemon else None,
         "daemon_lock_held": storage.exists(layout.daemon_lock),
         "publishing": storage.exists(layout.publish_lock),
@@ -218,10 +220,10 @@ def _events(storage: Storage, layout: JobLayout) -> list[dict[str, Any]]:
     # Of two in one moment the order is that of their file.
     found.sort(key=lambda event: float(event["time"]))
     left = {True: _EVENTS, False: _EVENTS}
-    kept = []
+    shown = []
     for event in reversed(found):
         is_live = event["event"] == "live"
         if left[is_live] > 0:
             left[is_live] -= 1
-            kept.append(event)
-    return kept[::-1]
+            shown.append(event)
+    return shown[::-1]

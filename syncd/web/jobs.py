@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from syncd.daemon.history import told
 from syncd.daemon.job_state import jobs_at, look_anyway
@@ -40,7 +40,7 @@ class Jobs:
         patience: float = PATIENCE,
     ) -> None:
         self._limit = limit
-        self._pace = {"every": every, "patience": patience}
+        self._pace = _Pace(every=every, patience=patience)
         self._folders = [_Folder(folder) for folder in folders]
         self._looks = [SharedLook(folder.jobs, **self._pace) for folder in self._folders]
         self._changing = threading.Lock()
@@ -124,6 +124,11 @@ class Jobs:
         return self._known[folder]
 
 
+class _Pace(TypedDict):
+    every: float
+    patience: float
+
+
 class _Folder:
     """A folder that was named: a job, or one with jobs in it."""
 
@@ -145,7 +150,7 @@ class _Folder:
 class _Job:
     """One job; its number is never another's while the process lives."""
 
-    def __init__(self, folder: Path, number: int, limit: int, pace: dict[str, float]) -> None:
+    def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
         self.folder = folder
         self.number = number
         self.status = SharedLook(partial(look_anyway, folder), **pace)

@@ -41,7 +41,9 @@ _KINDS: Final = {
     ".svg": "image/svg+xml",
 }
 _JSON: Final = "application/json"
-_HISTORY: Final = re.compile(r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?")
+_HISTORY: Final = re.compile(
+    r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
+)
 #: What this page is called by who sits on this host, or came through a tunnel; the tunnel's port is
 #: its own. A name of another site that leads here (DNS rebinding) is none of these.
 _OURS: Final = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)

@@ -6,7 +6,7 @@ import { command, isSilent, median, note, silence, sorted, table, words } from "
 import { charts, timeline } from "./versions.js";
 import { ago, clock, link, many, moment, printable, said, size, span } from "./words.js";
 
-const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
+const QUIET = 60; // seconds, or two leases, after which a daemon that said nothing is worth a word
 const FEW = 20; // explorers
 const LATE = 15; // seconds after which what was read is no longer now
 
@@ -126,10 +126,10 @@ function warnings(job, status, now) {
     found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start one: ",
       command(`syncd run ${job.job}`)));
   } else if (daemon.state === "stopped") {
-    found.push(note("warn", "The daemon has stopped, ", ago(daemon.time, now),
+    found.push(note("warn", "The daemon has stopped, ", ago(daemon.heard ?? daemon.time, now),
       ": saves wait until one is started: ", command(`syncd run ${job.job}`)));
-  } else if (now - daemon.time > QUIET) {
-    found.push(note("bad", "The daemon was heard last ", ago(daemon.time, now),
+  } else if (isQuiet(status, now)) {
+    found.push(note("bad", "The daemon was heard last ", ago(daemon.heard ?? daemon.time, now),
       ". If it is dead, another one takes over by itself where one stands by; else start one: ",
       command(`syncd run ${job.job}`)));
   }
@@ -167,7 +167,7 @@ function tiles(job, status, versions, now) {
         `${many(trainer.world_size, "rank")}, heard `, ago(trainer.time, now)]
       : "It has no hook of syncd's, or has not begun."),
     tile("Daemon", daemon ? badge(stateOf({ status, silent_since: null }, now)) : "none yet", daemon
-      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.time, now)]
+      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.heard ?? daemon.time, now)]
       : "None has worked here yet."),
     tile("Disk", freeOf(status), diskNote(status, versions)),
   ];
@@ -252,13 +252,18 @@ function stateOf(job, now) {
   if (status.daemon.state === "stopped") {
     return { word: "stopped", kind: "warn" };
   }
-  if (now - status.daemon.time > QUIET) {
+  if (isQuiet(status, now)) {
     return { word: "not heard", kind: "bad" };
   }
   if (status.paused && status.daemon.state === "watching") {
     return { word: "paused", kind: "warn" };
   }
   return { word: status.daemon.state, kind: "good" };
+}
+
+/** It reports three times a lease, whatever it does. */
+function isQuiet({ daemon, lease_time: lease }, now) {
+  return now - (daemon.heard ?? daemon.time) > Math.max(QUIET, 2 * (lease ?? 0));
 }
 
 function badge({ word, kind }) {

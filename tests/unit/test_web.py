@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from configparser import ConfigParser
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +263,9 @@ def test_a_job_that_is_gone_leaves_nothing_and_one_made_anew_is_another(tmp_path
         assert asked(server, "/jobs/0/history.json")[0].status == 200
         shutil.rmtree(root / "a")
         wait_until(lambda: [job["id"] for job in jobs_of(server)] == [1], "the other alone")
-        wait_until(lambda: asked(server, "/jobs/0/history.json")[0].status == 404, "it is forgotten")
+        wait_until(
+            lambda: asked(server, "/jobs/0/history.json")[0].status == 404, "it is forgotten"
+        )
         Job(root / "a")
         wait_until(lambda: [job["id"] for job in jobs_of(server)] == [2, 1], "one made anew")
 

@@ -25,7 +25,7 @@ from syncd.protocol.requests import Pause
 from syncd.web import jobs, shared_look
 from syncd.web.server import Server
 from tests.jobs import Job
-from tests.multiprocess.processes import DEADLINE
+from tests.multiprocess.processes import DEADLINE, wait_until
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
 from tests.web.served import daemon, explorer, served
@@ -310,7 +310,9 @@ def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
         page.sees("no-utf-\\udcff", "nav")
         page.run("document.querySelectorAll('nav a')[1].click()")
         page.sees("An engine did not serve: median 250 ms, longest 99999 d", ".charts")
-        assert page.run("return document.querySelectorAll('figure:nth-child(2) circle').length") == 1
+        assert (
+            page.run("return document.querySelectorAll('figure:nth-child(2) circle').length") == 1
+        )
         explorer(job, "node-1", 2, file="another", time=time.time())
         page.sees("v2", "[data-key=explorers] tbody")
         names = page.run("return [...document.querySelectorAll('[data-key=explorers] tbody th')]"
@@ -361,6 +363,35 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
     finally:
         page.tell("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
         page.tell("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def test_a_daemon_whose_clock_is_wrong_is_not_taken_for_dead_nor_a_dead_one_for_alive(
+    page: Browser, tmp_path: Path
+) -> None:
+    late, early = a_job(tmp_path / "late"), a_job(tmp_path / "early")
+    with shown(page, late.layout.root, early.layout.root) as server:
+        behind = time.time() - 600
+        daemon(late, behind)
+        daemon(early, time.time() + 600)
+        page.open(f"{server.address}#{late.layout.root}")
+        page.sees("not heard", "nav tbody tr:nth-child(1)")
+        page.sees("watching", "nav tbody tr:nth-child(2)")
+
+        def goes_on() -> bool:
+            nonlocal behind
+            behind += 0.1
+            daemon(late, behind)
+            return "watching" in page.text("nav tbody tr:nth-child(1)")
+
+        wait_until(goes_on, "a daemon that goes on")
+        assert "was heard last" not in page.text("main")
+        # The other one does not: by its own clock it is not dead for another eleven minutes.
+        later = "const before = window.fetch; window.fetch = async (...all) => {"
+        later += "  const answer = await before(...all); const told = await answer.json();"
+        later += "  told.now += 100; for (const job of told.jobs ?? []) job.read += 100;"
+        later += "  return new Response(JSON.stringify(told)); };"
+        page.run(later)
+        page.sees("not heard", "nav tbody tr:nth-child(2)")
 
 
 def test_a_page_that_nobody_sees_asks_for_nothing(page: Browser, tmp_path: Path) -> None:
