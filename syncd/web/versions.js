@@ -145,12 +145,13 @@ export function charts(status, versions, chosen, now) {
         h("span", { class: "key range" }, "from the quickest explorer to the slowest")) : null),
       all.length ? chart(points, axis, `${title}. ${told}`) : null);
   };
-  const older = status.latest ? status.explorers.filter((each) => each.behind > 0 && each.status !== "stopped") : [];
+  const live = status.explorers.filter((each) => each.status !== "stopped");
+  const older = status.latest ? live.filter((each) => each.behind > 0) : [];
   return h("div", { class: "charts", "data-key": "charts" },
     one("Lag", "From LATEST to live", (version) => later.get(version), ({ seconds }) => seconds,
       "No explorer was seen to go from one version to the next yet."),
     one("Pause", "An engine did not serve", ({ live }) => live, ({ pause }) => pause,
       "No explorer has reported a load yet."),
-    older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(status.explorers.length,
+    older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(live.length,
       "explorer")} still on an older version, or on none.`) : null);
 }

@@ -200,7 +200,9 @@ function diskNote(status, versions) {
 
 function explorers(status, chosen, now) {
   const key = "explorers";
-  const all = [...status.explorers].sort((one, other) => other.behind - one.behind);
+  const hasStopped = (one) => Number(one.status === "stopped"); // those, often many, are behind for good
+  const all = [...status.explorers]
+    .sort((one, other) => hasStopped(one) - hasStopped(other) || other.behind - one.behind);
   const shown = chosen.allExplorers ? all : all.slice(0, FEW);
   const saying = shown.some((one) => one.fault || one.refused);
   const rows = shown.map((one) => [one.name, [
@@ -217,7 +219,7 @@ function explorers(status, chosen, now) {
   return h("section", { class: "panel", "data-key": key },
     h("h2", null, "Explorers"),
     rows.length
-      ? table("Explorers, those furthest behind first",
+      ? table("Explorers, those furthest behind first, those that stopped last",
           ["explorer", "status", "version", "step", "behind", "pause", "heard", ...(saying ? ["says"] : [])], rows, "stack")
       : h("p", { class: "empty" }, "No explorer has reported yet: one begins with ExplorerHook or Reader, or beside a "
           + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),

@@ -19,7 +19,7 @@ pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.job_state import look_anyway
 from syncd.daemon.journal_file import JournalFile
-from syncd.protocol.records import encode
+from syncd.protocol.records import Format, encode
 from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
 from syncd.protocol.requests import Pause
 from syncd.web import jobs, shared_look
@@ -303,6 +303,7 @@ def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
     job = a_job(tmp_path / "jobs" / os.fsdecode(b"no-utf-\xff"), 3, "node-1")
     # A name that two have, a pause that no axis has room for, a number that JSON does not know.
     explorer(job, "node-1", 1, file="another", time=time.time())
+    explorer(job, "node-0", None, status="stopped", time=time.time())
     reload = Reload(sequence=3, step=3, pause=1.7e308)
     explorer(job, "node-2", 3, reload=reload, time=time.time())
     with shown(page, Path("jobs")) as server:
@@ -317,7 +318,8 @@ def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
         page.sees("v2", "[data-key=explorers] tbody")
         names = page.run("return [...document.querySelectorAll('[data-key=explorers] tbody th')]"
                          ".map((one) => one.textContent)")  # fmt: skip
-        assert sorted(names) == ["node-1", "node-1", "node-2"]
+        assert names == ["node-1", "node-1", "node-2", "node-0"]  # which has stopped
+        page.sees("1 of 3 explorers still on an older version", ".charts-note")
 
 
 def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
@@ -369,13 +371,17 @@ def test_a_daemon_whose_clock_is_wrong_is_not_taken_for_dead_nor_a_dead_one_for_
     page: Browser, tmp_path: Path
 ) -> None:
     late, early = a_job(tmp_path / "late"), a_job(tmp_path / "early")
-    with shown(page, late.layout.root, early.layout.root) as server:
+    rare = a_job(tmp_path / "rare")  # whose daemon reports every 100 s
+    rare.put(rare.layout.format, encode(Format(lease_time=300.0)))
+    with shown(page, late.layout.root, early.layout.root, rare.layout.root) as server:
+        daemon(rare, time.time() - 100)
         behind = time.time() - 600
         daemon(late, behind)
         daemon(early, time.time() + 600)
         page.open(f"{server.address}#{late.layout.root}")
         page.sees("not heard", "nav tbody tr:nth-child(1)")
         page.sees("watching", "nav tbody tr:nth-child(2)")
+        page.sees("watching", "nav tbody tr:nth-child(3)")
 
         def goes_on() -> bool:
             nonlocal behind
