@@ -172,6 +172,8 @@ class Follower:
             work()
         except BaseException as error:  # raised by the thread that calls next
             log.error("nothing follows the job any more", exc_info=True)
+            if self._thread is not threading.current_thread():
+                return  # it was stopped, by its own callback: another one may follow by now
             self._error = error
             self._serving.follows_no_more(f"nothing follows the job any more: {error!r}")
 

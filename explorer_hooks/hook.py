@@ -273,7 +273,7 @@ class ExplorerHook:
             if waits := self._waits(step):
                 self._puller.sync(self._settings.sync_timeout)
             else:  # what it has missed may be there as files
-                self._puller.newest(0, asks=False, cancel=self._cancel)
+                self._puller.what_is_there()
         except RefusedError:
             pass  # it is in the log and in the report
         except WaitTimeoutError:

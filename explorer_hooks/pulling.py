@@ -103,6 +103,16 @@ class Puller:
                 except (VersionGoneError, JobUnavailableError) as error:
                     self._look_again(error, deadline, self._cancel)
 
+    def what_is_there(self) -> None:
+        """Take what is newer, if anything is there now.
+
+        Raises:
+            WaitTimeoutError: nothing is.
+        """
+        with self._turn(time.monotonic(), self._cancel):
+            self._restore()
+            self.newest(0, asks=False, cancel=self._cancel)
+
     def step(self, step: int, timeout: float) -> Version:
         """Have a step published, and take its version.
 

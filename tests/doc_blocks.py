@@ -83,7 +83,10 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "docs/dcp.md": {"python": ("tests/multiprocess/dcp_trainer.py",) * 3},
     "docs/doctor.md": {"sh": ("tests/multiprocess/test_doctor.py",) * 2},
     "docs/engines.md": {"python": (_ENGINES,) * 5},
-    "docs/explorer.md": {"python": (_EXPLORER,) * 4},
+    "docs/explorer.md": {
+        "python": (_EXPLORER,) * 4,
+        "sh": ("not run: its paths are a host's; tests/unit/test_explorer_follow.py has others",),
+    },
     "docs/getting-started.md": {
         "sh": (INSTALLS, *(_STARTED,) * 9),
         "python": (_STARTED,) * 3,

@@ -150,7 +150,7 @@ class Job:
         """What was deleted, in order."""
         if not self.layout.audit.exists():
             return []
-        lines = self.layout.audit.read_bytes().splitlines()
+        lines = filter(None, self.layout.audit.read_bytes().splitlines())
         return [(line.what, line.name) for line in (parse(AuditLine, x, "audit") for x in lines)]
 
     def leftovers(self) -> list[Path]:

@@ -98,6 +98,10 @@ class Explorers:
         """Whether all who take broadcasts serve what was sent; False where that cannot be seen."""
         return self._tried(lambda: self._synchronizer.have_received(save_id)) is True
 
+    def has_missed(self, save_id: SaveId) -> bool:
+        """Whether one may not produce, and has missed what was sent last; False where not seen."""
+        return self._tried(lambda: self._synchronizer.has_missed(save_id)) is True
+
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
         """Wait until all who take broadcasts are ready for one, and meet them.
 

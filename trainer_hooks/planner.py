@@ -36,7 +36,8 @@ class Planner:
     """Decides what to save, on rank 0 where ranks could see it differently.
 
     Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
-    step where nothing is due, and no explorer decides or is waited for, nothing is sent.
+    step where nothing is due, and no explorer decides or is waited for, nothing is sent (while the
+    trainer waits for data, nor where none may have missed a broadcast).
 
     Args:
         decisions: how rank 0 tells the others.
@@ -236,21 +237,22 @@ class Planner:
                 plan |= self._for_checkpoint(step, with_hf=with_hf)
         if due & Plan.SYNC:
             plan |= self._how_to_sync(step, is_saved=bool(plan & Plan.FULL and self._one_save))
-        elif waiting and not busy and self._is_missed(step):
+        elif waiting and not busy and self._is_missed():
             plan |= Plan.SYNC
         return plan
 
-    def _is_missed(self, step: int) -> bool:
-        """Whether the broadcast of a step is all there is of it, and somebody came after it.
+    def _is_missed(self) -> bool:
+        """Whether the last sync was broadcast alone, and somebody who may not produce missed it.
 
-        Who may not produce for that would wait for the next sync, and the trainer for its data.
+        It would wait for the next sync, and the trainer for its data.
         """
+        sent = self.last_sync
         return (
             self._may_leave_some_behind
-            and self._is_begun(self.last_sync, step)
-            and not self._is_begun(self.synced, step)
-            and self._fast_path is not None
-            and not self._fast_path.has_arrived(self.last_sync, step)
+            and self._explorers is not None
+            and sent is not None
+            and sent != self.synced
+            and self._explorers.has_missed(sent)
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:

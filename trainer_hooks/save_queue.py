@@ -106,8 +106,10 @@ class SaveQueue:
 
     def refuse(self, what: str) -> None:
         """Keep it as an error that there was no room for something in time."""
-        told = f"{what} is not saved: after {self._patience:g} s {_steps(self.thread.under_way)}"
-        self.thread.fail(SaveFailedError(f"{told} is still being written"))
+        before = self.thread.under_way
+        # By now those may be over, as ranks have gathered what is not saved.
+        why = f"{_steps(before)} is still being written" if before else "two others were not over"
+        self.thread.fail(SaveFailedError(f"{what} is not saved: after {self._patience:g} s {why}"))
 
     def wait(self) -> None:
         """Wait until nothing is under way.

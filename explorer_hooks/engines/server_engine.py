@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
@@ -98,6 +99,7 @@ class ServerEngine(ServerCalls):
         self._torn: str | None = None
         self._model_is_torn = False
         self._uncached: str | None = None
+        self._others: tuple[str, float] | None = None
         self._has_adapters = False
         self._received: str | None = None
         self._proof: Callable[[], None] | None = None
@@ -137,9 +139,7 @@ class ServerEngine(ServerCalls):
             )
         said = self._said_label()
         if said is not None and said.startswith(LOADING):
-            self._torn = f"it was left in the middle of a load ({said})"
-            self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
-            log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
+            self._was_left(said)
             self._pause()
             return
         if named is not None and self._serves_what_it_names(said):
@@ -175,10 +175,9 @@ class ServerEngine(ServerCalls):
         said = self._must(self._said_label)
         is_ours = (self._torn or self._uncached) is not None
         if said is not None and said.startswith(LOADING) and not is_ours:
-            raise EngineBrokenError(
-                f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
-                "one hook; stop the other one"
-            )
+            self._check_left(said)
+        else:
+            self._others = None
         self._has_adapters |= version.kind == "adapter" or self._serves_adapter()
 
     def pause(self) -> None:
@@ -294,6 +293,29 @@ class ServerEngine(ServerCalls):
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
         self._server.close()
+
+    def _check_left(self, said: str) -> None:
+        """See that whoever is at a load is gone: a load takes no longer than the ``load_timeout``.
+
+        Raises:
+            EngineBrokenError: it may still be there.
+        """
+        now = time.monotonic()
+        if self._others is None or self._others[0] != said:
+            self._others = said, now
+        if now < self._others[1] + self._load_timeout:
+            raise EngineBrokenError(
+                f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
+                f"one hook; stop the other one. If it was killed in that load, this one goes on "
+                f"{self._load_timeout:g} s after it has seen it first, or once it is restarted"
+            )
+        self._was_left(said)
+
+    def _was_left(self, said: str) -> None:
+        """Take it as left in the middle of a load, by a hook that was killed."""
+        self._torn = f"it was left in the middle of a load ({said})"
+        self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
+        log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Have the server load a full model that its workers have received, under a label.

@@ -208,7 +208,7 @@ class _Run:
             lines = self.storage.read(self.layout.audit).splitlines()
         except FileNotFoundError:
             return []
-        return [parse(AuditLine, line, self.layout.audit).name for line in lines]
+        return [parse(AuditLine, line, self.layout.audit).name for line in lines if line]
 
 
 def _watch(run: _Run, console: Console) -> None:

@@ -302,6 +302,10 @@ class Synchronizer:
         """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
         return await self._run(self._trainer.have_received, save_id)
 
+    async def has_missed(self, save_id: SaveId) -> bool:
+        """As trainer: whether one may not produce, and has missed what was sent last."""
+        return await self._run(self._trainer.has_missed, save_id)
+
     async def goes_by_files(self, step: int) -> None:
         """Say that the weights of a step come by the checkpoint path."""
         await self._run(self._trainer.goes_by_files, step)

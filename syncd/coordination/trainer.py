@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from syncd.protocol.policy import (
     SyncSettings,
     Version,
     after_broadcast,
+    may_produce,
     must_wait_for_explorers,
     unanswered,
 )
@@ -93,6 +95,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._asked: dict[tuple[str, str], int] = {}
         self._answered: dict[tuple[str, str], int] = {}
         self._saved_step: int | None = None
+        self._taking: frozenset[str] = frozenset()
+        self._taken_by = -math.inf
 
     def set_trainer_status(self, status: RunningStatus) -> None:
         """Say what this trainer does; ``stopped`` wakes all explorers that wait for it.
@@ -236,7 +240,12 @@ class TrainerSynchronizer(Member[TrainerReport]):
             The step; None where they are not all ready in time, or none works.
         """
         with self._wait(timeout, cancel) as wait:
-            return self._transfer.agree(step, wait)
+            found = self._transfer.agree(step, wait)
+        if (agreed := self._transfer.agreed) is not None:
+            self._taking = frozenset(one.session for one in agreed.offer.members)
+            # To meet, to transfer, and to load it and say so.
+            self._taken_by = self._clock() + 3 * self.settings.broadcast_timeout
+        return found
 
     def nccl_sync_succeeded(self) -> None:
         """Say that the weights have left: whoever asked is answered."""
@@ -254,6 +263,26 @@ class TrainerSynchronizer(Member[TrainerReport]):
             if one.workers and one.status != RunningStatus.STOPPED.value
         }
         return received == {str(save_id)}
+
+    def has_missed(self, save_id: SaveId) -> bool:
+        """Whether an explorer may not produce (``max_staleness``), and has missed what was sent.
+
+        Args:
+            save_id: of the last transfer. Who takes part in that one has missed it where it does
+                not say that it serves it three ``broadcast_timeout`` after it was agreed.
+        """
+        newest = self._versions.newest()
+        if newest is None:
+            return False  # nobody could have taken part
+        sent = Version(newest.sequence, max(newest.step, save_id.step))
+        taking = self._taking if self._clock() < self._taken_by else frozenset()
+        return any(
+            not may_produce(self.settings, self._served(one, newest), sent)
+            for one in self._roster.explorers()
+            if one.workers
+            and one.status != RunningStatus.STOPPED.value
+            and one.session not in taking
+        )
 
     def goes_by_files(self, step: int) -> None:
         """Say that the weights of a step come by the checkpoint path.

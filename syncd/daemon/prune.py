@@ -64,6 +64,7 @@ class Pruner:
         self._needed = needed
         self._wall = wall
         self._on_record: set[str] = set()
+        self._end_of_torn = b""
 
     def retire_version(self, action: RetireVersion) -> bool:
         """End the leasing of a version, then delete it.
@@ -248,8 +249,10 @@ class Pruner:
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
             # Before what it tells of is deleted.
-            append(self._storage, self._layout.audit, encode(line), durable=True)
+            data = self._end_of_torn + encode(line)
+            append(self._storage, self._layout.audit, data, durable=True)
         except OSError as error:
+            self._end_of_torn = b"\n"  # some of the line may be there, and not its end
             if error.errno not in NO_ROOM:
                 raise
             # A full disk must not keep what would free it.
@@ -260,3 +263,5 @@ class Pruner:
                 error,
                 extra=Event.RECORD_UNWRITTEN(path=self._layout.audit, reason=error),
             )
+        else:
+            self._end_of_torn = b""

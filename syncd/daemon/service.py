@@ -101,7 +101,9 @@ class Service:
         self._rights_seen = not config.prune_steps
         self._repeats = Repeats()
         self._lease_time = self._open_job()
-        self._folder = self._folder_of_job()
+        self._device: int | None = None
+        self._inode: int | None = None
+        self._remember_folder()
         if self._lease_time != config.lease_time:
             log.warning(
                 "the lease time of this job is %g s, since it was first opened; %g s is not heard",
@@ -228,29 +230,35 @@ class Service:
         return lease_time
 
     def _check_there(self) -> None:
-        """Look that the job is there; where another is in its place, open that.
-
-        A trainer without our hooks makes its folder anew and its pointer in it, and nothing of
-        ours. A mount point without its storage is another folder too: there is no pointer in it.
-        A job that is being deleted is the same folder to its end: nothing is made in that.
-        """
+        """Look that the job is there; where another is in its place, open that."""
         try:
             check_is_there(self._storage, self._layout)
         except JobUnavailableError:
-            folder = self._folder_of_job()
-            if folder is None:
-                self._folder = None  # whatever comes is another: an inode may be used again
-            if folder == self._folder:
+            if not self._is_made_anew():
                 raise
-            if not self._storage.exists(self._layout.root / self._config.pointer):
-                raise
-            self._open_job()
-        self._folder = self._folder_of_job()
+            self._lease_time = self._open_job()
+            self._participants = self._participants_of_job()  # nobody was there yet
+        self._remember_folder()
 
-    def _folder_of_job(self) -> tuple[int, int] | None:
-        """Which folder the job's is, by device and inode; None where there is none."""
-        status = self._storage.status(self._layout.root)
-        return None if status is None else (status.st_dev, status.st_ino)
+    def _is_made_anew(self) -> bool:
+        """Whether a trainer without our hooks has begun another job: its pointer, nothing of ours.
+
+        A job that is being deleted is the same folder to its end: nothing is made in that. Nor is
+        anything on another device: there the storage is not mounted, whatever may lie below it.
+        """
+        layout, storage = self._layout, self._storage
+        folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
+        if folder is None or not storage.exists(pointer):
+            if folder is None or not storage.exists(layout.published):
+                self._inode = None  # what comes is another job: an inode may be used again
+            return False
+        return folder.st_dev == self._device and folder.st_ino != self._inode
+
+    def _remember_folder(self) -> None:
+        """Which folder the job's is."""
+        folder = self._storage.status(self._layout.root)
+        if folder is not None:
+            self._device, self._inode = folder.st_dev, folder.st_ino
 
     def _elected(self, lock: DaemonLock) -> bool:
         while not self._stopping:

@@ -445,3 +445,21 @@ def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load
     caplog.clear()
     assert not engine.still_serves(first)
     assert "another hook" not in caplog.text
+
+
+def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever(
+    job: Job, fake: FakeSGLang
+) -> None:
+    """Where a newer version is there already, nothing else would heal the server."""
+    fake.model_path = "elsewhere"
+    engine = engine_of(fake, load_timeout=0.05)
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as hook:
+        hook.pull(0)
+        publish(job, 2)
+        fake.weight_version, fake.is_paused = f"{LOADING}-full-step-2-version-2", True
+        with pytest.raises(EngineBrokenError, match="in the middle of a load by another hook"):
+            hook.pull(0)
+        hook.start()
+        assert hook.wait_until_served(LONG, newer_than=hook.version).step == 2
+    assert (fake.weight_version, fake.is_paused) == ("step-2-version-2", False)

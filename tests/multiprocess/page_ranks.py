@@ -56,7 +56,7 @@ def pasted(root: Path) -> None:
     (readme, *_), (page,) = blocks("../README.md"), blocks("trainer.md")
     first = {**_names(root), "steps": STEPS - 1}
     exec(readme.replace(JOB, str(root / "job")), first)  # noqa: S102 # what users run
-    then = {**_names(root), "steps": STEPS}
+    then = {**_names(root), "steps": STEPS, "scheduler": None}  # the README saves none
     exec(page, then)  # noqa: S102 # likewise
     tell(root, began_anew=first["resumed"] is None, resumed=then["resumed"].step)
 

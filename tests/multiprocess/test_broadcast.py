@@ -305,32 +305,49 @@ def test_a_trainer_decides_when_explorers_wait_for_it(job: Path, stage: Cast) ->
         assert explorer.ask("after_step", 4)["step"] == 4
 
 
-def test_who_comes_after_a_broadcast_and_may_not_produce_gets_that_step_by_the_files(
+def test_who_comes_after_a_broadcast_and_may_not_produce_gets_weights_by_the_files(
     job: Path, stage: Cast
 ) -> None:
     """Or it would wait for the next sync, and the trainer for its data."""
     with Daemon(job):
-        fresh = {"max_staleness": 0}
+        fresh = {"max_staleness": 0, "sync_interval": 2}
         early = stage.explorer(job, "early", **fresh)
-        trainer = stage.trainer(job, **fresh)
-        reaches(trainer.step(1), 1, early)
+        trainer = stage.trainer(job, 2, **fresh)
+        reaches(trainer.step(2), 2, early)
         ready(job, "early")
-        truth = trainer.step(2)
+        truth = trainer.step(4)
         assert truth["sync/broadcasts"] == 1
-        reaches(truth, 2, early)
-        wait_until(lambda: explorer_report(job, "early").received, "it says so")
-        assert "time/sync_weight" not in trainer[0].ask("wait_for_data"), "all have it"
+        assert not saves_while_it_waits(trainer), "all have it, or load it"
+        reaches(truth, 4, early)
         late = stage.explorer(job, "late", **fresh)
-        late.ask("wait_for", 1)
-        wait_until(lambda: explorer_report(job, "late").step == 1, "it is known to the trainer")
-        wait_until(
-            lambda: "time/sync_weight" in trainer[0].ask("wait_for_data"), "the trainer sees it"
-        )
-        reaches(truth, 2, late)
-        assert late.ask("served")["may_produce"]
+        reaches_by_files(job, trainer, truth, 4, late)
         assert early.ask("served")["loads"] == 1, "it had these weights"
-        trainer[0].ask("over")
-        assert "time/sync_weight" not in trainer[0].ask("wait_for_data"), "once is enough"
+        trainer.all("over")
+        assert not saves_while_it_waits(trainer), "once is enough"
+        ready(job, "early", "late")
+        truth = trainer.step(6)
+        assert truth["sync/broadcasts"] == 2
+        reaches(truth, 6, early, late)
+        truth = trainer.step(7)  # which is not due, and of step 6 nobody has the weights to save
+        later = stage.explorer(job, "later", **fresh)
+        reaches_by_files(job, trainer, truth, 7, later, early, late)
+
+
+def saves_while_it_waits(trainer: TrainerRanks) -> bool:
+    """Wait for data, and see that all ranks do the same."""
+    (saves,) = {"time/sync_weight" in told for told in trainer.all("wait_for_data")}
+    return saves
+
+
+def reaches_by_files(
+    job: Path, trainer: TrainerRanks, truth: dict[str, Any], step: int, *explorers: Peer
+) -> None:
+    """See that a trainer that waits for data saves a step for who has missed a broadcast."""
+    wait_until(lambda: saves_while_it_waits(trainer), "it is seen")
+    wait_for_step(job, step)
+    reaches(truth, step, *explorers)
+    for one in explorers:  # its report says so a moment after
+        wait_until(lambda one=one: one.ask("served")["may_produce"], "it may produce")  # type: ignore[misc] # bound in this round
 
 
 def trainer_status(job: Path) -> str:

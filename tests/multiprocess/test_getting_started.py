@@ -106,7 +106,7 @@ class Running:
 
 def fewer(block: str) -> str:
     """The same command of fewer and shorter steps."""
-    program, found, seconds = block.strip().partition(" 60")
+    program, found, seconds = block.strip().partition(" 300")
     assert found
     return f"{program} {STEPS} {'0.3' if seconds else ''}"
 

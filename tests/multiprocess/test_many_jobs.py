@@ -8,6 +8,8 @@ import shutil
 import signal
 import threading
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
 from syncd.storage.fsio import Storage
 from syncd.storage.job import open_job
+from syncd.storage.sessions import Session
 from tests.jobs import Job
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -277,33 +280,89 @@ def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) 
     assert not serving.is_alive()
 
 
-def test_a_job_that_its_trainer_deletes_and_makes_anew_at_once_is_served_again(
-    tmp_path: Path,
-) -> None:
-    """Without our hooks nobody makes ``.syncd``; so soon, no listing of the root has missed it."""
-    root, layout = tmp_path / "job", JobLayout(tmp_path / "job")
+def without_hooks(root: Path, step: int) -> None:
+    """What a trainer without our hooks makes: nobody makes ``.syncd``."""
+    root.mkdir(exist_ok=True)
+    made = root.with_name(f"made-{step}")
+    Job(made).save(step, receipts=False)
+    for found in (f"global_step_{step}", STATE_POINTER):
+        (made / found).rename(root / found)
 
-    def saves(step: int) -> None:
-        root.mkdir()
-        made = tmp_path / f"made-{step}"
-        Job(made).save(step, receipts=False)
-        for found in (f"global_step_{step}", STATE_POINTER):
-            (made / found).rename(root / found)
 
-    saves(5)
-    service = Service(root, DaemonConfig(lease_time=2, tick=0.1))
+@contextmanager
+def ticking(root: Path, storage: Storage | None = None) -> Iterator[Callable[[], None]]:
+    """A daemon in this process; what is yielded returns when it has looked once more, and more."""
+    ticks: list[None] = []
+    config = DaemonConfig(lease_time=2, tick=0.1, exit_when_idle=True)
+    service = Service(root, config, storage=storage, each_tick=lambda: ticks.append(None))
     serving = threading.Thread(target=service.run)
+
+    def looks_again() -> None:
+        before = len(ticks)
+        wait_until(lambda: len(ticks) > before + 3, "it looks again and again")
+
     serving.start()
     try:
-        wait_for_step(root, 5)
-        root.rename(tmp_path / "deleted")  # its inode is not used again meanwhile
-        saves(1)
-        assert wait_for_step(root, 1).sequence == 1
+        yield looks_again
     finally:
         service.stop()
         serving.join(DEADLINE)
-    assert not serving.is_alive()
-    assert layout.daemon_report.exists()
+        assert not serving.is_alive()
+
+
+def test_a_job_that_its_trainer_deletes_and_makes_anew_at_once_is_served_again(
+    tmp_path: Path,
+) -> None:
+    """So soon that no listing of the root has missed it; and all of the old one are gone."""
+    root = tmp_path / "job"
+    without_hooks(root, 5)
+    with ticking(root) as looks_again:
+        wait_for_step(root, 5)
+        with Session(JobLayout(root), 2):
+            looks_again()
+            root.rename(tmp_path / "deleted")  # its inode is not used again meanwhile
+        without_hooks(root, 1)
+        assert wait_for_step(root, 1).sequence == 1
+        looks_again()  # it has not ended: those of the new one are still to come
+    assert JobLayout(root).daemon_report.exists()
+
+
+def test_a_job_that_is_made_anew_in_the_same_folder_is_served_again(tmp_path: Path) -> None:
+    """An inode is used again at once on ext4; and a folder that is a mount point only emptied."""
+    root, gone = tmp_path / "job", tmp_path / "gone"
+    without_hooks(root, 5)
+    with ticking(root) as looks_again:
+        wait_for_step(root, 5)
+        gone.mkdir()
+        for name in sorted(os.listdir(root)):
+            (root / name).rename(gone / name)
+        looks_again()
+        assert not os.listdir(root)
+        without_hooks(root, 1)
+        assert wait_for_step(root, 1).sequence == 1
+
+
+def test_what_lies_below_an_unmounted_job_is_not_served(tmp_path: Path) -> None:
+    """Someone's trainer ran once without the storage: that is no job that was made anew."""
+
+    class Mounted(Storage):
+        away = False
+
+        def status(self, path: Path) -> os.stat_result | None:
+            found = super().status(path)
+            if found is None or not self.away:
+                return found
+            return os.stat_result((*found[:2], found.st_dev + 1, *found[3:]))
+
+    root, storage = tmp_path / "job", Mounted()
+    without_hooks(root, 5)
+    with ticking(root, storage) as looks_again:
+        wait_for_step(root, 5)
+        root.rename(tmp_path / "mounted")
+        storage.away = True
+        without_hooks(root, 1)
+        looks_again()
+        assert sorted(os.listdir(root)) == ["global_step_1", STATE_POINTER]
 
 
 @pytest.mark.parametrize("pointed", [True, False])
@@ -313,15 +372,7 @@ def test_what_is_left_of_a_job_that_is_deleted_is_not_served(
     """``rm -r`` takes ours first, say, and the pointer last: nothing may be made in its way."""
     job = Job(tmp_path / "job")
     job.save(1)
-    ticks: list[None] = []
-    service = Service(
-        job.layout.root,
-        DaemonConfig(lease_time=2, tick=0.1),
-        each_tick=lambda: ticks.append(None),
-    )
-    serving = threading.Thread(target=service.run)
-    serving.start()
-    try:
+    with ticking(job.layout.root) as looks_again:
         wait_for_step(job.layout.root, 1)
         if pointed:
             job.layout.state.rename(tmp_path / "ours")
@@ -329,10 +380,5 @@ def test_what_is_left_of_a_job_that_is_deleted_is_not_served(
             job.layout.root.rename(tmp_path / "job-away")
             job.layout.root.mkdir()
         wait_until(lambda: "is its storage mounted" in caplog.text, "it is said")
-        before = len(ticks)
-        wait_until(lambda: len(ticks) > before + 3, "it was looked at again and again")
-    finally:
-        service.stop()
-        serving.join(DEADLINE)
-    assert not serving.is_alive()
+        looks_again()
     assert not job.layout.state.exists()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import Enum
+from inspect import signature
 from typing import Any
 
 import click
 import pytest
 
+from explorer_hooks import ExplorerHook
 from syncd.cli import cli
 from syncd.protocol.policy import SyncSettings
 from tests.doc_blocks import text_of
-from trainer_hooks import SaveSettings
+from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
 #: What a page may say of a default, that is not its value.
 WORDS: Mapping[object, set[str]] = {
@@ -78,6 +80,24 @@ def test_settings_are_those_that_there_are(
     assert told.keys() <= known.keys()
     assert told.keys() == known.keys() or not all_of_them
     assert {name: said for name, said in told.items() if said not in as_said(known[name])} == {}
+
+
+@pytest.mark.parametrize(
+    ("page", "of"),
+    [
+        ("docs/trainer.md", TrainerHook),
+        ("docs/trainer.md", load_checkpoint),
+        ("docs/explorer.md", ExplorerHook),
+    ],
+)
+def test_every_argument_is_on_the_page_that_promises_them(
+    page: str, of: Callable[..., object]
+) -> None:
+    text = text_of(page)
+    arguments = signature(of).parameters.keys() - {"storage"}  # the seam for tests
+    assert {
+        name for name in arguments if not re.search(rf"`[^`\n]*\b{name}\b[^`\n]*`", text)
+    } == set()
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])

@@ -281,6 +281,28 @@ def test_the_death_of_a_follower_is_raised_once_and_reported(
         assert (hook.fault, report(job).fault) == (None, None)
 
 
+def test_one_that_a_callback_has_stopped_dies_no_death_of_the_next_one(
+    job: Job, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[int] = []
+
+    def start_anew(version: Any) -> None:
+        calls.append(version.sequence)
+        if len(calls) == 1:
+            hook.stop()
+            hook.start()
+            raise ZeroDivisionError("in a callback")
+
+    publish(job, 1)
+    with hook_of(job, engine, before_load=start_anew) as hook:
+        hook.start()
+        assert hook.wait_until_served(LONG) == Version(1, 1)
+        wait_until(lambda: "nothing follows the job any more" in caplog.text, "the first has ended")
+        publish(job, 2)
+        assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
+        assert hook.fault is None
+
+
 def test_closing_ends_a_follower_once_its_load_is_done(job: Job, engine: FakeEngine) -> None:
     publish(job, 1)
     hook = hook_of(job, engine)

@@ -266,6 +266,24 @@ def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(job: Job, eng
         away.rename(job.layout.format)
 
 
+class Restarted(Taker):
+    """Takes broadcasts, and forgets what it has where it is restarted."""
+
+    def still_serves(self, version: LeasedVersion) -> bool:
+        return FakeEngine.still_serves(self, version)
+
+
+def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: Job) -> None:
+    settings = SyncSettings(method="nccl", style="trainer_driven")  # type: ignore[arg-type] # names will do
+    engine = Restarted()
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as hook:
+        hook.pull(0)
+        engine.restart()
+        assert hook.after_step(1) == Version(1, 1)
+        assert (engine.asked("load"), hook.fault) == ([1, 1], None)
+
+
 def test_a_broadcast_that_comes_to_nothing_changes_nothing(
     job: Job, engine: Taker, hook: ExplorerHook
 ) -> None:

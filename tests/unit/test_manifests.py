@@ -17,6 +17,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from syncd import __version__
 from syncd.cli import cli
 from tests.doc_blocks import blocks
 
@@ -166,6 +167,15 @@ def test_who_writes_to_the_jobs_is_one_user_without_rights_besides() -> None:
     assert len(users) == 1
     assert all(one["securityContext"]["readOnlyRootFilesystem"] for _, one in OURS)
     assert not any(pod["spec"]["automountServiceAccountToken"] for pod in PODS.values())
+
+
+def test_the_image_has_a_python_that_tests_were_run_on_and_the_tag_of_this_release() -> None:
+    (dockerfile,) = blocks("kubernetes.md", "dockerfile")
+    (python,) = re.findall(r"^FROM python:(\d+\.\d+)-slim$", dockerfile, re.MULTILINE)
+    setup = (DOCS.parent / "setup.cfg").read_text(encoding="utf-8")
+    assert f"    Programming Language :: Python :: {python}\n" in setup
+    (tag,) = [one["newTag"] for one in KUSTOMIZATION["images"] if one["name"] == "syncd"]
+    assert tag == __version__
 
 
 def test_the_jobs_are_at_one_path_and_can_be_shared() -> None:

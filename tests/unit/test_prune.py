@@ -15,7 +15,7 @@ from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import parse
 from tests.jobs import Job
 from tests.lagging import Hosts
-from tests.storages import Clock, RuledStorage, once, refuse
+from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
 
@@ -54,6 +54,40 @@ def content(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_audit_line_that_is_torn_takes_no_other_with_it(tmp_path: Path, code: int) -> None:
+    class Tearing(FastStorage):
+        """Takes half of the first audit line, and refuses the rest."""
+
+        audit = -1
+        writes = 0
+
+        def open_append(self, path: Path) -> int:
+            fd = super().open_append(path)
+            if path.name == "audit.jsonl":
+                self.audit = fd
+            return fd
+
+        def write(self, fd: int, data: bytes | memoryview) -> int:
+            if fd != self.audit or self.writes == 2:
+                return super().write(fd, data)
+            self.writes += 1
+            if self.writes == 2:
+                raise OSError(code, os.strerror(code))
+            return super().write(fd, data[: len(data) // 2])
+
+    job = Job(tmp_path / "job", Tearing())
+    published(job, 3)
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        loop.run_once()
+        loop.run_once()
+    lines = job.layout.audit.read_bytes().splitlines()
+    told = {parse(AuditLine, line, "").name for line in lines if line.endswith(b"}")}
+    assert len(lines) == len(told) + 1
+    assert len(told) == (3 if code == errno.ENOSPC else 4)
+    assert steps(job) == ["global_step_3"]
 
 
 def test_old_versions_and_published_steps_go_each_with_an_audit_line(job: Job) -> None:

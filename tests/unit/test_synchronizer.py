@@ -38,7 +38,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import SaveOutcome, Saves, encode, parse
+from syncd.protocol.records import SaveId, SaveOutcome, Saves, encode, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
 from tests.jobs import Job
@@ -699,6 +699,31 @@ def test_a_transfer_takes_place_once_all_explorers_are_ready(members: Members) -
         for one in explorers:
             one.nccl_sync_succeeded(step)
     assert len([*members.job.layout.offer.parent.iterdir()]) == 2  # the offer, its verdict
+
+
+def test_who_takes_part_in_a_transfer_has_time_to_load_it_and_who_came_after_has_missed_it(
+    members: Members, clock: Clock
+) -> None:
+    settings = SyncSettings(max_staleness=1, broadcast_timeout=1.0)
+    trainer = members.trainer(settings=settings, run_id="run", seams=Seams(poll=0.02, clock=clock))
+    sent = SaveId("run", 4, 1)
+    version = members.publish(2)
+    assert not trainer.has_missed(sent), "nobody is there"
+    takes = members.explorer("takes")
+    takes.set_explorer_version(version)
+    ready = members.aside(takes.ready_to_nccl_sync, timeout=LONG)
+    assert trainer.ready_to_nccl_sync(4, timeout=LONG) == ready.result(LONG) == 4
+    assert not trainer.has_missed(sent), "it loads that"
+    late = members.explorer("late")
+    late.set_explorer_version(version)
+    assert trainer.has_missed(sent)
+    assert not trainer.has_missed(SaveId("run", 3, 1)), "it may produce by that"
+    late.close()
+    assert not trainer.has_missed(sent)
+    clock.advance(3.1)
+    assert trainer.has_missed(sent), "it does not say so"
+    takes.report(Version(version.sequence, 4), received=str(sent))
+    assert not trainer.has_missed(sent)
 
 
 def test_no_transfer_without_explorers_or_without_a_trainer(members: Members) -> None:

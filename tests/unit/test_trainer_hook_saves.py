@@ -18,7 +18,7 @@ from torch import nn
 from syncd.checkpoint.save import look_at_save
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, NameTakenError, SaveFailedError
-from syncd.protocol.names import FULL, RETIRED, SAVING
+from syncd.protocol.names import FULL, RECEIPTS, RETIRED, SAVING, failure_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
@@ -156,6 +156,53 @@ def test_a_third_save_waits_for_one_of_two_buffers(
         gate.opened.set()
         third.join(DEADLINE)
     assert job.layout.state_pointer.read_text() == "3\n"
+
+
+def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    gate = Gate(storage, "create", SHARD)
+    settings = SyncSettings(save_timeout=0.1)
+    saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
+    with TrainerHook(
+        job.layout.root, model, settings=settings, saving=saving, storage=storage
+    ) as hook:
+        try:
+            for step in (1, 2):
+                hook.after_step(step)
+            with pytest.raises(SaveFailedError, match=r"step 3 is not saved: after 0\.2 s step 1 "):
+                hook.after_step(3)
+        finally:
+            gate.opened.set()
+        written(hook)
+        assert job.layout.state_pointer.read_text() == "2\n"
+        # So that rank 0 would not wait for this rank.
+        assert (job.layout.actor(3) / RECEIPTS / failure_name(0)).exists()
+        for step in (4, 5):  # both buffers are there again
+            hook.after_step(step)
+        written(hook)
+    assert job.layout.state_pointer.read_text() == "5\n"
+
+
+def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
+    job: Job, model: nn.Module, storage: RuledStorage
+) -> None:
+    gate = Gate(storage, "create", SHARD)
+
+    def goes_on() -> dict[str, Any]:
+        gate.opened.set()
+        over(hook)
+        return {}
+
+    with TrainerHook(
+        job.layout.root, model, user_state=goes_on, settings=SyncSettings(save_timeout=0.1),
+        saving=SaveSettings(when_busy_sync=WhenBusy.WAIT), storage=storage,
+    ) as hook:  # fmt: skip
+        for step in (1, 2):
+            hook.after_step(step)
+        with pytest.raises(SaveFailedError, match=r"step 3 .* after 0\.2 s two others were not"):
+            hook.save_checkpoint(3)
+        over(hook)
 
 
 def test_a_save_that_never_ends_is_given_up_and_said(
