@@ -31,15 +31,15 @@ _STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
 _KEY_OF = {"digest": "digests"}
 
 
-def configured_jobs() -> list[Path]:
-    """The jobs of this host's services.
+def configured_folders() -> list[Path]:
+    """The jobs of this host's services, and the folders whose folders are jobs.
 
     Raises:
         InvalidSettingsError: there are none, or a configuration cannot be used.
     """
-    files = sorted(CONFIGURATIONS.glob("*.toml"))
-    jobs = (load(file, {}).config.job for file in files)
-    found = list(dict.fromkeys(job for job in jobs if job is not None))
+    configs = [load(file, {}).config for file in sorted(CONFIGURATIONS.glob("*.toml"))]
+    named = (config.job or config.root for config in configs)
+    found = list(dict.fromkeys(folder for folder in named if folder is not None))
     if not found:
         raise InvalidSettingsError(
             f"which job? Name its directory: no configuration in {CONFIGURATIONS} does"

@@ -16,6 +16,7 @@ from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.cli.status_page import page, table
 from syncd.daemon.job_state import jobs_at, look, look_anyway
+from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
 
@@ -68,13 +69,22 @@ def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
     """The jobs that are meant, and whether it is just the one that was named.
 
     Raises:
-        JobUnavailableError: a folder is no job, and there is none in it.
+        JobUnavailableError: a folder that was named is no job, and there is none in it.
         InvalidSettingsError: no job is named, here or in a configuration.
     """
     if not given:
-        return options.configured_jobs(), False
+        named = [job for folder in options.configured_folders() for job in _jobs_or_itself(folder)]
+        return list(dict.fromkeys(named)), False
     found = [job for folder in given for job in jobs_at(folder)]
     return found, found == list(given) and len(found) == 1
+
+
+def _jobs_or_itself(folder: Path) -> list[Path]:
+    """The jobs at a folder that nobody named just now: where it is away, itself, which says so."""
+    try:
+        return jobs_at(folder)
+    except (JobUnavailableError, OSError):
+        return [folder]
 
 
 def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:

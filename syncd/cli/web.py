@@ -40,7 +40,7 @@ def command(jobs: tuple[Path, ...], port: int, limit: int) -> None:
     Only reads, and only while someone has the page open. It is on this host's loopback alone; from
     elsewhere: ssh -L 8460:127.0.0.1:8460 HOST.
     """
-    shown = Jobs(jobs or options.configured_jobs(), limit)
+    shown = Jobs(jobs or options.configured_folders(), limit)
     with Server(shown, port) as server:
         click.echo(f"{server.address} (Ctrl-C ends it)")
         signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import TypeAdapter
 
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.job_state import check_is_job
@@ -72,6 +75,10 @@ class VersionHistory:
     latest: bool = False
 
 
+#: Of a thousand explorers there are a hundred thousand of :class:`Live`: ``asdict`` takes seconds.
+_VERSIONS: Final = TypeAdapter(list[VersionHistory])
+
+
 def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
     """The newest versions, oldest first; those that were pruned too.
 
@@ -95,13 +102,18 @@ def history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHist
 
 def told(storage: Storage, layout: JobLayout, limit: int) -> dict[str, Any]:
     """That as JSON has it, raising the same: ``docs/cli.md`` lists the keys."""
-    versions = [asdict(version) for version in history(storage, layout, limit)]
+    versions = _VERSIONS.dump_python(history(storage, layout, limit))
     return {"job": str(layout.root), "versions": versions}
 
 
 def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHistory]:
     found: dict[int, VersionHistory] = {}
+    seen: set[tuple[int, str | None]] = set()  # who serves what: of a thousand explorers each
     for line in read_journal(storage, layout):
+        if line.event == "live" and line.version is not None:
+            if (line.version, line.explorer) in seen:
+                continue  # a daemon that came later saw it again
+            seen.add((line.version, line.explorer))
         if line.version is not None:
             _add(found.setdefault(line.version, VersionHistory(line.version)), line)
     for name in storage.names(layout.published):
@@ -120,11 +132,9 @@ def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHis
 
 def _add(version: VersionHistory, line: JournalLine) -> None:
     if line.event == "live":
-        if any(one.explorer == line.explorer for one in version.live):
-            return  # a daemon that came later saw it again
         seconds = line.seconds
         if seconds is None and version.published is not None:
-            seconds = max(0.0, line.time - version.published)
+            seconds = _finite(max(0.0, line.time - version.published))
         version.live.append(Live(line.explorer or "?", line.time, seconds, line.pause))
         return
     if version.published is None:  # else this one tells of the same, by a daemon that came later
@@ -135,9 +145,14 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         version.bytes = line.bytes
         version.merge_seconds = line.seconds
         version.latency_seconds = line.latency
-        version.saved = None if line.latency is None else line.time - line.latency
+        version.saved = None if line.latency is None else _finite(line.time - line.latency)
     elif line.event == "rolled_back":
         version.of, version.by = line.of, line.by
+
+
+def _finite(seconds: float) -> float | None:
+    """A difference of times that others wrote, or None: JSON has no number beyond all others."""
+    return seconds if math.isfinite(seconds) else None
 
 
 def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:

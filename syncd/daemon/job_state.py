@@ -18,14 +18,16 @@ from syncd.protocol.names import (
     parse_step_folder,
     parse_version_folder,
 )
-from syncd.protocol.records import Latest, R, parse
+from syncd.protocol.records import Format, Latest, R, parse
 from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
+from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
 
-#: How many of the last events there are, and the most bytes that are read for them of each file.
+#: How many of the last events there are, and as many that explorers went live besides: else those
+#: of a large fleet would be all. And the most bytes that are read for them of each file.
 _EVENTS: Final = 50
-_TAIL: Final = 64 * 1024
+_TAIL: Final = 128 * 1024
 
 
 def look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
@@ -55,6 +57,8 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 def jobs_at(folder: Path) -> list[Path]:
     """The job that a folder is, or those in it; the folder itself where there is none.
 
+    What this user may not look into, such as ``lost+found``, is none.
+
     Raises:
         JobUnavailableError: it cannot be looked at.
         OSError: it cannot be listed.
@@ -63,7 +67,15 @@ def jobs_at(folder: Path) -> list[Path]:
     if is_job(storage, JobLayout(folder)):
         return [folder]
     inside = (folder / name for name in storage.names(folder))
-    return [path for path in inside if is_job(storage, JobLayout(path))] or [folder]
+    return [path for path in inside if _may_be_job(storage, path)] or [folder]
+
+
+def _may_be_job(storage: Storage, folder: Path) -> bool:
+    """Whether it is to be listed: where storage fails, as a job that says so itself."""
+    try:
+        return storage.exists(JobLayout(folder).format)
+    except OSError as error:
+        return not is_refused_here(error)
 
 
 def is_job(storage: Storage, layout: JobLayout) -> bool:
@@ -96,8 +108,10 @@ def _look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     latest = _record(storage, Latest, layout.latest)
     trainer = _record(storage, TrainerReport, layout.trainer_report)
     pause = Steering(storage, layout).pause()
+    form = _record(storage, Format, layout.format)
     return {
         "job": str(layout.root),
+        "lease_time": form.lease_time if form else None,
         "daemon": daemon.model_dump() if daemon else None,
         "daemon_lock_held": storage.exists(layout.daemon_lock),
         "publishing": storage.exists(layout.publish_lock),
@@ -147,7 +161,7 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": f"{folder} of host {daemon['host']}"}
     try:
         return _look(Storage(folder), JobLayout(folder))
-    except JobUnavailableError as error:
+    except (JobUnavailableError, ValueError) as error:  # ValueError: no path has a null character
         return {"unseen": str(error)}
 
 
@@ -204,4 +218,12 @@ def _events(storage: Storage, layout: JobLayout) -> list[dict[str, Any]]:
         kept = line.model_dump(include={"time", "what", "name", "why"})
         found.append({**kept, "event": "pruned"})
     # Of two in one moment the order is that of their file.
-    return sorted(found, key=lambda event: float(event["time"]))[-_EVENTS:]
+    found.sort(key=lambda event: float(event["time"]))
+    left = {True: _EVENTS, False: _EVENTS}
+    shown = []
+    for event in reversed(found):
+        is_live = event["event"] == "live"
+        if left[is_live] > 0:
+            left[is_live] -= 1
+            shown.append(event)
+    return shown[::-1]

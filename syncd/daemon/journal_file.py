@@ -91,9 +91,10 @@ def read_journal(storage: Storage, layout: JobLayout, limit: int = 2 * LIMIT) ->
         OSError: storage does not answer.
     """
     lines = []
-    for content in last_lines(storage, layout.journal, limit):
+    path = layout.journal  # once: there may be a hundred thousand lines
+    for content in last_lines(storage, path, limit):
         try:
-            lines.append(parse(JournalLine, content, layout.journal))
+            lines.append(parse(JournalLine, content, path))
         except RecordError:
             continue  # torn, of a newer syncd, or the empty one before those of another daemon
     return lines

@@ -109,13 +109,13 @@ class DaemonCounters(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    published: int = 0
-    rolled_back: int = 0
-    skipped: int = 0
-    quarantined: int = 0
-    versions_retired: int = 0
-    steps_pruned: int = 0
-    merged_bytes: int = 0
+    published: Size = 0
+    rolled_back: Size = 0
+    skipped: Size = 0
+    quarantined: Size = 0
+    versions_retired: Size = 0
+    steps_pruned: Size = 0
+    merged_bytes: Size = 0
 
 
 class MergeProgress(BaseModel):
@@ -127,7 +127,7 @@ class MergeProgress(BaseModel):
         seconds: since it began, by the daemon's clock.
     """
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     step: Step
     done: Size

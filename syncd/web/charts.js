@@ -113,12 +113,13 @@ export function chart(points, axis, told) {
   const step = [1, 2, 2.5, 5, 10]
     .map((times) => times * 10 ** Math.floor(Math.log10(most / 2)))
     .find((one) => most / one <= 3);
-  const top = Math.max(step * Math.ceil(most / step), most);
-  const y = (seconds) => CHART - 8 - ((CHART - 24) * seconds) / top;
+  const steps = Math.ceil(most / step);
+  const y = (seconds) => CHART - 8 - (CHART - 24) * Math.min(1, seconds / step / steps);
   const parts = [axis.lines(CHART - 8)];
-  for (let at = 0; at <= top * 1.001; at += step) {
-    parts.push(line(0, y(at), 100, y(at), at === 0 ? "base" : "grid"));
-    if (at > 0) {
+  for (let count = 0; count <= steps; count += 1) { // counted: a sum may be too large to grow
+    const at = count * step;
+    parts.push(line(0, y(at), 100, y(at), count === 0 ? "base" : "grid"));
+    if (count > 0) {
       parts.push(h("text", { class: "tick", x: -6, y: y(at) + 4, "text-anchor": "end" }, span(at)));
     }
   }

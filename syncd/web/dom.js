@@ -62,7 +62,7 @@ function isTheUsers(attribute) {
 function morphChildren(old, wanted) {
   const keyed = new Map();
   for (const child of old.childNodes) {
-    if (keyOf(child) !== null) {
+    if (keyOf(child) !== null && !keyed.has(keyOf(child))) {
       keyed.set(keyOf(child), child);
     }
   }
@@ -70,6 +70,7 @@ function morphChildren(old, wanted) {
   for (const child of [...wanted.childNodes]) {
     const key = keyOf(child);
     const match = key === null ? at : keyed.get(key);
+    keyed.delete(key); // another of the same name is one of its own
     if (match && isAlike(match, child)) {
       if (match === at) {
         at = at.nextSibling;

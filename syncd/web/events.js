@@ -4,6 +4,7 @@ import { h } from "./dom.js";
 import { moment, said, size, span } from "./words.js";
 
 const NAMES = 4;
+const ALL = 50; // of explorers that went live the status has no more
 
 /** The section; `events` are those of the status, oldest first. */
 export function events(all, now) {
@@ -35,7 +36,7 @@ function grouped(all) {
 function live(version, names) {
   const shown = names.length > NAMES + 1 ? names.slice(0, NAMES) : names;
   const rest = names.length - shown.length;
-  return [`v${version} is live on `, said(shown.join(", ")), rest ? ` and ${rest} more` : ""];
+  return [`v${version} is live on `, said(shown.join(", ")), rest ? ` and ${names.length < ALL ? rest : "many"} more` : ""];
 }
 
 function words(event) {

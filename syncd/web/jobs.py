@@ -6,8 +6,9 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from syncd.daemon.history import told
 from syncd.daemon.job_state import jobs_at, look_anyway
@@ -39,12 +40,13 @@ class Jobs:
         patience: float = PATIENCE,
     ) -> None:
         self._limit = limit
-        self._pace = {"every": every, "patience": patience}
+        self._pace = _Pace(every=every, patience=patience)
         self._folders = [_Folder(folder) for folder in folders]
         self._looks = [SharedLook(folder.jobs, **self._pace) for folder in self._folders]
         self._changing = threading.Lock()
         self._known: dict[Path, _Job] = {}
-        self._numbered: list[_Job] = []
+        self._numbered: dict[int, _Job] = {}
+        self._numbers = count()
 
     def overview(self) -> dict[str, Any]:
         """All jobs that there are.
@@ -72,21 +74,26 @@ class Jobs:
             ],
         }
 
-    def history(self, number: int) -> dict[str, Any] | None:
+    def history(self, number: int, had: float | None = None) -> dict[str, Any] | None:
         """One job's ``history``, as ``syncd history --json`` has it, and the rest likewise.
 
+        Args:
+            number: the job's id.
+            had: when the one was ``read`` that who asks has already: it may be megabytes, and is
+                null where it would be that one again.
+
         Returns:
-            None where no job has had this id.
+            None where no job has this id.
         """
         with self._changing:
-            if not 0 <= number < len(self._numbered):
-                return None
-            job = self._numbered[number]
+            job = self._numbered.get(number)
+        if job is None:
+            return None
         job.history.begin()
         answer = job.history.answer()
         return {
             "now": time.time(),
-            "history": answer.found,
+            "history": None if answer.read == had else answer.found,
             "read": answer.read,
             "silent_since": answer.silent_since,
         }
@@ -100,14 +107,26 @@ class Jobs:
             for path in look.answer().found or [folder.path]
         ]
         with self._changing:
+            self._forget_all_but(found)
             return [self._job(path) for path in dict.fromkeys(found)]
+
+    def _forget_all_but(self, found: Sequence[Path]) -> None:
+        """Let those go that are no more, with what was read of them."""
+        gone = [job for path, job in self._known.items() if path not in found]
+        for job in gone:
+            if not (job.status.is_reading or job.history.is_reading):
+                del self._known[job.folder], self._numbered[job.number]
 
     def _job(self, folder: Path) -> _Job:
         if folder not in self._known:
-            job = _Job(folder, len(self._numbered), self._limit, self._pace)
-            self._known[folder] = job
-            self._numbered.append(job)
+            job = _Job(folder, next(self._numbers), self._limit, self._pace)
+            self._known[folder] = self._numbered[job.number] = job
         return self._known[folder]
+
+
+class _Pace(TypedDict):
+    every: float
+    patience: float
 
 
 class _Folder:
@@ -129,9 +148,9 @@ class _Folder:
 
 
 class _Job:
-    """One job; its number never changes while the process lives."""
+    """One job; its number is never another's while the process lives."""
 
-    def __init__(self, folder: Path, number: int, limit: int, pace: dict[str, float]) -> None:
+    def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
         self.folder = folder
         self.number = number
         self.status = SharedLook(partial(look_anyway, folder), **pace)

@@ -3,10 +3,12 @@
 
 import { show } from "./dom.js";
 import { announced, freshness, jobsTable, page, titled } from "./view.js";
+import { link } from "./words.js";
 
 const EVERY = 2000; // ms from an answer to the next question
 const SLOWEST = 30000; // between two that fail
 const PATIENCE = 20000;
+const JUST = 10; // seconds between two readings: a report that is new in the second was written just now
 
 const known = {
   overview: null, // what /jobs.json said last
@@ -16,6 +18,7 @@ const known = {
   markedAt: null, // when that was read first, by the server's clock
   answeredAt: 0, // by this page's own clock, in ms
   failures: 0,
+  heard: new Map(), // of each daemon its last report, and how wrong its clock is
 };
 const chosen = { since: false, rows: null, allExplorers: false, opened: new Set() };
 let timer = null;
@@ -29,16 +32,35 @@ function now() {
 
 function job() {
   const jobs = known.overview?.jobs ?? [];
-  const named = location.hash.startsWith("#/") ? decoded(location.hash.slice(1)) : null;
-  return jobs.find((one) => one.job === named) ?? jobs[0] ?? null;
+  const named = decoded(location.hash);
+  return jobs.find((one) => decoded(link(one.job)) === named) ?? jobs[0] ?? null;
 }
 
-function decoded(text) {
+function decoded(hash) {
   try {
-    return decodeURI(text);
+    return decodeURI(hash);
   } catch {
     return null;
   }
+}
+
+/**
+ * When each daemon was `heard`, by the server's clock: its own may be wrong by minutes, and is set right by the first
+ * report that is seen to follow another.
+ */
+function hear({ jobs }) {
+  const heard = new Map();
+  for (const { job: path, status, read } of jobs) {
+    for (const { job: name, daemon } of [status, status?.memory].filter((one) => one?.daemon)) {
+      const key = JSON.stringify([path, name, daemon.session]);
+      const before = known.heard.get(key);
+      const isNew = before && before.time !== daemon.time && read - before.read < JUST;
+      const wrong = isNew ? read - daemon.time : before?.wrong ?? Math.min(0, read - daemon.time);
+      heard.set(key, { time: daemon.time, read, wrong });
+      daemon.heard = daemon.time + wrong;
+    }
+  }
+  known.heard = heard;
 }
 
 async function ask(path) {
@@ -74,9 +96,12 @@ async function refresh() {
   clearTimeout(timer);
   try {
     known.overview = await ask("jobs.json");
+    hear(known.overview);
     known.answeredAt = performance.now();
     if (isHistoryOld(job())) {
-      known.history = await ask(`jobs/${known.of}/history.json`);
+      const { history: before, read } = known.history ?? {};
+      const answer = await ask(`jobs/${known.of}/history.json${read ? `?had=${read}` : ""}`);
+      known.history = read && answer.read === read ? { ...answer, history: before } : answer;
     }
     known.failures = 0;
   } catch {
@@ -118,8 +143,12 @@ document.addEventListener("change", ({ target }) => {
   draw();
 });
 
-document.addEventListener("click", ({ target }) => {
-  if (target.id === "all-explorers") {
+document.addEventListener("click", (event) => {
+  const { target } = event;
+  if (target.classList.contains("skip")) {
+    event.preventDefault(); // the #fragment says which job is shown
+    document.getElementById("main").focus();
+  } else if (target.id === "all-explorers") {
     chosen.allExplorers = !chosen.allExplorers;
     draw();
   } else if (target.id === "again") {
@@ -142,11 +171,9 @@ document.addEventListener("visibilitychange", () => {
 });
 window.addEventListener("online", refresh);
 window.addEventListener("hashchange", () => {
-  if (location.hash !== "#main") {
-    chosen.opened.clear();
-    draw();
-    refresh();
-  }
+  chosen.opened.clear();
+  draw();
+  refresh();
 });
 
 refresh();

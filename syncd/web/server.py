@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socketserver
+import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
@@ -17,6 +18,8 @@ from syncd.web.jobs import Jobs
 HOST: Final = "127.0.0.1"
 #: Seconds that a connection may say nothing.
 _SILENCE: Final = 30.0
+#: How many connections there are at a time: each has a thread and a file descriptor.
+_MOST: Final = 64
 _PAGE: Final = "page.html"
 _FILES: Final = (
     _PAGE,
@@ -38,7 +41,9 @@ _KINDS: Final = {
     ".svg": "image/svg+xml",
 }
 _JSON: Final = "application/json"
-_HISTORY: Final = re.compile(r"/jobs/([0-9]{1,6})/history\.json")
+_HISTORY: Final = re.compile(
+    r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
+)
 #: What this page is called by who sits on this host, or came through a tunnel; the tunnel's port is
 #: its own. A name of another site that leads here (DNS rebinding) is none of these.
 _OURS: Final = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
@@ -56,7 +61,7 @@ _HEADERS: Final = {
 
 
 class Server(socketserver.ThreadingTCPServer):
-    """Serves the page of some jobs, a thread a request.
+    """Serves the page of some jobs, a thread a connection; of too many at a time some are closed.
 
     Args:
         jobs: what is shown.
@@ -67,10 +72,12 @@ class Server(socketserver.ThreadingTCPServer):
     """
 
     allow_reuse_address = True
+    request_queue_size = _MOST
     daemon_threads = True  # one that waits for storage does not keep the process
 
     def __init__(self, jobs: Jobs, port: int) -> None:
         self.jobs = jobs
+        self._room = threading.BoundedSemaphore(_MOST)
         page = resources.files("syncd.web")
         self.files = {
             "/" if name == _PAGE else f"/{name}": (
@@ -86,6 +93,24 @@ class Server(socketserver.ThreadingTCPServer):
                 f"port {port} cannot be used: {error.strerror}. Give another by --port, or 0 for "
                 "one that is free"
             ) from error
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread, unless there are too many that wait or say nothing."""
+        if not self._room.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread is to be had
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, in that thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
     @property
     def address(self) -> str:
@@ -121,8 +146,8 @@ class _Request(BaseHTTPRequestHandler):
             self._send(*self.server.files[path])
         elif path == "/jobs.json":
             self._send_json(self.server.jobs.overview())
-        elif (found := _HISTORY.fullmatch(path)) and (
-            history := self.server.jobs.history(int(found[1]))
+        elif (found := _HISTORY.fullmatch(self.path)) and (
+            history := self.server.jobs.history(int(found[1]), float(found[2] or "nan"))
         ):
             self._send_json(history)
         else:

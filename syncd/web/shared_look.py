@@ -14,6 +14,8 @@ T = TypeVar("T")
 EVERY: Final = 1.5
 #: How much longer than it took the next reading is put off: it costs a fifth of the time at most.
 _REST: Final = 4.0
+#: Seconds that it is put off at most: storage that hung for hours is looked at once it is back.
+_LONGEST_REST: Final = 30.0
 #: Seconds after which a reading counts as one that is not answered.
 PATIENCE: Final = 2.0
 
@@ -50,14 +52,21 @@ class SharedLook(Generic[T]):
         look: reads it; what it raises ends its thread, and what was found before stays.
         every: seconds between two readings.
         patience: seconds after which one counts as not answered.
+        clock: seconds, monotonic.
     """
 
     def __init__(
-        self, look: Callable[[], T], *, every: float = EVERY, patience: float = PATIENCE
+        self,
+        look: Callable[[], T],
+        *,
+        every: float = EVERY,
+        patience: float = PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._look = look
         self._every = every
         self._patience = patience
+        self._clock = clock
         self._changed = threading.Condition()
         self._reading: _Reading | None = None
         self._due = float("-inf")
@@ -67,7 +76,7 @@ class SharedLook(Generic[T]):
     def begin(self) -> None:
         """Let it be read anew, unless that goes on already or was done just now."""
         with self._changed:
-            now = time.monotonic()
+            now = self._clock()
             if self._reading is not None or now < self._due:
                 return
             reading = _Reading(now, time.time())
@@ -75,13 +84,19 @@ class SharedLook(Generic[T]):
             threading.Thread(target=self._go, args=(reading,), daemon=True).start()
             self._reading = reading
 
+    @property
+    def is_reading(self) -> bool:
+        """Whether a reading goes on, or hangs."""
+        with self._changed:
+            return self._reading is not None
+
     def answer(self) -> Answer[T]:
         """What is known; waits for the reading that goes on, until its patience has run out."""
         with self._changed:
             reading = self._reading
             if reading is None:
                 return Answer(self._found, self._read, None)
-            left = reading.begun + self._patience - time.monotonic()
+            left = reading.begun + self._patience - self._clock()
             ended = self._changed.wait_for(lambda: self._reading is not reading, max(0.0, left))
             return Answer(self._found, self._read, None if ended else reading.at)
 
@@ -92,7 +107,8 @@ class SharedLook(Generic[T]):
                 self._found, self._read = found, reading.at
         finally:
             with self._changed:
-                now = time.monotonic()
-                self._due = now + max(self._every, _REST * (now - reading.begun))
+                now = self._clock()
+                rest = min(_REST * (now - reading.begun), _LONGEST_REST)
+                self._due = now + max(self._every, rest)
                 self._reading = None
                 self._changed.notify_all()

@@ -39,7 +39,7 @@ function choices(count, chosen) {
       radio("clock", "Clock time"), radio("since", "Since saved")),
     amounts.length ? h("label", null, "Show ", h("select", { id: "rows" },
       [...amounts, count].map((one) => h("option", { value: one === count ? 1e9 : one,
-        selected: chosen.rows === one }, one === count ? `all ${count}` : `the newest ${one}`)))) : null);
+        "data-key": one === count ? "all" : one, selected: chosen.rows === one }, one === count ? `all ${count}` : `the newest ${one}`)))) : null);
 }
 
 function rows(status, versions, chosen, now) {
@@ -145,12 +145,13 @@ export function charts(status, versions, chosen, now) {
         h("span", { class: "key range" }, "from the quickest explorer to the slowest")) : null),
       all.length ? chart(points, axis, `${title}. ${told}`) : null);
   };
-  const older = status.latest ? status.explorers.filter((each) => each.behind > 0 && each.status !== "stopped") : [];
+  const live = status.explorers.filter((each) => each.status !== "stopped");
+  const older = status.latest ? live.filter((each) => each.behind > 0) : [];
   return h("div", { class: "charts", "data-key": "charts" },
     one("Lag", "From LATEST to live", (version) => later.get(version), ({ seconds }) => seconds,
       "No explorer was seen to go from one version to the next yet."),
     one("Pause", "An engine did not serve", ({ live }) => live, ({ pause }) => pause,
       "No explorer has reported a load yet."),
-    older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(status.explorers.length,
+    older.length ? h("p", { class: "charts-note" }, `${older.length} of ${many(live.length,
       "explorer")} still on an older version, or on none.`) : null);
 }

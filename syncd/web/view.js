@@ -4,9 +4,9 @@ import { h } from "./dom.js";
 import { events } from "./events.js";
 import { command, isSilent, median, note, silence, sorted, table, words } from "./parts.js";
 import { charts, timeline } from "./versions.js";
-import { ago, clock, many, moment, printable, said, size, span } from "./words.js";
+import { ago, clock, link, many, moment, printable, said, size, span } from "./words.js";
 
-const QUIET = 60; // seconds after which a daemon that said nothing is worth a word
+const QUIET = 60; // seconds, or two leases, after which a daemon that said nothing is worth a word
 const FEW = 20; // explorers
 const LATE = 15; // seconds after which what was read is no longer now
 
@@ -54,7 +54,7 @@ export function jobsTable(jobs, shown, now) {
     const state = stateOf(job, now);
     const slowest = usable ? slowestOf(status.explorers) : null;
     return [job.job, [
-      h("a", { href: `#${encodeURI(job.job)}`, title: printable(job.job),
+      h("a", { href: link(job.job), title: printable(job.job),
         "aria-current": job === shown ? "true" : null }, said(nameOf(job.job))),
       badge(state),
       usable && status.latest ? `v${status.latest.sequence} · step ${status.latest.step}` : "–",
@@ -126,10 +126,10 @@ function warnings(job, status, now) {
     found.push(note("warn", "No daemon has worked here yet: nothing is merged or published. Start one: ",
       command(`syncd run ${job.job}`)));
   } else if (daemon.state === "stopped") {
-    found.push(note("warn", "The daemon has stopped, ", ago(daemon.time, now),
+    found.push(note("warn", "The daemon has stopped, ", ago(daemon.heard ?? daemon.time, now),
       ": saves wait until one is started: ", command(`syncd run ${job.job}`)));
-  } else if (now - daemon.time > QUIET) {
-    found.push(note("bad", "The daemon was heard last ", ago(daemon.time, now),
+  } else if (isQuiet(status, now)) {
+    found.push(note("bad", "The daemon was heard last ", ago(daemon.heard ?? daemon.time, now),
       ". If it is dead, another one takes over by itself where one stands by; else start one: ",
       command(`syncd run ${job.job}`)));
   }
@@ -156,7 +156,7 @@ function tiles(job, status, versions, now) {
   const found = [
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
       latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`, ", ",
-        publishedAgo(status, now)] : "It comes with the first save that is whole."),
+        publishedAgo(status, now, versions)] : "It comes with the first save that is whole."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
         said(slowest.name), ", of "] : "of ", many(live.length, "explorer")] : "No explorer serves this job."),
@@ -167,7 +167,7 @@ function tiles(job, status, versions, now) {
         `${many(trainer.world_size, "rank")}, heard `, ago(trainer.time, now)]
       : "It has no hook of syncd's, or has not begun."),
     tile("Daemon", daemon ? badge(stateOf({ status, silent_since: null }, now)) : "none yet", daemon
-      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.time, now)]
+      ? [said(daemon.host), ` pid ${daemon.pid}, epoch ${daemon.epoch}, heard `, ago(daemon.heard ?? daemon.time, now)]
       : "None has worked here yet."),
     tile("Disk", freeOf(status), diskNote(status, versions)),
   ];
@@ -200,7 +200,9 @@ function diskNote(status, versions) {
 
 function explorers(status, chosen, now) {
   const key = "explorers";
-  const all = [...status.explorers].sort((one, other) => other.behind - one.behind);
+  const hasStopped = (one) => Number(one.status === "stopped"); // those, often many, are behind for good
+  const all = [...status.explorers]
+    .sort((one, other) => hasStopped(one) - hasStopped(other) || other.behind - one.behind);
   const shown = chosen.allExplorers ? all : all.slice(0, FEW);
   const saying = shown.some((one) => one.fault || one.refused);
   const rows = shown.map((one) => [one.name, [
@@ -217,7 +219,7 @@ function explorers(status, chosen, now) {
   return h("section", { class: "panel", "data-key": key },
     h("h2", null, "Explorers"),
     rows.length
-      ? table("Explorers, those furthest behind first",
+      ? table("Explorers, those furthest behind first, those that stopped last",
           ["explorer", "status", "version", "step", "behind", "pause", "heard", ...(saying ? ["says"] : [])], rows, "stack")
       : h("p", { class: "empty" }, "No explorer has reported yet: one begins with ExplorerHook or Reader, or beside a "
           + "server with ", command(`syncd follow ${status.job} --name server-0 --engine vllm --url URL`)),
@@ -252,13 +254,18 @@ function stateOf(job, now) {
   if (status.daemon.state === "stopped") {
     return { word: "stopped", kind: "warn" };
   }
-  if (now - status.daemon.time > QUIET) {
+  if (isQuiet(status, now)) {
     return { word: "not heard", kind: "bad" };
   }
   if (status.paused && status.daemon.state === "watching") {
     return { word: "paused", kind: "warn" };
   }
   return { word: status.daemon.state, kind: "good" };
+}
+
+/** It reports three times a lease, whatever it does. */
+function isQuiet({ daemon, lease_time: lease }, now) {
+  return now - (daemon.heard ?? daemon.time) > Math.max(QUIET, 2 * (lease ?? 0));
 }
 
 function badge({ word, kind }) {
@@ -277,10 +284,12 @@ function behindOf({ behind, behind_steps: steps }) {
   return `${many(behind, "version")}${steps ? `, ${many(steps, "step")}` : ""}`;
 }
 
-function publishedAgo(status, now) {
+/** By the events, or by the history: those are few, and a hundred explorers that go live are more. */
+function publishedAgo(status, now, versions = null) {
   const named = new Set(["published", "adopted", "rolled_back"]);
   const event = status.events.findLast((one) => named.has(one.event) && one.version === status.latest?.sequence);
-  return event ? ago(event.time, now) : "–";
+  const at = event?.time ?? versions?.find((one) => one.version === status.latest?.sequence)?.published;
+  return at === null || at === undefined ? "–" : ago(at, now);
 }
 
 function freeOf({ free }) {

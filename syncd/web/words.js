@@ -45,6 +45,11 @@ export function printable(text) {
   });
 }
 
+/** Where a job is on this page: its path, of which what is no UTF-8 cannot be part of an address. */
+export function link(path) {
+  return `#${encodeURI(path.replace(/\p{Cs}/gu, "\ufffd"))}`;
+}
+
 /** A moment in the viewer's zone; the date only where it is not today's. */
 export function clock(seconds, now) {
   const at = dateOf(seconds);

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from syncd.cli.amounts import size, span
 from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.job_state import look
+from syncd.daemon.journal_file import JournalFile
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
@@ -124,6 +126,51 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     (folder / "a.toml").write_text(f'job = "{served.layout.root}"\n')
     (told,) = json.loads(status("--json").output)["jobs"]
     assert told["latest"]["sequence"] == 1
+    # A daemon of many jobs; one that a configuration of its own names too is there once.
+    root = Job(tmp_path / "root" / "other").layout.root.parent
+    (folder / "b.toml").write_text(f'root = "{root}"\n')
+    (folder / "c.toml").write_text(f'root = "{tmp_path / "unmounted"}"\n')
+    (folder / "d.toml").write_text(f'job = "{root / "other"}"\n')
+    told = json.loads(status("--json").output)["jobs"]
+    assert [job["job"] for job in told] == [
+        str(served.layout.root), str(root / "other"), str(tmp_path / "unmounted"),
+    ]  # fmt: skip
+    assert "is not a job that syncd has served" in told[-1]["unseen"]
+
+
+def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
+    served: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "lost+found").mkdir()
+    (tmp_path / "lost+found" / ".syncd").symlink_to(".syncd")  # root, too, is refused that
+    (told,) = json.loads(status(tmp_path, "--json").output)["jobs"]
+    assert told["job"] == str(served.layout.root)
+
+
+def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served: Job) -> None:
+    journal = JournalFile(FastStorage(), served.layout, wall=lambda: 1e6)
+    journal.note("quarantined", step=2, why="it is cut")
+    for number in range(300):
+        journal.note("live", version=1, explorer=f"node-{number}", seconds=1.0)
+    journal.write()
+    told = look(FastStorage(), served.layout)["events"]
+    assert [event["event"] for event in told] == [
+        "active", "published", "quarantined", *["live"] * 50,
+    ]  # fmt: skip
+    assert told[-1]["explorer"] == "node-299"
+
+
+def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: Job) -> None:
+    reports(served, 0, memory_dir="/srv/\0", host=socket.gethostname())
+    seen = json.loads(status(served.layout.root, "--json").output)
+    assert "null" in seen["memory"]["unseen"]
+    record = served.layout.daemon_report
+    content = json.loads(record.read_bytes())
+    content["merge"]["seconds"] = "BEYOND"
+    record.write_text(json.dumps(content).replace('"BEYOND"', "1e999"))
+    output = status(served.layout.root, "--json").output
+    assert json.loads(output)["daemon"] is None
+    assert "Infinity" not in output
 
 
 @contextmanager

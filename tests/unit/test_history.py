@@ -336,3 +336,18 @@ def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
 def test_a_line_holds_what_belongs_to_its_event_alone() -> None:
     line = encode(JournalLine(time=1.0, event="skipped", step=3))
     assert json.loads(line) == {"protocol": 1, "time": 1.0, "event": "skipped", "step": 3}
+
+
+def test_times_that_nobody_can_mean_leave_valid_json(job: Job) -> None:
+    with job.daemon() as loop:
+        publish(job, loop, 1)
+    early = JournalFile(STORAGE, job.layout, wall=lambda: -1.7e308)
+    early.note("published", version=2, step=2, bytes=1, seconds=1.0, latency=1.7e308)
+    early.write()
+    late = JournalFile(STORAGE, job.layout, wall=lambda: 1.7e308)
+    late.note("live", version=2, explorer="node-1")
+    late.write()
+    printed = CliRunner().invoke(cli, ["history", str(job.layout.root), "--json"]).output
+    assert "Infinity" not in printed
+    version = json.loads(printed)["versions"][1]
+    assert (version["saved"], version["live"][0]["seconds"]) == (None, None)

@@ -7,10 +7,12 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,22 @@ def _silent_and_seen(server: Server) -> dict[str, Any] | None:
     return silent if well["status"] and silent["silent_since"] else None
 
 
+def test_storage_that_hung_for_hours_is_read_again_soon_after_it_is_back() -> None:
+    now = [0.0]
+    begun: list[float] = []
+
+    def look() -> None:
+        begun.append(now[0])
+        now[0] += 3 * 3600.0 if len(begun) == 1 else 0.0
+
+    shared = SharedLook(look, every=1.0, patience=0.0, clock=lambda: now[0])
+    shared.begin()
+    wait_until(lambda: not shared.is_reading, "the end of the first reading")
+    now[0] += 60.0
+    shared.begin()
+    wait_until(lambda: len(begun) == 2, "the second one")
+
+
 def test_all_who_ask_share_one_look() -> None:
     begun: list[float] = []
     may_end = threading.Event()
@@ -233,6 +251,60 @@ def test_jobs_come_and_go_and_those_that_are_all_away_say_so(tmp_path: Path) -> 
         assert listed((1, second))
         history = json.loads(asked(server, "/jobs/1/history.json")[1])
         assert away in history["history"]["unseen"]
+
+
+def test_a_job_that_is_gone_leaves_nothing_and_one_made_anew_is_another(tmp_path: Path) -> None:
+    root = tmp_path / "jobs"
+    Job(root / "a")
+    Job(root / "b")
+    with served(root) as server:
+        wait_until(lambda: [job["id"] for job in jobs_of(server)] == [0, 1], "both")
+        assert asked(server, "/jobs/0/history.json")[0].status == 200
+        shutil.rmtree(root / "a")
+        wait_until(lambda: [job["id"] for job in jobs_of(server)] == [1], "the other alone")
+        wait_until(lambda: jobs_of(server) and not _has(server, 0), "it is forgotten")
+        Job(root / "a")
+        wait_until(lambda: [job["id"] for job in jobs_of(server)] == [2, 1], "one made anew")
+
+
+def _has(server: Server, number: int) -> bool:
+    return asked(server, f"/jobs/{number}/history.json")[0].status == 200
+
+
+def test_a_history_that_who_asks_has_already_is_not_sent_again(shown: Job) -> None:
+    with served(shown.layout.root, every=3600.0) as server:
+
+        def history(query: str) -> Any:
+            return json.loads(asked(server, f"/jobs/0/history.json{query}")[1])
+
+        jobs_of(server)
+        first = history("")
+        again = history(f"?had={first['read']}")
+        assert (again["read"], again["history"]) == (first["read"], None)
+        assert history("?had=1.5")["history"] == first["history"]
+        assert asked(server, "/jobs/0/history.json?had=../etc")[0].status == 404
+
+
+def test_connections_that_say_nothing_do_not_pile_up(server: Server) -> None:
+    before = threading.active_count()
+    with ExitStack() as stack:
+
+        def connected() -> socket.socket:
+            address = server.server_address[:2]
+            return stack.enter_context(socket.create_connection(address, timeout=DEADLINE))
+
+        for _ in range(100):
+            silent = connected()
+        assert silent.recv(1) == b""  # the last one is closed at once
+        assert threading.active_count() - before <= 64
+    wait_until(lambda: _answers(server), "an answer once they are gone")
+
+
+def _answers(server: Server) -> bool:
+    try:
+        return asked(server, "/")[0].status == 200
+    except OSError:
+        return False
 
 
 def test_a_port_that_is_taken_is_an_error_with_advice(server: Server, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -18,13 +19,13 @@ pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.job_state import look_anyway
 from syncd.daemon.journal_file import JournalFile
-from syncd.protocol.records import encode
+from syncd.protocol.records import Format, encode
 from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
 from syncd.protocol.requests import Pause
 from syncd.web import jobs, shared_look
 from syncd.web.server import Server
 from tests.jobs import Job
-from tests.multiprocess.processes import DEADLINE
+from tests.multiprocess.processes import DEADLINE, wait_until
 from tests.ports import free_port
 from tests.storages import FastStorage
 from tests.web.chromium import ENTER, RIGHT, SPACE, TAB, Browser, browser
@@ -226,9 +227,11 @@ def test_all_of_it_can_be_used_by_keyboard(page: Browser, many_jobs: Path) -> No
         assert reached[0] == "A:Skip to the job"
         assert len(reached) == wanted + 1  # of the two radio buttons one
         focus = "document.querySelector(arguments[0]).focus()"
+        opened = page.run("return location.hash")
         page.run(focus, ".skip")
         page.press(ENTER)
         assert page.run("return document.activeElement.id") == "main"
+        assert page.run("return location.hash") == opened  # which says what job is shown
         page.sees("busy", "main h1")
         page.run(focus, ".timeline summary")
         page.press(SPACE)
@@ -293,6 +296,33 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
         ended.set()
 
 
+def test_what_nobody_foresaw_hides_nothing_and_stops_nothing(
+    page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the jobs have relative names
+    a_job(tmp_path / "jobs" / "a")
+    job = a_job(tmp_path / "jobs" / os.fsdecode(b"no-utf-\xff"), 3, "node-1")
+    # A name that two have, a pause that no axis has room for, a number that JSON does not know.
+    explorer(job, "node-1", 1, file="another", time=time.time())
+    explorer(job, "node-0", None, status="stopped", time=time.time())
+    reload = Reload(sequence=3, step=3, pause=1.7e308)
+    explorer(job, "node-2", 3, reload=reload, time=time.time())
+    with shown(page, Path("jobs")) as server:
+        page.open(server.address)
+        page.sees("no-utf-\\udcff", "nav")
+        page.run("document.querySelectorAll('nav a')[1].click()")
+        page.sees("An engine did not serve: median 250 ms, longest 99999 d", ".charts")
+        assert (
+            page.run("return document.querySelectorAll('figure:nth-child(2) circle').length") == 1
+        )
+        explorer(job, "node-1", 2, file="another", time=time.time())
+        page.sees("v2", "[data-key=explorers] tbody")
+        names = page.run("return [...document.querySelectorAll('[data-key=explorers] tbody th')]"
+                         ".map((one) => one.textContent)")  # fmt: skip
+        assert names == ["node-1", "node-1", "node-2", "node-0"]  # which has stopped
+        page.sees("1 of 3 explorers still on an older version", ".charts-note")
+
+
 def test_a_server_that_is_gone_is_said_and_one_that_is_back_is_seen(
     page: Browser, tmp_path: Path
 ) -> None:
@@ -336,6 +366,39 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
     finally:
         page.tell("Page.removeScriptToEvaluateOnNewDocument", identifier=script)
         page.tell("Emulation.setTimezoneOverride", timezoneId="")
+
+
+def test_a_daemon_whose_clock_is_wrong_is_not_taken_for_dead_nor_a_dead_one_for_alive(
+    page: Browser, tmp_path: Path
+) -> None:
+    late, early = a_job(tmp_path / "late"), a_job(tmp_path / "early")
+    rare = a_job(tmp_path / "rare")  # whose daemon reports every 100 s
+    rare.put(rare.layout.format, encode(Format(lease_time=300.0)))
+    with shown(page, late.layout.root, early.layout.root, rare.layout.root) as server:
+        daemon(rare, time.time() - 100)
+        behind = time.time() - 600
+        daemon(late, behind)
+        daemon(early, time.time() + 600)
+        page.open(f"{server.address}#{late.layout.root}")
+        page.sees("not heard", "nav tbody tr:nth-child(1)")
+        page.sees("watching", "nav tbody tr:nth-child(2)")
+        page.sees("watching", "nav tbody tr:nth-child(3)")
+
+        def goes_on() -> bool:
+            nonlocal behind
+            behind += 0.1
+            daemon(late, behind)
+            return "watching" in page.text("nav tbody tr:nth-child(1)")
+
+        wait_until(goes_on, "a daemon that goes on")
+        assert "was heard last" not in page.text("main")
+        # The other one does not: by its own clock it is not dead for another eleven minutes.
+        later = "const before = window.fetch; window.fetch = async (...all) => {"
+        later += "  const answer = await before(...all); const told = await answer.json();"
+        later += "  told.now += 100; for (const job of told.jobs ?? []) job.read += 100;"
+        later += "  return new Response(JSON.stringify(told)); };"
+        page.run(later)
+        page.sees("not heard", "nav tbody tr:nth-child(2)")
 
 
 def test_a_page_that_nobody_sees_asks_for_nothing(page: Browser, tmp_path: Path) -> None:
