@@ -20,7 +20,7 @@ from tests.engines.pages import ROOT, TRAIN
 from tests.engines.tiny_models import CONFIG, save_model
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG, wait_for
-from tests.multiprocess.processes import ENVIRONMENT
+from tests.multiprocess.processes import ENVIRONMENT, explorer_report
 from tests.ports import free_port
 
 STEPS = 4
@@ -47,9 +47,23 @@ def process(*command: object, **environment: str) -> Iterator[subprocess.Popen[s
         started.wait()
 
 
-BY_BROADCAST = TRAIN.replace(
-    "SyncSettings(", "SyncSettings(method='nccl', master_address='127.0.0.1', "
+#: The first step goes by the files; the next ones do too while nobody has anything to go back to.
+BY_BROADCAST = (
+    "import time\nfrom tests.engines.test_whole_loop import takes_part\n"
+    + TRAIN.replace(
+        "SyncSettings(", "SyncSettings(method='nccl', master_address='127.0.0.1', "
+    ).replace(
+        "        hook.after_step(step)\n",
+        "        hook.after_step(step)\n"
+        "        while not takes_part(job):\n"
+        "            time.sleep(0.02)\n",
+    )
 )
+
+
+def takes_part(job: str) -> bool:
+    """Whether the server is one of those that take broadcasts."""
+    return explorer_report(Path(job), "server-0").workers > 0
 
 
 @pytest.mark.engine
@@ -86,7 +100,11 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
             )
             for rank in range(RANKS)
         ]
-        lines = [rank.communicate(timeout=LONG)[0] for rank in ranks]
+        try:
+            lines = [rank.communicate(timeout=LONG)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
         assert [rank.returncode for rank in ranks] == [0] * RANKS
         said = [json.loads(line) for line in lines[0].splitlines()]
         truth = {one["step"]: torch.tensor(one["logprobs"]) for one in said}
