@@ -9,7 +9,7 @@ from typing import Any, Final
 from pydantic import TypeAdapter
 
 from syncd.checkpoint.version import read_manifest
-from syncd.daemon.job_state import check_is_job
+from syncd.daemon.job_state import check_is_job, read_if_any
 from syncd.daemon.journal_file import read_journal
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.journal import AuditLine, JournalLine
@@ -122,9 +122,9 @@ def _history(storage: Storage, layout: JobLayout, limit: int) -> list[VersionHis
     newest = dict(sorted(found.items())[-limit:])
     _add_deletions(storage, layout, newest)
     _add_unseen(storage, layout, newest)
-    latest = _latest(storage, layout)
+    latest = read_if_any(storage, Latest, layout.latest)
     for version in newest.values():
-        version.latest = version.version == latest
+        version.latest = latest is not None and version.version == latest.sequence
         if version.on_disk and version.bytes is None:
             _add_manifest(storage, layout, version)
     return list(newest.values())
@@ -172,14 +172,10 @@ def _add_deletions(storage: Storage, layout: JobLayout, found: dict[int, Version
 def _add_unseen(storage: Storage, layout: JobLayout, found: dict[int, VersionHistory]) -> None:
     """Explorers that say what they serve, and gave up their lease before the daemon looked."""
     for name in storage.names(layout.explorers):
-        path = layout.explorers / name
         if name.startswith(TEMPORARY):
             continue
-        try:
-            report = parse(ExplorerReport, storage.read(path), path)
-        except (OSError, RecordError):
-            continue
-        if report.received is not None:
+        report = read_if_any(storage, ExplorerReport, layout.explorers / name)
+        if report is None or report.received is not None:
             continue  # it holds the version's files, and serves what came by a broadcast
         version = found.get(report.sequence or 0)
         if version is not None and all(one.explorer != report.name for one in version.live):
@@ -198,10 +194,3 @@ def _add_manifest(storage: Storage, layout: JobLayout, version: VersionHistory) 
         version.merge_seconds = manifest.timings.get("build")
     if manifest.rolled_back is not None:
         version.of = manifest.rolled_back.sequence
-
-
-def _latest(storage: Storage, layout: JobLayout) -> int | None:
-    try:
-        return parse(Latest, storage.read(layout.latest), layout.latest).sequence
-    except (OSError, RecordError):
-        return None

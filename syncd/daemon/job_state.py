@@ -104,11 +104,11 @@ def check_is_job(storage: Storage, layout: JobLayout) -> None:
 
 def _look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
     check_is_job(storage, layout)
-    daemon = _record(storage, DaemonReport, layout.daemon_report)
-    latest = _record(storage, Latest, layout.latest)
-    trainer = _record(storage, TrainerReport, layout.trainer_report)
+    daemon = read_if_any(storage, DaemonReport, layout.daemon_report)
+    latest = read_if_any(storage, Latest, layout.latest)
+    trainer = read_if_any(storage, TrainerReport, layout.trainer_report)
     pause = Steering(storage, layout).pause()
-    form = _record(storage, Format, layout.format)
+    form = read_if_any(storage, Format, layout.format)
     return {
         "job": str(layout.root),
         "lease_time": form.lease_time if form else None,
@@ -137,7 +137,7 @@ def _look(storage: Storage, layout: JobLayout) -> dict[str, Any]:
             _explorer(report, latest)
             for name in _names(storage, layout.explorers)
             if not name.startswith(TEMPORARY)
-            and (report := _record(storage, ExplorerReport, layout.explorers / name))
+            and (report := read_if_any(storage, ExplorerReport, layout.explorers / name))
         ],
         "quarantined": _names(storage, layout.quarantine),
         "free": _free(storage, layout.root),
@@ -165,8 +165,8 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": str(error)}
 
 
-def _record(storage: Storage, model: type[R], path: Path) -> R | None:
-    """A record, or None where it is not there or cannot be read: status shows what it can."""
+def read_if_any(storage: Storage, model: type[R], path: Path) -> R | None:
+    """A record, or None where it is not there or cannot be read: people are shown what can be."""
     try:
         return parse(model, storage.read(path), path)
     except (OSError, RecordError):
