@@ -113,6 +113,15 @@ class Roster:
             found = (self._counted(report) for report in reports)
             return [report for report in found if report is not None]
 
+    def working(self) -> list[ExplorerReport]:
+        """The explorers that live and have not stopped.
+
+        Raises:
+            ProtocolMismatchError, JobUnavailableError, OSError: as :meth:`explorers`.
+        """
+        stopped = RunningStatus.STOPPED.value
+        return [one for one in self.explorers() if one.status != stopped]
+
     def explorer_counts(self) -> dict[RunningStatus, int]:
         """How many explorers have which status; the dead are not counted."""
         found = Counter(RunningStatus(report.status) for report in self.explorers())

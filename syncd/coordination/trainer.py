@@ -206,11 +206,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     def _must_wait(self) -> bool:
         newest = self._versions.newest()
-        held = [
-            self._served(one, newest)
-            for one in self._roster.explorers()
-            if one.status != RunningStatus.STOPPED.value and one.refused is None
-        ]
+        held = [self._served(one, newest) for one in self._roster.working() if one.refused is None]
         return must_wait_for_explorers(self.settings, newest, held)
 
     def _served(self, one: ExplorerReport, newest: Version | None) -> Version | None:
@@ -257,11 +253,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     def have_received(self, save_id: SaveId) -> bool:
         """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
-        received = {
-            one.received
-            for one in self._roster.explorers()
-            if one.workers and one.status != RunningStatus.STOPPED.value
-        }
+        received = {one.received for one in self._roster.working() if one.workers}
         return received == {str(save_id)}
 
     def has_missed(self, save_id: SaveId) -> bool:
@@ -278,10 +270,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         taking = self._taking if self._clock() < self._taken_by else frozenset()
         return any(
             not may_produce(self.settings, self._served(one, newest), sent)
-            for one in self._roster.explorers()
-            if one.workers
-            and one.status != RunningStatus.STOPPED.value
-            and one.session not in taking
+            for one in self._roster.working()
+            if one.workers and one.session not in taking
         )
 
     def goes_by_files(self, step: int) -> None:
@@ -379,11 +369,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._group.close()
 
     def _in_group(self, name: str) -> list[str]:
-        return [
-            one.name
-            for one in self._roster.explorers()
-            if one.group == name and one.status != RunningStatus.STOPPED.value
-        ]
+        return [one.name for one in self._roster.working() if one.group == name]
 
     def _point(self, step: int) -> None:
         self.begin_save(step)

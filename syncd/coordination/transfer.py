@@ -171,8 +171,7 @@ class TrainerSide:
 
     def _working(self) -> list[ExplorerReport]:
         self._roster.refresh()
-        stopped = RunningStatus.STOPPED.value
-        return [one for one in self._roster.explorers() if one.status != stopped]
+        return self._roster.working()
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
         """One look; whether the transfer takes place."""
