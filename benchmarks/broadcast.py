@@ -15,7 +15,8 @@ Each way is timed on the trainer, until the last explorer has said that it has t
   loaded. The files are on the filesystem of ``--dir``.
 
 The ways take turns, and which one comes first rotates from round to round; one round before those
-that count warms all of them up.
+that count warms all of them up. Each run is said on stderr, and if one fails, the whole rounds
+before it are printed.
 """
 
 from __future__ import annotations
@@ -37,21 +38,20 @@ import torch
 from torch import nn
 
 from benchmarks.machine import (
+    Report,
     daemon,
-    describe_machine,
     median_ratio,
     prepare_process,
-    print_machine,
-    print_table,
+    whole_rounds,
 )
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.hook import ExplorerHook
-from syncd.coordination.broadcast import KeptGroup, WeightGroup
+from syncd.coordination.broadcast.group import KeptGroup, WeightGroup
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import encode, parse
 from tests.weight_groups import CPU, meeting
 from trainer_hooks import TrainerHook
-from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.gather import flat_bytes
 
 _FLAT: Final = "one flat buffer"
@@ -217,26 +217,33 @@ class _Trainer:
         self._senders[way].send(group)
 
 
-def _measure(work: Path, explorers: int, gigabytes: float, rounds: int) -> list[list[str]]:
-    """A row a way."""
+def _measure(
+    work: Path, explorers: int, gigabytes: float, rounds: int, told: dict[str, list[float]]
+) -> None:
+    """Add the seconds of each round, by way."""
     with ExitStack() as stack:
         trainer = _Trainer(stack, work, explorers, gigabytes)
-        nbytes = trainer.model.nbytes
-        told: dict[str, list[float]] = {way: [] for way in _WAYS}
         for at in range(-1, rounds):
             for way in _WAYS[at % len(_WAYS) :] + _WAYS[: at % len(_WAYS)]:
                 seconds = trainer.time(way)
+                print(
+                    f"1 to {explorers}, {at + 1} of {rounds}: {way}: {seconds:.2f} s",
+                    file=sys.stderr,
+                )
                 if at >= 0:
                     told[way].append(seconds)
+
+
+def _rows(told: dict[str, list[float]], nbytes: int) -> list[tuple[str, ...]]:
     return [
-        [
-            f"1 to {explorers}, {way}",
+        (
+            way,
             f"{median(seconds):.2f} s",
             f"{nbytes / 1e9 / median(seconds):.2f}",
             # Of the same round: what the host does besides changes from one to the next.
             f"{median_ratio(seconds, told[_FLAT]):.2f}",
             f"{min(seconds):.2f} to {max(seconds):.2f}",
-        ]
+        )
         for way, seconds in told.items()
     ]
 
@@ -253,20 +260,27 @@ def main() -> None:
         _explore(given.explore)
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory(prefix="syncd-broadcast-", dir=given.dir) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-broadcast-", dir=given.dir) as made,
+        Report(given.dir) as report,
+    ):
         work = Path(made)
         prepare_process(work)
-        print_machine(describe_machine(work))
         model = _Model(given.gigabytes)
-        count = sum(1 for _ in model.parameters())
-        print(f"model: {model.nbytes / 1e9:.2f} GB in bfloat16, {count} tensors\n")
+        count, nbytes = sum(1 for _ in model.parameters()), model.nbytes
+        report.say(f"model: {nbytes / 1e9:.2f} GB in bfloat16, {count} tensors")
         del model
-        rows = [
-            row
-            for explorers in given.explorers
-            for row in _measure(work / str(explorers), explorers, given.gigabytes, given.rounds)
-        ]
-    print_table(("", "median", "GB/s", "x flat buffer", "seconds"), rows)
+        for explorers in given.explorers:
+            told: dict[str, list[float]] = {way: [] for way in _WAYS}
+            try:
+                _measure(work / str(explorers), explorers, given.gigabytes, given.rounds, told)
+            finally:
+                if whole := whole_rounds(told):
+                    report.whole_table(
+                        f"1 to {explorers}, {len(whole[_FLAT])} rounds",
+                        ("", "median", "GB/s", "x flat buffer", "seconds"),
+                        _rows(whole, nbytes),
+                    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What hundreds of explorers cost: a daemon's tick, the roster, ``syncd status``, and waking up.
+"""The cost of hundreds of explorers: the daemon's tick, the roster, ``syncd status``, waking up.
 
 Repeat with ``python -m benchmarks.coordination`` from the project's root (some minutes).
 
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
+from benchmarks.machine import Report, prepare_process
 from syncd.cli.status import look
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
 from syncd.coordination.roster import SLICES_PER_LEASE, Roster
@@ -35,9 +35,9 @@ from syncd.protocol.errors import CancelledError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, Version
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from syncd.storage.leases import Lease
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 _PER_PROCESS: Final = 50
 _ROUNDS: Final = 5
@@ -76,7 +76,7 @@ def _simulate(job: Path, first: int, count: int) -> None:
                 if newest is None or newest == held:
                     continue
                 taken = Lease.take(
-                    storage, layout, newest.sequence, explorer.name, explorer.session_id
+                    Job(storage, layout), newest.sequence, explorer.name, explorer.session_id
                 )
                 if lease is not None:
                     lease.release()
@@ -193,8 +193,8 @@ def _milliseconds_and_cpu(
 def _slices(root: Path, layout: JobLayout) -> list[float]:
     """Two rounds of slices, as far apart as a roster's thread has them."""
     storage = Storage(root)
-    lease_time = open_job(storage, layout).lease_time
-    roster = Roster(storage, layout, lease_time, background=False)
+    lease_time = Job(storage, layout).open().lease_time
+    roster = Roster(Job(storage, layout), lease_time, background=False)
     roster.explorers()
     found = []
     for _ in range(8):
@@ -207,8 +207,8 @@ def measure(root: Path, count: int) -> Row:
     """What so many explorers of a new job in ``root`` cost."""
     root.mkdir()
     layout = JobLayout(root)
-    open_job(Storage(root), layout)
-    job = Job(root, Storage(root))
+    Job.at(root).open()
+    job = SmallJob(root, Storage(root))
     with TrainerSynchronizer(root) as trainer:
         trainer.set_trainer_status(RunningStatus.RUNNING)
         begun = time.perf_counter()
@@ -227,7 +227,7 @@ def measure(root: Path, count: int) -> Row:
                 ticks, cpu = _milliseconds_and_cpu(loop.run_once, _TICKS)
             counts = _milliseconds(trainer.get_explorer_status_counts, 5)
             slices = _slices(root, layout)
-            status = _milliseconds(lambda: look(Storage(root), layout), 3)
+            status = _milliseconds(lambda: look(Job.at(root)), 3)
     latencies.sort()
     return Row(
         count,
@@ -254,22 +254,23 @@ def main() -> None:
         job, first, count = given.simulate
         _simulate(Path(job), int(first), int(count))
         return
-    machine = describe_machine(given.dir)
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="syncd-coordination-", dir=given.dir) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-coordination-", dir=given.dir) as made,
+        Report(given.dir, as_json=given.json) as report,
+    ):
         work = Path(made)
         prepare_process(work)
-        rows = [measure(work / f"job-{count}", count) for count in given.explorers]
-    if given.json:
-        print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
-        return
-    print_machine(machine)
-    print("\nmilliseconds; explorers are threads, 50 to a process\n")
-    print_table(
-        ("explorers", "all registered", "tick", "worst tick", "worst CPU", "roster slice", "counts",
-         "status", "wake-up p50", "p99"),
-        [tuple(f"{value:.4g}" for value in asdict(row).values()) for row in rows],
-    )  # fmt: skip
+        table = report.table(
+            "milliseconds; explorers are threads, 50 to a process",
+            ("explorers", "all registered", "tick", "worst tick", "worst CPU", "roster slice",
+             "counts", "status", "wake-up p50", "p99"),
+        )  # fmt: skip
+        rows: list[dict[str, float]] = []
+        report.told["rows"] = rows
+        for count in given.explorers:
+            row = asdict(measure(work / f"job-{count}", count))
+            rows.append(row)
+            table.row(*(f"{value:.4g}" for value in row.values()))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,9 @@ from typing import Final, NamedTuple
 
 import xxhash
 
-from benchmarks.machine import describe_machine, median_ratio, print_machine, print_table, settle
+from benchmarks.machine import Report, median_ratio, settle, whole_rounds
 
+_CAT: Final = "cat shards > file"
 _SHARDS: Final = 4
 _PAGE: Final = 4096
 #: Bytes of a rank's pieces: norms and biases, then what weights are cut to.
@@ -262,46 +263,57 @@ def _cat(shards: Sequence[Path], out: Path, *, durable: bool) -> float:
 
 
 def _measure(
-    folder: Path, size: int, rounds: int, *, durable: bool
-) -> dict[str, tuple[float, float]]:
-    """For each way the median seconds, and the median of the ratios to ``cat``."""
+    folder: Path, size: int, rounds: int, seconds: dict[str, list[float]], *, durable: bool
+) -> None:
+    """Add the seconds of each way; one that the filesystem does not have gets none."""
     inputs = {aligned: _write_shards(folder, size, aligned=aligned) for aligned in (False, True)}
     out = folder / "out"
-    names = ["cat shards > file", *(way.name for way in _WAYS)]
-    ways = dict(zip(names, (None, *_WAYS), strict=True))
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    ways = dict(zip((_CAT, *(way.name for way in _WAYS)), (None, *_WAYS), strict=True))
+    names = list(ways)
     for number in range(rounds):
         first = number % len(names)
         for name in (*names[first:], *names[:first]):
-            print(f"{folder}: round {number + 1} of {rounds}: {name}", file=sys.stderr)
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             way = ways[name]
             shards, pieces = inputs[way is not None and way.aligned]
             settle(shards, 2 * size)
             if way is None:
-                seconds[name].append(_cat(shards, out, durable=durable))
-                continue
-            try:
-                took = _run(way, shards, _split(pieces, way.files), out, durable=durable)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL):
-                    raise
-                continue
-            seconds[name].append(took)
+                took = _cat(shards, out, durable=durable)
+            else:
+                try:
+                    took = _run(way, shards, _split(pieces, way.files), out, durable=durable)
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL):
+                        raise
+                    continue
+            seconds.setdefault(name, []).append(took)
+            print(f"{folder}: {number + 1} of {rounds}: {name}: {took:.3f} s", file=sys.stderr)
     shutil.rmtree(out)
     for paths, _ in inputs.values():
         for path in paths:
             path.unlink()
-    cat = seconds[names[0]]
-    return {
-        name: (
-            median(found),
-            median_ratio(found, cat),
-        )
-        for name, found in seconds.items()
-        if found
-    }
+
+
+def _print_measured(
+    report: Report, folder: Path, where: str, size: int, rounds: int, *, durable: bool
+) -> None:
+    """Measure on one filesystem, and print what there is, also if that fails in the middle."""
+    seconds: dict[str, list[float]] = {}
+    try:
+        _measure(folder, size, rounds, seconds, durable=durable)
+    finally:
+        if whole := whole_rounds(seconds):
+            cat = whole[_CAT]
+            report.whole_table(
+                f"{where}{', fsync' if durable else ''}: 4 shards of {size / 1e9:.2f} GB in all, "
+                f"{len(cat)} rounds",
+                ("way", "x cat", "s"),
+                [
+                    (name, f"{median_ratio(found, cat):.2f}", f"{median(found):.2f}")
+                    for name, found in whole.items()
+                ],
+            )
 
 
 @contextmanager
@@ -334,37 +346,20 @@ def main() -> None:
     parser.add_argument("--no-fsync", action="store_true", help="without the rounds with fsync")
     given = parser.parse_args()
     size = round(given.gigabytes * 1e9)
-    columns: dict[str, dict[str, tuple[float, float]]] = {}
     modes = (False,) if given.no_fsync else (False, True)
-    with tempfile.TemporaryDirectory(prefix="syncd-copying-", dir=given.dir) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-copying-", dir=given.dir) as made,
+        Report(Path(made)) as report,
+    ):
         work = Path(made)
-        machine = describe_machine(work)
         if given.dir is not None:
             for durable in modes:
-                head = f"here{', fsync' if durable else ''}"
-                columns[head] = _measure(work, size, given.rounds, durable=durable)
+                _print_measured(report, work, "here", size, given.rounds, durable=durable)
         else:
             for kind in given.fs:
                 with _mounted(work, kind) as folder:
                     for durable in modes[: 1 if kind == "tmpfs" else 2]:
-                        head = f"{kind}{', fsync' if durable else ''}"
-                        columns[head] = _measure(folder, size, given.rounds, durable=durable)
-    print_machine(machine)
-    print(f"\n4 shards of {size / 1e9:.2f} GB in all, {given.rounds} rounds; x cat\n")
-    names = dict.fromkeys(name for column in columns.values() for name in column)
-    print_table(
-        ("way", *columns),
-        [
-            (
-                name,
-                *(
-                    f"{column[name][1]:.2f} ({column[name][0]:.2f} s)" if name in column else "-"
-                    for column in columns.values()
-                ),
-            )
-            for name in names
-        ],
-    )
+                        _print_measured(report, folder, kind, size, given.rounds, durable=durable)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -31,13 +32,13 @@ from typing import Final
 
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.machine import daemon, describe_machine, print_machine, print_table
+from benchmarks.machine import Report, daemon, whole_rounds
 from explorer_hooks.engines.vllm_server import VLLMServer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.staging import Staging
 from tests.engines.tiny_models import save_step
 from tests.engines.vllm_process import VLLMProcess, why_not
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 _TIMEOUT: Final = 300.0
 _PROMPT: Final = (1, 2, 3, 4)
@@ -50,7 +51,7 @@ class _Trainer:
     """Saves that lie ready: two sets of weights in turn."""
 
     def __init__(self, work: Path, gigabytes: float) -> None:
-        self.job = Job(work / "job")
+        self.job = SmallJob(work / "job")
         width = 128 * max(1, round((gigabytes * 1e9 / 2 / (8 * 11)) ** 0.5 / 128))
         config = Qwen2Config(
             vocab_size=1024, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=8,
@@ -111,6 +112,7 @@ def _tokens(
         for _ in range(rounds):
             begun = time.monotonic()
             live = _wait_for_tokens(server, trainer.move()) - begun
+            print(f"tokens of step {trainer.step} after {live:.2f} s", file=sys.stderr)
             hook.wait_until_served(_TIMEOUT)
             while hook.last is None or hook.last.step != trainer.step:
                 time.sleep(0.01)
@@ -120,18 +122,18 @@ def _tokens(
 
 
 def _both(
-    trainer: _Trainer, server: VLLMProcess, stage: Path, rounds: int
-) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each round, not staged and staged; who comes first changes from turn to turn."""
-    told: dict[str, dict[str, list[float]]] = {
-        name: {"live": [], "pause": [], "load": []} for name in ("not staged", "staged")
-    }
+    trainer: _Trainer,
+    server: VLLMProcess,
+    stage: Path,
+    rounds: int,
+    told: dict[str, dict[str, list[float]]],
+) -> None:
+    """Add seconds of each round, not staged and staged; the first one changes from turn to turn."""
     turns = [("not staged", None), ("staged", stage)]
     for begun in range(0, rounds, _TURN):
         for name, folder in turns:
             _tokens(trainer, server, folder, min(_TURN, rounds - begun), told[name])
         turns.reverse()
-    return told
 
 
 def _load(server: VLLMProcess, seconds: float, reload: Callable[[], None] | None) -> float:
@@ -156,9 +158,13 @@ def _load(server: VLLMProcess, seconds: float, reload: Callable[[], None] | None
 
 
 def _lost(
-    trainer: _Trainer, server: VLLMProcess, rounds: int, seconds: float
-) -> dict[str, list[float]]:
-    """Tokens of each round, by how weights are reloaded."""
+    trainer: _Trainer,
+    server: VLLMProcess,
+    rounds: int,
+    seconds: float,
+    told: dict[str, list[float]],
+) -> None:
+    """Add tokens of each round, by how weights are reloaded."""
     trainer.prepare(2 * rounds + 1)
     with ExplorerHook(trainer.job.layout.root, "bench", VLLMServer(server.url)) as hook:
 
@@ -173,21 +179,36 @@ def _lost(
 
         by_hook()
         ways = [("none", None), ("hook", by_hook), ("by hand", by_hand)]
-        told: dict[str, list[float]] = {name: [] for name, _ in ways}
         for at in range(rounds):
             for name, reload in ways[at % 3 :] + ways[: at % 3]:
                 told[name].append(_load(server, seconds, reload))
-    return told
+                print(f"{at + 1} of {rounds}: {name}: {told[name][-1]:.0f} tokens", file=sys.stderr)
 
 
-def _row(name: str, told: dict[str, list[float]]) -> list[str]:
-    live = told["live"]
-    return [
-        name,
-        f"{median(live):.2f} s",
-        f"{statistics.quantiles(live, n=100, method='inclusive')[98]:.2f} s",
-        *(f"{1000 * median(told[what]):.0f} ms" for what in ("pause", "load")),
-    ]
+def _print_both(report: Report, both: dict[str, dict[str, list[float]]]) -> None:
+    rows = []
+    for name, told in both.items():
+        if told := whole_rounds(told):
+            live = told["live"]
+            slow = live[0]
+            if len(live) > 1:
+                slow = statistics.quantiles(live, n=100, method="inclusive")[98]
+            times = (f"{1000 * median(told[what]):.0f} ms" for what in ("pause", "load"))
+            rows.append((name, f"{median(live):.2f} s", f"{slow:.2f} s", *times))
+    report.whole_table(
+        "From the pointer to tokens", ("", "to tokens, median", "p99", "pause", "load"), rows
+    )
+
+
+def _print_lost(report: Report, told: dict[str, list[float]], seconds: float) -> None:
+    rows = []
+    told = whole_rounds(told)
+    for name, tokens in told.items():
+        lost = "" if name == "none" else f"{(median(told['none']) - median(tokens)) / 2:.0f}"
+        rows.append((name, f"{median(tokens) / seconds:.0f}", lost))
+    report.whole_table(
+        "Under a steady load", ("reloads", "tokens/s", "tokens lost per reload"), rows
+    )
 
 
 def main() -> None:
@@ -205,33 +226,29 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(dir=given.dir) as folder,
         tempfile.TemporaryDirectory(dir="/dev/shm") as stage,
+        Report(given.dir) as report,
     ):
         work = Path(folder)
         trainer = _Trainer(work, given.gigabytes)
-        print_machine(describe_machine(work))
-        print(f"model: {trainer.bytes / 1e9:.2f} GB in bfloat16")
+        report.say(f"model: {trainer.bytes / 1e9:.2f} GB in bfloat16")
+        both: dict[str, dict[str, list[float]]] = {
+            name: {"live": [], "pause": [], "load": []} for name in ("not staged", "staged")
+        }
+        tokens: dict[str, list[float]] = {name: [] for name in ("none", "hook", "by hand")}
         server = VLLMProcess(trainer.base, work / "log.txt")
         try:
             server.wait_until_up()
-            with daemon(trainer.job):
-                both = _both(trainer, server, Path(stage), given.rounds)
-                rows = [_row(name, told) for name, told in both.items()]
-                told = _lost(trainer, server, given.load_rounds, given.seconds)
+            with daemon(trainer.job.layout.root):
+                try:
+                    _both(trainer, server, Path(stage), given.rounds, both)
+                finally:
+                    _print_both(report, both)
+                try:
+                    _lost(trainer, server, given.load_rounds, given.seconds, tokens)
+                finally:
+                    _print_lost(report, tokens, given.seconds)
         finally:
             server.kill()
-    print_table(("", "to tokens, median", "p99", "pause", "load"), rows)
-    print()
-    print_table(
-        ("reloads", "tokens/s", "tokens lost per reload"),
-        [
-            (
-                name,
-                f"{median(tokens) / given.seconds:.0f}",
-                "" if name == "none" else f"{(median(told['none']) - median(tokens)) / 2:.0f}",
-            )
-            for name, tokens in told.items()
-        ],
-    )
 
 
 if __name__ == "__main__":

@@ -37,12 +37,10 @@ from statistics import median
 from typing import Any, Final
 
 from benchmarks.machine import (
+    Report,
     daemon,
-    describe_machine,
     median_ratio,
     prepare_process,
-    print_machine,
-    print_table,
 )
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
@@ -177,20 +175,21 @@ def _percentile(values: list[float], part: float) -> float:
     return sorted(values)[math.ceil(part * len(values)) - 1]
 
 
-def _print_live(trainer: _Trainer, given: argparse.Namespace) -> None:
-    rows = []
+def _print_live(report: Report, trainer: _Trainer, given: argparse.Namespace) -> None:
+    table = report.table(
+        f"Pointer moved -> weights live, {given.rounds} rounds",
+        ("live", "p50 ms", "p99 ms", "pause ms", "longest", "load ms"),
+        [(name,) for name in given.engines],
+    )
     for name in given.engines:
         found = _live(trainer, name, given)
         live = found["live"]
         cells = (_percentile(live, 0.5), _percentile(live, 0.99))
         cells += (median(found["pause"]), max(found["pause"]), median(found["load"]))
-        rows.append((name, *(f"{1000 * seconds:.0f}" for seconds in cells)))
-    heads = ("live", "p50 ms", "p99 ms", "pause ms", "longest", "load ms")
-    print(f"\nPointer moved -> weights live, {given.rounds} rounds\n")
-    print_table(heads, rows)
+        table.row(name, *(f"{1000 * seconds:.0f}" for seconds in cells))
 
 
-def _print_copying(trainer: _Trainer, given: argparse.Namespace) -> None:
+def _print_copying(report: Report, trainer: _Trainer, given: argparse.Namespace) -> None:
     explorer = _Explorer("copying", "--job", str(trainer.layout.root),
                          "--gigabytes", str(given.gigabytes),
                          "--rounds", str(given.rounds))  # fmt: skip
@@ -209,9 +208,11 @@ def _print_copying(trainer: _Trainer, given: argparse.Namespace) -> None:
         ms = (f"{1000 * value:.1f}" for value in (median(seconds[name]), max(seconds[name])))
         return (name, *ms, *(f"{ratio:.2f}" for ratio in ratios))
 
-    print(f"\nIn place on the CPU, {told['size'] / 1e9:.3f} GB, {given.rounds} rounds\n")
-    heads = ("load", "median ms", "max", "x memmove", "x copy_")
-    print_table(heads, [row(name) for name in seconds])
+    report.whole_table(
+        f"In place on the CPU, {told['size'] / 1e9:.3f} GB, {given.rounds} rounds",
+        ("load", "median ms", "max", "x memmove", "x copy_"),
+        [row(name) for name in seconds],
+    )
 
 
 def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) -> float:
@@ -241,16 +242,18 @@ def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) 
     return read / sum(path.stat().st_size for path in folder.iterdir())
 
 
-def _print_bytes(work: Path, given: argparse.Namespace) -> None:
+def _print_bytes(report: Report, work: Path, given: argparse.Namespace) -> None:
     trainer = _Trainer(work / "shared", given.shared_gigabytes)
-    rows = []
+    table = report.table(
+        "Read of the job directory for one version, in versions",
+        ("storage", "1 explorer", f"{given.explorers} explorers"),
+        [("not staged",)],
+    )
     for name, stage in (("not staged", None), ("staged", given.stage_dir)):
         counts = [
             _bytes(trainer, count, stage, given.shared_gigabytes) for count in (1, given.explorers)
         ]
-        rows.append((name, *(f"{count:.2f}" for count in counts)))
-    print("\nRead of the job directory for one version, in versions\n")
-    print_table(("storage", "1 explorer", f"{given.explorers} explorers"), rows)
+        table.row(name, *(f"{count:.2f}" for count in counts))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -268,9 +271,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = _parser().parse_args()
-    print_machine(describe_machine(given.dir))
-    print(f"\n{given.gigabytes:g} GB in bf16, {_RANKS} shards")
     with ExitStack() as stack:
+        report = stack.enter_context(Report(given.dir))
+        report.say(f"\n{given.gigabytes:g} GB in bf16, {_RANKS} shards")
         made = stack.enter_context(
             tempfile.TemporaryDirectory(prefix="syncd-explorer-", dir=given.dir)
         )
@@ -283,11 +286,11 @@ def main() -> None:
             )
         trainer = _Trainer(Path(made) / "job", given.gigabytes)
         if "live" in given.parts:
-            _print_live(trainer, given)
+            _print_live(report, trainer, given)
         if "in-place" in given.parts:
-            _print_copying(trainer, given)
+            _print_copying(report, trainer, given)
         if "bytes" in given.parts:
-            _print_bytes(Path(made), given)
+            _print_bytes(report, Path(made), given)
 
 
 if __name__ == "__main__":

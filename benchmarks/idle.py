@@ -1,4 +1,4 @@
-"""What an idle daemon costs on a job that is old: processor time of ``syncd run``.
+"""The cost of an idle daemon on an old job: processor time of ``syncd run``.
 
 Repeat with ``python -m benchmarks.idle`` from the project's root (a minute and a half).
 
@@ -13,7 +13,6 @@ thread. "On record" is a job whose daemon has published every one of its steps.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import struct
 import subprocess
@@ -26,8 +25,8 @@ from typing import Final
 
 import xxhash
 
-from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from benchmarks.machine import Report, prepare_process
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     FULL,
@@ -38,9 +37,9 @@ from syncd.protocol.names import (
     receipt_name,
     shard_name,
 )
-from syncd.protocol.records import Receipt, ReceiptFile, SaveOutcome, Saves, encode
+from syncd.protocol.records import Receipt, ReceiptFile, SaveOutcome, SaveOutcomes, encode
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 
 _PUBLISHED_WITHIN: Final = 120.0
 _SETTLE: Final = 5.0
@@ -91,7 +90,7 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
     """A job of so many old steps, and one that is to be published."""
     layout = JobLayout(root)
     root.mkdir()
-    open_job(Storage(durable=False), layout)
+    Job(Storage(durable=False), layout).open()
     for step in range(1, scenario.folders + 1):
         actor = layout.actor(step)
         actor.mkdir(parents=True)
@@ -100,12 +99,12 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
             (actor / name).write_bytes(b"tiny")
     if scenario.on_record:
         outcome = SaveOutcome(identity="benchmark-0-0", outcome="published", sequence=1)
-        saves = Saves(steps=dict.fromkeys(range(1, scenario.folders + 1), outcome))
+        saves = SaveOutcomes(steps=dict.fromkeys(range(1, scenario.folders + 1), outcome))
         layout.saves.write_bytes(encode(saves))
     newest = scenario.folders + 1
     actor = layout.actor(newest)
     (actor / RECEIPTS).mkdir(parents=True)
-    header = header_bytes([Entry("weight", "F32", (4,), 0, 16)])
+    header = header_bytes([HeaderEntry("weight", "F32", (4,), 0, 16)])
     (actor / FULL_STATE_DICT).write_bytes(header + struct.pack("<4f", 1, 2, 3, 4))
     digest = xxhash.xxh3_128_hexdigest(header)
     told = ReceiptFile(name=FULL_STATE_DICT, size=len(header) + 16, digest=digest, over="header")
@@ -191,30 +190,29 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     given = parser.parse_args()
-    machine = describe_machine(given.dir)
-    with tempfile.TemporaryDirectory(prefix="syncd-idle-", dir=given.dir) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-idle-", dir=given.dir) as made,
+        Report(given.dir, as_json=given.json) as report,
+    ):
         work = Path(made)
         prepare_process(work)
         rows = _measure(work, _scenarios(given.folders), given.seconds)
-    if given.json:
-        print(json.dumps({"machine": machine, "rows": [asdict(row) for row in rows]}))
-        return
-    print_machine(machine)
-    print(f"\n{given.seconds:g} s of idling, {len(rows)} daemons side by side, tick 1 s\n")
-    print_table(
-        ("job", "% of a core", "CPU s", "wake-ups/s", "CPU s before", "peak RSS MB"),
-        [
-            (
-                row.name,
-                f"{row.percent:.2f}",
-                f"{row.cpu:.2f}",
-                f"{row.wakeups_per_second:.1f}",
-                f"{row.start_cpu:.2f}",
-                f"{row.peak_mb:.0f}",
-            )
-            for row in rows
-        ],
-    )
+        report.told["rows"] = [asdict(row) for row in rows]
+        report.whole_table(
+            f"{given.seconds:g} s of idling, {len(rows)} daemons side by side, tick 1 s",
+            ("job", "% of a core", "CPU s", "wake-ups/s", "CPU s before", "peak RSS MB"),
+            [
+                (
+                    row.name,
+                    f"{row.percent:.2f}",
+                    f"{row.cpu:.2f}",
+                    f"{row.wakeups_per_second:.1f}",
+                    f"{row.start_cpu:.2f}",
+                    f"{row.peak_mb:.0f}",
+                )
+                for row in rows
+            ],
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the benchmarks share: processes, the machine in words, and a plain table."""
+"""Shared by the benchmarks: processes, the machine in words, and the printing of rows."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -9,14 +10,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import zip_longest
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Any, Final, Self, TextIO, TypeVar
 
+T = TypeVar("T")
 ROOT: Final = Path(__file__).resolve().parent.parent
+#: The least width of a column of numbers: it is printed before the numbers are known.
+_COLUMN: Final = 6
 _BUFFER: Final = 4 * 1024 * 1024
 _HUGE: Final = 2 * 1024 * 1024
 #: Free memory that is left to others while the rest is touched.
@@ -111,6 +117,12 @@ def settle(inputs: Iterable[Path], memory: int) -> None:
         subprocess.run((sys.executable, "-c", _TOUCH, str(size)), check=True)
 
 
+def whole_rounds(found: Mapping[str, Sequence[T]]) -> dict[str, list[T]]:
+    """The rounds that all contenders have ended, by contender; empty if there is none."""
+    count = min(map(len, found.values()), default=0)
+    return {name: list(values[:count]) for name, values in found.items()} if count else {}
+
+
 def median_ratio(these: Iterable[float], those: Iterable[float]) -> float:
     """The median of the ratios inside each round."""
     return statistics.median(this / that for this, that in zip(these, those, strict=True))
@@ -143,20 +155,81 @@ def describe_machine(folder: Path) -> dict[str, str]:
     }
 
 
-def print_machine(machine: dict[str, str]) -> None:
-    """One line."""
-    print(", ".join(f"{key} {value}" for key, value in machine.items()))
+class Report:
+    """Prints what a benchmark measures, each row at once: a later part may fail, or be interrupted.
+
+    As JSON: the rows go to stderr, and ``told`` to stdout in the end, also after an error.
+
+    Attributes:
+        told: what the JSON object holds; the machine is in it.
+
+    Args:
+        folder: the benchmark works on this filesystem.
+        as_json: as the caller of the benchmark wants it.
+    """
+
+    def __init__(self, folder: Path, *, as_json: bool = False) -> None:
+        self.told: dict[str, Any] = {"machine": describe_machine(folder)}
+        self._as_json = as_json
+        self._to = sys.stderr if as_json else sys.stdout
+
+    def __enter__(self) -> Self:
+        self.say(", ".join(f"{key} {value}" for key, value in self.told["machine"].items()))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._as_json:
+            print(json.dumps(self.told))
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        print(line, file=self._to, flush=True)
+
+    def table(self, title: str, heads: Sequence[str], like: Iterable[Sequence[str]] = ()) -> Table:
+        """Begin a table, under a line of text.
+
+        Args:
+            title: that line.
+            heads: of the columns.
+            like: rows to come, or their first cells alone; the columns are as wide as these are.
+        """
+        self.say(f"\n{title}\n")
+        return Table(heads, like, self._to)
+
+    def whole_table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Print a table whose rows are all known."""
+        table = self.table(title, heads, rows)
+        for row in rows:
+            table.row(*row)
 
 
-def print_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column to the left, numbers to the right."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    for row in (heads, ["-" * width for width in widths], *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join(cells).rstrip())
-    sys.stdout.flush()
+class Table:
+    """A table, printed row by row: the first column to the left, numbers to the right.
+
+    Args:
+        heads: of the columns.
+        like: rows to come, or their first cells alone; the columns are as wide as these are.
+        to: where it is printed.
+    """
+
+    def __init__(self, heads: Sequence[str], like: Iterable[Sequence[str]], to: TextIO) -> None:
+        columns = zip_longest(heads, *like, fillvalue="")
+        self._widths = [max(map(len, column)) for column in columns]
+        self._widths[1:] = [max(width, _COLUMN) for width in self._widths[1:]]
+        self._to = to
+        self.row(*heads)
+        self.row(*("-" * width for width in self._widths))
+
+    def row(self, *cells: str) -> None:
+        """Print a row."""
+        told = [cells[0].ljust(self._widths[0])]
+        told += [cell.rjust(width) for cell, width in zip(cells[1:], self._widths[1:], strict=True)]
+        print("  ".join(told).rstrip(), file=self._to, flush=True)
 
 
 def _cpu() -> str:

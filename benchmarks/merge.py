@@ -15,6 +15,8 @@ memory is touched. Contenders take turns, in an order that rotates from round to
 the median of the ratios inside each round. "Without start-up" is what the manifest says that the
 merge took: the daemon's part, which has started long before. Before the rounds each contender runs
 once, and what it merged is compared with the truth bit by bit.
+
+A table is printed once its rounds are over, or of the whole rounds that there are if one fails.
 """
 
 from __future__ import annotations
@@ -35,14 +37,13 @@ from statistics import median
 from typing import Final
 
 from benchmarks.machine import (
+    Report,
     Usage,
-    describe_machine,
     median_ratio,
     prepare_process,
-    print_machine,
-    print_table,
     run_measured,
     settle,
+    whole_rounds,
 )
 from benchmarks.merge_contenders import (
     CAT,
@@ -151,16 +152,23 @@ def _try(place: Place, field: tuple[Contender, ...], model: Model) -> int:
 
 
 def _rounds(
-    place: Place, field: tuple[Contender, ...], mode: Mode, rounds: int
-) -> dict[str, list[Usage]]:
-    found: dict[str, list[Usage]] = {contender.name: [] for contender in field}
+    place: Place,
+    field: tuple[Contender, ...],
+    mode: Mode,
+    rounds: int,
+    found: dict[str, list[Usage]],
+) -> None:
+    """Add the runs of each contender to ``found``, and say each on stderr."""
     place = replace(place, durable=mode.durable)
     for number in range(rounds):
         first = number % len(field)
         for contender in (*field[first:], *field[:first]):
-            print(f"{mode.words}: {number + 1} of {rounds}: {contender.name}", file=sys.stderr)
-            found[contender.name].append(_run(contender, place, cold=mode.cold))
-    return found
+            usage = _run(contender, place, cold=mode.cold)
+            found[contender.name].append(usage)
+            print(
+                f"{mode.words}: {number + 1} of {rounds}: {contender.name}: {usage.seconds:.3f} s",
+                file=sys.stderr,
+            )
 
 
 def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, float]:
@@ -191,7 +199,9 @@ def _peaks(contender: Contender, place: Place, model: Model) -> tuple[float, flo
     return used.ru_maxrss * 1024 / 1e6, own * 1024 / 1e6
 
 
-def _print_rounds(found: dict[str, list[Usage]], model: Model, size: int) -> None:
+def _print_rounds(
+    report: Report, title: str, found: dict[str, list[Usage]], model: Model, size: int
+) -> None:
     seconds = {name: [usage.seconds for usage in usages] for name, usages in found.items()}
     others = {"torch / it": TORCH, "verl / it": VERL_ROW}
     others = {head: name for head, name in others.items() if name in found}
@@ -218,19 +228,7 @@ def _print_rounds(found: dict[str, list[Usage]], model: Model, size: int) -> Non
             rows.append(row("  without start-up, as in the daemon", inside, "", ""))
     rate = "ms a tensor" if small else "GB/s"
     heads = ("process", "median s", "min-max s", "x cat", *others, rate, "CPU s", "peak RSS MB")
-    print_table(heads, rows)
-
-
-def _print_peaks(peaks: dict[int, dict[str, tuple[float, float]]], model: Model) -> None:
-    print("\nPeak RSS in MB by the size of the shards: one more run each, all verified\n")
-    sizes = sorted(peaks)
-    rows: list[tuple[str, ...]] = []
-    for name in peaks[sizes[0]]:
-        both = [peaks[bytes_][name] for bytes_ in sizes]
-        rows.append((name, *(f"{largest:.0f}" for largest, _ in both)))
-        if model.casts:
-            rows.append(("  its casting child apart", *(f"{own:.0f}" for _, own in both)))
-    print_table(("process", *(f"{bytes_ / 1e9:.2f} GB" for bytes_ in sizes)), rows)
+    report.whole_table(title, heads, rows)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -265,10 +263,10 @@ def main() -> None:
     given = _parser().parse_args()
     model = Model(given.gigabytes or _SIZES[given.layout], given.layout)
     verl = environment(given.verl) if given.verl else None
-    machine = describe_machine(given.dir)
-    found: dict[str, dict[str, list[Usage]]] = {}
-    peaks: dict[int, dict[str, tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-merge-", dir=given.dir) as made,
+        Report(given.dir, as_json=given.json) as report,
+    ):
         place = Place(Path(made))
         prepare_process(place.work)
         chosen = (CAT, *given.only) if given.only else ("",)
@@ -277,27 +275,40 @@ def main() -> None:
         merging = [each for each in merges(model) if each.name.startswith(chosen)]
         size = _write(place, model)
         files = _try(place, field, model)
+        told = report.told
+        told |= {"bytes": size, "modes": {}, "peak_mb": {}}
         for name in given.modes:
-            found[name] = _rounds(place, field, _MODES[name], given.rounds)
-        for gigabytes in (model.gigabytes, *given.rss):
+            mode = _MODES[name]
+            found: dict[str, list[Usage]] = {contender.name: [] for contender in field}
+            try:
+                _rounds(place, field, mode, given.rounds, found)
+            finally:
+                if whole := whole_rounds(found):
+                    told["modes"][name] = {
+                        contender: [asdict(usage) for usage in usages]
+                        for contender, usages in whole.items()
+                    }
+                    title = (
+                        f"4 shards ({model.layout}) of {size / 1e9:.2f} GB in all, merged into "
+                        f"{files} file(s) unless it says one; {len(whole[CAT])} rounds; "
+                        f"{mode.words}"
+                    )
+                    _print_rounds(report, title, whole, model, size)
+        child = ("its casting child",) if model.casts else ()
+        table = report.table(
+            "Peak RSS by the size of the shards: one more run each, all verified",
+            ("process", "GB", "peak MB", *child),
+            [(each.name,) for each in merging],
+        )
+        # A size that is given twice is measured once.
+        for gigabytes in dict.fromkeys((model.gigabytes, *given.rss)):
             other = replace(model, gigabytes=gigabytes)
             bytes_ = size if other == model else _write(place, other)
-            peaks[bytes_] = {each.name: _peaks(each, place, other) for each in merging}
-    if given.json:
-        modes = {
-            mode: {name: [asdict(usage) for usage in usages] for name, usages in rounds.items()}
-            for mode, rounds in found.items()
-        }
-        print(json.dumps({"machine": machine, "bytes": size, "modes": modes, "peak_mb": peaks}))
-        return
-    print_machine(machine)
-    for name, rounds in found.items():
-        print(
-            f"\n4 shards ({model.layout}) of {size / 1e9:.2f} GB in all, merged into "
-            f"{files} file(s) unless it says one; {given.rounds} rounds; {_MODES[name].words}\n"
-        )
-        _print_rounds(rounds, model, size)
-    _print_peaks(peaks, model)
+            peaks = told["peak_mb"][bytes_] = {}
+            for each in merging:
+                largest, own = peaks[each.name] = _peaks(each, place, other)
+                alone = (f"{own:.0f}",) if model.casts else ()
+                table.row(each.name, f"{bytes_ / 1e9:.2f}", f"{largest:.0f}", *alone)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Who takes part in merge.py: what each process is given, and what it leaves."""
+"""The contenders of merge.py: the input of each process, and the files that it leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of a network filesystem remember: the measurements that docs/protocol.md names.
+"""Caching by clients of a network filesystem: the measurements that docs/protocol.md names.
 
 Repeat with ``python -m benchmarks.nfs MOUNT MOUNT`` on one share that is mounted by two clients of
 their own (two hosts, or two network namespaces). Each line is a question, and how often each answer
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.machine import describe_machine, print_machine, print_table
+from benchmarks.machine import Report
 from syncd.storage.fsio import Storage
 
 #: Asks something of a folder, as the first client and as the second one sees it.
@@ -111,9 +111,13 @@ def main() -> None:
     parser.add_argument("second", type=Path, help="the same share, as another client mounts it")
     parser.add_argument("--tries", type=int, default=15)
     given = parser.parse_args()
-    print_machine(describe_machine(given.first))
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="syncd-nfs-", dir=given.second) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-nfs-", dir=given.second) as made,
+        Report(given.first) as report,
+    ):
+        table = report.table(
+            f"{given.tries} tries", ("question", "answers"), [(what,) for what in QUESTIONS]
+        )
         base = Path(made).name
         for number, (what, ask) in enumerate(QUESTIONS.items()):
             answers: Counter[object] = Counter()
@@ -124,8 +128,7 @@ def main() -> None:
                 os.listdir(first)
                 answers[ask(first, given.second / base / name)] += 1
             told = ", ".join(f"{answer}: {count}" for answer, count in answers.most_common())
-            rows.append((what, told))
-    print_table(("question", "answers"), rows)
+            table.row(what, told)
 
 
 if __name__ == "__main__":

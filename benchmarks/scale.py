@@ -1,4 +1,4 @@
-"""What N, 2N and 4N of everything cost: jobs on one daemon, explorers, old steps, versions.
+"""The cost of N, 2N and 4N of everything: jobs on one daemon, explorers, old steps, versions.
 
 Repeat with ``python -m benchmarks.scale`` from the project's root (some ten minutes), or a part of
 it with ``--parts``.
@@ -30,21 +30,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
 from benchmarks.coordination import measure
 from benchmarks.idle import Scenario, make_job, spent, status
-from benchmarks.machine import describe_machine, prepare_process, print_machine, print_table
+from benchmarks.machine import Report, prepare_process
 from syncd.daemon.loop import Loop
-from syncd.daemon.metrics import Metrics, _JobMeter
+from syncd.daemon.telling.metrics import Metrics, _JobMeter
 from syncd.protocol.records import Latest, encode, parse
 from syncd.protocol.reports import ExplorerReport
+from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import new_session_id
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage
 
 _WITHIN: Final = 300.0
@@ -55,7 +56,7 @@ _DAY: Final = 86_400.0
 _TICKS: Final = 300
 Row = dict[str, float]
 #: Makes the rows of a part, for so many of what it is about.
-Part = Callable[[Path, tuple[int, ...]], list[Row]]
+Part = Callable[[Path, tuple[int, ...]], Iterator[Row]]
 HEADS: Final = {
     "jobs": {
         "jobs": "jobs",
@@ -142,7 +143,7 @@ def _threads(pid: int | str = "self") -> int:
 # -- many jobs -------------------------------------------------------------------------------------
 
 
-def _step(job: Job) -> int | None:
+def _step(job: SmallJob) -> int | None:
     try:
         return parse(Latest, job.layout.latest.read_bytes(), job.layout.latest).step
     except FileNotFoundError:
@@ -160,7 +161,7 @@ def _wait(true: Callable[[], bool], process: subprocess.Popen[bytes], every: flo
 def _jobs(work: Path, count: int) -> Row:
     root = work / "root"
     root.mkdir()
-    jobs = [Job(root / f"job-{number:04}") for number in range(count)]
+    jobs = [SmallJob(root / f"job-{number:04}") for number in range(count)]
     for job in jobs:
         job.save(1)
     os.sync()
@@ -214,10 +215,10 @@ def _jobs(work: Path, count: int) -> Row:
 
 def _explorers(work: Path, count: int) -> Row:
     storage, clock = RuledStorage(), Clock()
-    job = Job(work / "job", storage)
+    job = SmallJob(work / "job", storage)
     layout = job.layout
     job.save(1)
-    meter = _JobMeter(Metrics(), storage, layout, clock=clock)
+    meter = _JobMeter(Metrics(), Job(storage, layout), clock=clock)
     counted = _Counted([], [])
     with job.daemon(clock=clock, meter=meter) as loop:
         loop.run_once()
@@ -225,7 +226,7 @@ def _explorers(work: Path, count: int) -> Row:
         for number in range(count):
             session = new_session_id()
             layout.session(session).write_bytes(b"")
-            Lease.take(storage, layout, 1, f"e{number}", session)
+            Lease.take(Job(storage, layout), 1, f"e{number}", session)
             report = ExplorerReport(
                 name=f"e{number}", session=session, status="running", sequence=1, step=1, time=0.0
             )
@@ -255,7 +256,7 @@ def _explorers(work: Path, count: int) -> Row:
 def _steps(work: Path, count: int) -> Row:
     storage, clock = RuledStorage(), Clock()
     layout = make_job(work / "job", Scenario("", count))
-    job = Job(layout.root, storage)
+    job = SmallJob(layout.root, storage)
     counted = _Counted([], [])
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -273,15 +274,14 @@ def _steps(work: Path, count: int) -> Row:
         }
 
 
-def _versions(work: Path, counts: tuple[int, ...]) -> list[Row]:
+def _versions(work: Path, counts: tuple[int, ...]) -> Iterator[Row]:
     """One day; a row is of the tenth before it has so many versions."""
     storage, clock = RuledStorage(), Clock()
-    job = Job(work / "job", storage)
+    job = SmallJob(work / "job", storage)
     session = new_session_id()
     job.layout.session(session).write_bytes(b"")
     counted = _Counted([], [])
     held: Lease | None = None
-    rows: list[Row] = []
     begins = {count - count // 10 for count in counts}
     with job.daemon(clock=clock) as loop:
         for step in range(1, max(counts) + 1):
@@ -300,7 +300,7 @@ def _versions(work: Path, counts: tuple[int, ...]) -> list[Row]:
             held = taken
             if step in counts:
                 versions = len(counted.calls) / 4
-                rows.append({
+                yield {
                     "versions": job.latest.sequence,
                     "calls": sum(counted.calls) / versions,
                     "ms": sum(counted.cpu) / versions,
@@ -308,8 +308,7 @@ def _versions(work: Path, counts: tuple[int, ...]) -> list[Row]:
                     "fds": len(_descriptors()),
                     "saves": job.layout.saves.stat().st_size / 1000,
                     "audit": job.layout.audit.stat().st_size / 1000,
-                })  # fmt: skip
-    return rows
+                }
 
 
 def _wakeups(work: Path, count: int) -> Row:
@@ -318,7 +317,7 @@ def _wakeups(work: Path, count: int) -> Row:
 
 def _each(row: Callable[[Path, int], Row]) -> Part:
     """One row after the other."""
-    return lambda work, counts: [row(work, count) for count in counts]
+    return lambda work, counts: (row(work, count) for count in counts)
 
 
 #: Name → what makes its rows, their counts, and whether each is a process of its own.
@@ -331,15 +330,17 @@ _PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
 }
 
 
-def _rows(part: str, folder: Path) -> list[Row]:
+def _rows(part: str, folder: Path) -> Iterator[Row]:
     """The rows of a part, by processes whose memory is theirs alone."""
     _, counts, alone = _PARTS[part]
-    found: list[Row] = []
     for some in ([count] for count in counts) if alone else [counts]:
         argv = [sys.executable, "-m", "benchmarks.scale", "--dir", str(folder), "--rows", part]
-        done = subprocess.run([*argv, *map(str, some)], stdout=subprocess.PIPE, check=True)
-        found += json.loads(done.stdout)
-    return found
+        argv += map(str, some)
+        with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None  # noqa: S101 - for the type checker
+            yield from map(json.loads, process.stdout)
+        if process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, argv)
 
 
 def main() -> None:
@@ -354,21 +355,18 @@ def main() -> None:
         prepare_process(work)
         if given.rows:
             part, *counts = given.rows
-            print(json.dumps(_PARTS[part][0](work, tuple(map(int, counts)))))
+            for row in _PARTS[part][0](work, tuple(map(int, counts))):
+                print(json.dumps(row), flush=True)
             return
-        machine = describe_machine(given.dir)
-        rows = {part: _rows(part, work) for part in given.parts}
-    if given.json:
-        print(json.dumps({"machine": machine, "rows": rows}))
-        return
-    print_machine(machine)
-    for part, found in rows.items():
-        print(f"\n{part}\n")
-        heads = HEADS[part]
-        print_table(
-            tuple(heads.values()),
-            [tuple(f"{row[key]:.4g}" for key in heads) for row in found],
-        )
+        with Report(given.dir, as_json=given.json) as report:
+            rows: dict[str, list[Row]] = {part: [] for part in given.parts}
+            report.told["rows"] = rows
+            for part in given.parts:
+                heads = HEADS[part]
+                table = report.table(part, tuple(heads.values()))
+                for row in _rows(part, work):
+                    rows[part].append(row)
+                    table.row(*(f"{row[key]:.4g}" for key in heads))
 
 
 if __name__ == "__main__":

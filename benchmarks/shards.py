@@ -38,7 +38,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
-from trainer_hooks.writing.writer import Contents, RankWriter
+from syncd.storage.job import Job
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 RANKS: Final = 4
 #: The mesh of each layout: its size along each dimension.
@@ -133,16 +134,20 @@ def write(root: Path, gigabytes: float, layout_name: str) -> None:
     logging.getLogger("torch.distributed.device_mesh").setLevel(logging.ERROR)
     for rank in reversed(range(RANKS)):  # rank 0 last: it waits for the others' receipts
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
-        axes = MESHES[layout_name]  # verl's merger looks at their names
-        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-        state = {
-            name: _dtensor(name, _whole(number, shape, layout_name), mesh)
-            for number, (name, shape) in enumerate(shapes(gigabytes, layout_name).items())
-        }
-        files = (_write_config,) if rank == 0 else ()
-        writer = RankWriter(storage, layout, rank, RANKS, save_timeout=10)
-        writer.save(SaveId("benchmark", 1, 0), Contents(state, model_files=files, fsdp_version=2))
-        dist.destroy_process_group()
+        try:
+            axes = MESHES[layout_name]  # verl's merger looks at their names
+            mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+            state = {
+                name: _dtensor(name, _whole(number, shape, layout_name), mesh)
+                for number, (name, shape) in enumerate(shapes(gigabytes, layout_name).items())
+            }
+            files = (_write_config,) if rank == 0 else ()
+            writer = RankWriter(Job(storage, layout), rank, RANKS, save_timeout=10)
+            writer.save(
+                SaveId("benchmark", 1, 0), RankContents(state, model_files=files, fsdp_version=2)
+            )
+        finally:
+            dist.destroy_process_group()
     foreign = layout.actor(2)
     foreign.mkdir(parents=True)
     for shard in layout.actor(1).glob("*.pt"):
@@ -176,8 +181,8 @@ def main(
     """The command line."""
     if what == "write":
         write(Path(folder), float(gigabytes), layout)
-    else:
-        sys.exit(verify(Path(folder), float(gigabytes), layout) or 0)
+    elif wrong := verify(Path(folder), float(gigabytes), layout):
+        sys.exit(wrong)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What people run today to merge FSDP shards, as fast as it goes: a contender of merge.py.
+"""The usual merge of FSDP shards with torch, as fast as it goes: a contender of merge.py.
 
 ``python -m benchmarks.torch_merge ACTOR OUT.safetensors [mmap] [bf16] [fsync]``. With ``mmap`` the
 shards are not read into memory first, with ``bf16`` tensors are cast, and with ``fsync`` the file

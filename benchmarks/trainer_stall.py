@@ -1,4 +1,4 @@
-"""How long a sync save stops the training: ``TrainerHook`` beside torch's ways, in one run.
+"""The time that a sync save stops training: ``TrainerHook`` beside torch's ways, in one run.
 
 Repeat with ``python -m benchmarks.trainer_stall`` from the project's root (some minutes; six times
 the model's size in free memory, three times on the disk of ``--dir``).
@@ -15,6 +15,9 @@ apart: buffers are made then.
 is into memory that is there already, pinned on a GPU: the least that a save can take. torch.save
 writes each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint,
 as it comes, and on a GPU also with its staging memory kept, which it does not do without one.
+
+Looking for NaN and Inf: on a CPU the thread that writes does it. What it takes of a rank's copied
+shard is set against writing that shard, with fsync, in turns.
 
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
 less that of the same run without saving, in local shards. Those saves wait for each other, so that
@@ -41,11 +44,9 @@ from typing import Any, Final
 
 from benchmarks.machine import (
     ROOT,
-    describe_machine,
+    Report,
     median_ratio,
     prepare_process,
-    print_machine,
-    print_table,
 )
 from syncd.protocol.layout import JobLayout
 
@@ -215,9 +216,35 @@ class _Rank:
                     self.wait_for_all()
                     begun = time.perf_counter()
                     end = saves[name](step)
-                    found[name].append(time.perf_counter() - begun)
+                    seconds = time.perf_counter() - begun
+                    found[name].append(seconds)
+                    if self._rank == 0:
+                        told = f"{number} of {rounds}: {name}: {1000 * seconds:.1f} ms on rank 0"
+                        print(told, file=sys.stderr, flush=True)
                     end()
                     self.wait_for_all()
+        return found
+
+    def look(self, rounds: int) -> dict[str, list[float]]:
+        """Seconds for looking at a copied shard, and for writing it."""
+        from syncd.storage.fsio import Storage  # noqa: PLC0415
+        from trainer_hooks.state.host_buffers import HostBuffers, nonfinite_names  # noqa: PLC0415
+        from trainer_hooks.writing.parts import write_tensors  # noqa: PLC0415
+
+        # As a plain dict it is looked at, also where that was done on a GPU.
+        state = dict(HostBuffers().copy(self.model.state_dict()))
+        path = self._work / f"look-{self._rank}.pt"
+        found: dict[str, list[float]] = {"look": [], "write": []}
+        for _ in range(rounds):
+            self.wait_for_all()
+            times = [time.perf_counter()]
+            nonfinite_names(state)
+            times.append(time.perf_counter())
+            write_tensors(Storage(), path, state)
+            times.append(time.perf_counter())
+            path.unlink()
+            for name, begun, ended in zip(found, times, times[1:], strict=False):
+                found[name].append(ended - begun)
         return found
 
     def peak(self, saves: int, *, saving: bool) -> int:
@@ -247,6 +274,7 @@ def _be_rank(given: argparse.Namespace) -> None:
     told: dict[str, object] = {"shard": rank.shard}
     if given.what == "time":
         told["seconds"] = rank.measure(given.rounds)
+        told["look"] = rank.look(given.rounds)
     else:
         told["peak"] = rank.peak(given.saves, saving=given.what == "saving")
     (given.work / f"rank_{given.rank}.json").write_text(json.dumps(told))
@@ -289,14 +317,13 @@ def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> l
     return told
 
 
-def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
+def _print_times(report: Report, world_size: int, told: list[dict[str, Any]]) -> None:
     rounds = {
         name: [max(both) for both in zip(*(one["seconds"][name] for one in told), strict=True)]
         for name in told[0]["seconds"]
     }
     first = {name: found.pop(0) for name, found in rounds.items()}
     shard = max(one["shard"] for one in told)
-    print(f"\n{world_size} rank(s), local shards of {shard / 1e9:.3f} GB\n")
     others = {"x clone": CLONE, "x copy": COPY}
 
     def row(name: str) -> tuple[str, ...]:
@@ -311,7 +338,13 @@ def _print_times(world_size: int, told: list[dict[str, Any]]) -> None:
         )
 
     heads = ("stall", "median ms", "min", "max", "first save", *others, "torch.save / it")
-    print_table(heads, [row(name) for name in rounds])
+    title = f"{world_size} rank(s), local shards of {shard / 1e9:.3f} GB"
+    report.whole_table(title, heads, [row(name) for name in rounds])
+    look, write = (told[0]["look"][name] for name in ("look", "write"))
+    report.say(
+        f"\nlooking for NaN and Inf, behind the training: {1000 * median(look):.1f} ms, "
+        f"{median_ratio(look, write):.3f} x writing the shard ({1000 * median(write):.1f} ms)"
+    )
 
 
 def _memory(world_size: int, given: argparse.Namespace, work: Path) -> tuple[str, ...]:
@@ -352,20 +385,24 @@ def main() -> None:
     if given.what is not None:
         _be_rank(given)
         return
-    machine = describe_machine(given.dir)
     gpus = _devices()
     given.device = given.device or ("cuda" if gpus else "cpu")
     sizes = given.world_sizes or ([2, 4] if given.device == "cpu" else sorted({1, gpus}))
-    print_machine(machine)
-    print(f"\n{given.device}, {given.gigabytes:g} GB in bf16, {given.rounds} rounds")
-    with tempfile.TemporaryDirectory(prefix="syncd-stall-", dir=given.dir) as made:
+    with (
+        tempfile.TemporaryDirectory(prefix="syncd-stall-", dir=given.dir) as made,
+        Report(given.dir) as report,
+    ):
+        report.say(f"\n{given.device}, {given.gigabytes:g} GB in bf16, {given.rounds} rounds")
         work = Path(made)
         prepare_process(work)
         for world_size in sizes:
-            _print_times(world_size, _run("time", world_size, given, work))
-        rows = [_memory(world_size, given, work) for world_size in sizes]
-    print(f"\nExtra peak memory of a rank, {given.saves} saves right after each other\n")
-    print_table(("ranks", "MB", "local shards"), rows)
+            _print_times(report, world_size, _run("time", world_size, given, work))
+        table = report.table(
+            f"Extra peak memory of a rank, {given.saves} saves right after each other",
+            ("ranks", "MB", "local shards"),
+        )
+        for world_size in sizes:
+            table.row(*_memory(world_size, given, work))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""What an explorer imports: ``ExplorerHook`` keeps an engine on the newest weights.
+"""The explorer's side: ``ExplorerHook`` keeps an engine on the newest weights.
 
-All but engines of torch works without torch; the names here are loaded when they are used.
+Only ``TorchModule`` and ``TransformersModel`` need torch. Each name here is loaded when it is used.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
     from explorer_hooks.engines.sglang_server import SGLangServer
@@ -49,12 +51,15 @@ _HOMES = {
     "VLLMServer": "explorer_hooks.engines.vllm_server",
     "Version": "syncd.protocol.policy",
 }
+_NEED_TORCH = frozenset({"TorchModule", "TransformersModel"})
 
 
 def __getattr__(name: str) -> object:
-    """Import torch only for those who use it."""
+    """Import the names that need torch only when they are used."""
     import importlib  # noqa: PLC0415 # only on this path
 
     if name in _HOMES:
+        if name in _NEED_TORCH:
+            require_torch(f"explorer_hooks.{name}")
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Following a job without being asked: pull, and pull again, until told to stop."""
+"""Following a job in the background: pull repeatedly until told to stop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from explorer_hooks.reload import RefusedError
-from explorer_hooks.serving import Serving
+from explorer_hooks.pipeline import Pipeline
+from explorer_hooks.reload import OnRemoteError, RefusedError
 from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     CancelledError,
@@ -23,24 +23,37 @@ from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two tries, at most, while storage or the engine refuses.
-_LONGEST_PAUSE: Final = 30.0
+#: Seconds between two tries, at most, while storage or the engine refuses: a server that was
+#: restarted meanwhile answers with the weights that it was started with.
+_LONGEST_PAUSE: Final = 4.0
+#: Seconds between two looks whether an engine that is away answers again.
+_AWAY: Final = 1.5
 
 
-def follow(pull: Callable[[], object], *, pause: Callable[[float], bool], poll: float) -> None:
+def follow(
+    pull: Callable[[], object],
+    *,
+    pause: Callable[[float], bool],
+    poll: float,
+    is_away: Callable[[], bool] = lambda: False,
+) -> None:
     """Pull until cancelled.
 
     A version that was refused ends nothing: the next pull waits for a newer one. Nor does what may
-    well work the next time: storage that fails, a job that is away, an engine that is broken.
+    well work the next time: storage or ``on_remote`` that fails, a job that is away, an engine that
+    is broken.
 
     Args:
         pull: waits for a newer version, and takes it.
         pause: waits for seconds; whether it was cancelled meanwhile.
-        poll: seconds until the first new try; they double with each one that fails.
+        poll: seconds until the first new try; they double with each one that fails, up to 4.
+        is_away: whether the engine does not answer at all; asked after a failure. While it is away
+            no pull is tried, which could read a whole version for nothing.
 
     Raises:
         Exception: anything else that a pull raises.
     """
+    poll = min(poll, _LONGEST_PAUSE)
     seconds = poll
     while True:
         try:
@@ -49,39 +62,53 @@ def follow(pull: Callable[[], object], *, pause: Callable[[float], bool], poll: 
             return
         except (RefusedError, WaitTimeoutError):
             seconds = poll
-        except (OSError, JobUnavailableError, EngineBrokenError) as error:
+        except (OSError, OnRemoteError, JobUnavailableError, EngineBrokenError) as error:
             log.warning("trying again in %.3g s: %s", seconds, error)
-            if pause(seconds):
+            if pause(seconds) or _await(is_away, pause):
                 return
             seconds = min(2 * seconds, _LONGEST_PAUSE)
         else:
             seconds = poll
 
 
+def _await(is_away: Callable[[], bool], pause: Callable[[float], bool]) -> bool:
+    """Wait until the engine answers; return whether the wait was cancelled."""
+    if is_away():
+        log.warning("the engine does not answer; waiting until it does")
+        while not pause(_AWAY):
+            if not is_away():
+                return False
+        return True
+    return False
+
+
 class Follower:
-    """At most one thread that follows, and the word of its death, which is given once.
+    """At most one following thread; its death is reported once.
 
     Args:
         name: the explorer's.
         serving: what the thread's pulls change; it is told that something follows, or no more.
-        poll: as of :func:`follow`.
+        poll, is_away: as of :func:`follow`.
     """
 
-    def __init__(self, name: str, serving: Serving, poll: float) -> None:
+    def __init__(
+        self, name: str, serving: Pipeline, poll: float, is_away: Callable[[], bool]
+    ) -> None:
         self._name = name
         self._serving = serving
         self._poll = poll
+        self._is_away = is_away
         self._cancel = Cancellation()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     @property
     def is_on(self) -> bool:
-        """Whether something follows, or has died and nobody was told."""
+        """Whether a thread follows, or has died without its death being reported yet."""
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
-        """Follow in a thread of its own; nothing where one does.
+        """Follow in a thread of its own; does nothing if one is following.
 
         Args:
             pull: as of :func:`follow`; ends where it is cancelled.
@@ -91,7 +118,13 @@ class Follower:
         self._error = None
         self._cancel = cancel = Cancellation()
         self._serving.follows()
-        work = partial(follow, partial(pull, cancel), pause=cancel.pause, poll=self._poll)
+        work = partial(
+            follow,
+            partial(pull, cancel),
+            pause=cancel.pause,
+            poll=self._poll,
+            is_away=self._is_away,
+        )
         # A daemon thread: storage that never answers must not keep a process from its end.
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="syncd-follower", daemon=True
@@ -99,11 +132,11 @@ class Follower:
         self._thread.start()
 
     def cancel(self) -> None:
-        """End what follows, without waiting for that; from any thread, or a signal handler."""
+        """End the following thread without waiting; from any thread, or a signal handler."""
         self._cancel.cancel()
 
     def stop(self) -> None:
-        """End what follows, and wait for that. Safe to call without one."""
+        """End the following thread, and wait for it. Safe to call without one."""
         self.cancel()
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -111,7 +144,7 @@ class Follower:
         self._error = None
 
     def check(self) -> None:
-        """Do nothing while it lives, or none was started.
+        """Raise if the following thread has died; do nothing while it lives, or before it starts.
 
         Raises:
             NotFollowingError: it has died; said once.
@@ -121,8 +154,8 @@ class Follower:
             return
         self.stop()  # it may be about to say that it died: not over one that is started now
         raise NotFollowingError(
-            f"what followed the job for {self._name} has ended, and its engine stays at "
-            f"{self._serving.version or 'what it began with'}: {error!r}; start() again, or pull"
+            f"the background thread of {self._name} has ended, and its engine stays at "
+            f"{self._serving.version or 'its initial weights'}: {error!r}; start() again, or pull"
         ) from error
 
     def check_off(self) -> None:
@@ -135,8 +168,8 @@ class Follower:
         self.check()
         if self.is_on:
             raise InvalidSettingsError(
-                f"{self._name} follows in the background: see version, or wait_until_served, or "
-                "stop() first"
+                f"{self._name} follows the job in the background: use version or "
+                "wait_until_served(), or call stop() first"
             )
 
     def wait_until_served(
@@ -150,22 +183,33 @@ class Follower:
             cancel: ends the wait.
 
         Raises:
+            InvalidSettingsError: it does not, and nothing follows that could change that.
             WaitTimeoutError: it does not in time.
             NotFollowingError: what followed has ended.
             CancelledError: the wait was cancelled.
         """
         found = self._serving.wait(
-            lambda served: (
-                _is_other(served, newer_than) or self._error is not None or cancel.is_done
-            ),
+            lambda served: _is_other(served, newer_than) or not self._follows or cancel.is_done,
             timeout,
         )
         self.check()
         cancel.check()
         if found is None or not _is_other(found, newer_than):
             newer = f" newer than {newer_than}" if newer_than else ""
-            raise WaitTimeoutError(f"{self._name} serves nothing{newer} within {timeout:g} s")
+            if not self._follows:
+                raise InvalidSettingsError(
+                    f"{self._name} serves nothing{newer}, and nothing follows the job in the "
+                    "background: call start() first, or pull()"
+                )
+            why = self._serving.fault or "'syncd status' shows what the daemon is waiting for"
+            raise WaitTimeoutError(
+                f"{self._name} serves nothing{newer} within {timeout:g} s: {why}"
+            )
         return found
+
+    @property
+    def _follows(self) -> bool:
+        return self.is_on and self._error is None
 
     def _run(self, work: Callable[[], None]) -> None:
         try:

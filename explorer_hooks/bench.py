@@ -1,7 +1,8 @@
-"""Evaluating what is on disk: the newest version, one step, or every full checkpoint in order.
+"""Evaluation of saved weights: the newest version, one step, or every full checkpoint in order.
 
-As the bench and serve modes of Trinity-RFT's explorer. No trainer works meanwhile; a daemon does:
-it merges and publishes the steps that are asked for.
+As the bench and serve modes of Trinity-RFT's explorer. A trainer and other explorers may work
+meanwhile: a step is loaded by the explorer that asks for it, and nobody else is moved. A daemon
+must work: it builds the steps that are not published.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from pathlib import Path
 
 from explorer_hooks.hook import ExplorerHook
 from syncd.protocol.errors import CancelledError, WaitTimeoutError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import ACTOR, FULL, RETIRED, SAVING, is_resumable_state
 from syncd.protocol.policy import Version
-from syncd.storage.fsio import Storage
-from syncd.storage.steps import step_folders
+from syncd.storage.job import Job
+from syncd.storage.step_folders import step_folders
 
 __all__ = ["every_full_checkpoint", "full_checkpoints", "latest", "serve", "step"]
 
 
 def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
-    """Load the newest version, and wait for it only where there is none yet.
+    """Load the newest version; wait only if there is none yet.
 
     Args:
         hook: of the job.
@@ -37,27 +37,26 @@ def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
 
 
 def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Version:
-    """Load one step that is on disk.
+    """Load one step from disk into this explorer only.
 
     Args:
         hook: of the job.
         number: the step.
-        timeout: seconds until it must be published; ``sync_timeout`` by default.
+        timeout: seconds until it must be built; ``sync_timeout`` by default.
 
     Raises:
-        Exception: as :meth:`ExplorerHook.pull_step`.
+        Exception: as :meth:`ExplorerHook.load_step`.
     """
-    return hook.pull_step(number, timeout)
+    return hook.load_step(number, timeout)
 
 
 def full_checkpoints(job_dir: str | Path) -> list[int]:
-    """The steps that can be resumed from, in order; what is being saved is left out.
+    """The steps of all full checkpoints, in order; without one that is being saved.
 
     Those with ``.full_checkpoint``, or, of trainers that make none, with an optimizer's state.
     """
-    layout = JobLayout(Path(job_dir).absolute())
-    storage = Storage(layout.root)
-    return [step for step in step_folders(storage, layout) if _is_full(storage, layout, step)]
+    job = Job.at(Path(job_dir).absolute())
+    return [step for step in step_folders(job) if _is_full(job, step)]
 
 
 def every_full_checkpoint(
@@ -65,26 +64,27 @@ def every_full_checkpoint(
 ) -> Iterator[Version]:
     """Load one full checkpoint after the other; each is served while it is the caller's turn.
 
-    What is listed is what is there at the beginning. The pointer names the last one in the end.
+    What is listed is what is there at the beginning. In the end the engine serves the last one,
+    until :func:`latest` loads the newest version again.
 
     Args:
         hook: of the job.
         job_dir: the same job.
         after: only steps above it: to go on with what was evaluated before.
-        timeout: seconds until a step must be published; ``sync_timeout`` by default.
+        timeout: seconds until a step must be built; ``sync_timeout`` by default.
 
     Raises:
-        Exception: as :meth:`ExplorerHook.pull_step`.
+        Exception: as :meth:`ExplorerHook.load_step`.
     """
     for number in full_checkpoints(job_dir):
         if number > after:
-            yield hook.pull_step(number, timeout)
+            yield hook.load_step(number, timeout)
 
 
 def serve(
     hook: ExplorerHook, served: Callable[[Version], object], *, interval: float = 10.0
 ) -> None:
-    """Follow the job, and say each version that is served; until the hook is cancelled or closed.
+    """Follow the job, and report each version served, until the hook is cancelled or closed.
 
     Args:
         hook: of the job.
@@ -109,10 +109,12 @@ def serve(
         hook.stop()
 
 
-def _is_full(storage: Storage, layout: JobLayout, number: int) -> bool:
-    names = storage.names(layout.step(number))
+def _is_full(job: Job, number: int) -> bool:
+    names = job.storage.names(job.layout.step(number))
     if SAVING in names or RETIRED in names:
         return False
     if FULL in names:
         return True
-    return ACTOR in names and any(map(is_resumable_state, storage.names(layout.actor(number))))
+    return ACTOR in names and any(
+        map(is_resumable_state, job.storage.names(job.layout.actor(number)))
+    )

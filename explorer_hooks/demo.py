@@ -1,4 +1,4 @@
-"""One explorer of ``syncd demo``: serves the newest weights until it has those of the last step."""
+"""One explorer of ``syncd demo``: serves the newest weights until the last step's arrive."""
 
 from __future__ import annotations
 

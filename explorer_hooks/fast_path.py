@@ -1,4 +1,4 @@
-"""An explorer's part in broadcasts (method ``nccl``): where to meet, and the engine's turn."""
+"""An explorer's part in broadcasts (method ``nccl``): the meeting place, and the engine's turn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Transfer:
     take: Callable[[], None]
 
 
-class FastPath:
+class ExplorerBroadcasts:
     """Lets one engine take part in transfers.
 
     Args:

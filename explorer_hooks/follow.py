@@ -1,34 +1,42 @@
 """``syncd follow``: an explorer beside a server, as a process of its own. Never imports torch.
 
-syncd itself knows nothing of the hooks: its command line finds this one by an entry point.
+It gives versions to an inference server, to a command, or to the readers of a link. syncd itself
+knows nothing of the hooks: its command line finds this one by an entry point.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import secrets
 import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import subprocess
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Final, Self
 
 import click
 
 from explorer_hooks.bench import serve
-from explorer_hooks.engines.base import Engine
+from explorer_hooks.engines.base import Engine, InProcessEngine
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
-from explorer_hooks.fitting import Fits
-from explorer_hooks.follow_engines import CommandEngine, LinkEngine
 from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.server_fit import Fits
 from explorer_hooks.staging import Staging
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.cli import options
+from syncd.protocol.errors import CommandFailedError, InvalidSettingsError
+from syncd.protocol.names import TEMPORARY
 from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle, Version
+from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
-
+_SHELL: Final = "/bin/sh"
 _SERVERS: Mapping[str, type[ServerEngine]] = {"vllm": VLLMServer, "sglang": SGLangServer}
 _FOLDER = click.Path(path_type=Path, file_okay=False)
 
@@ -39,63 +47,86 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     "--link /srv/model",
 )
 @click.argument("job", type=_FOLDER)
-@click.option("--name", required=True, help="The explorer's, unique in the job.")
-@click.option("--command", "run", help="What a shell runs for each version; 0 = it was taken.")
+@click.option("--name", required=True, help="The explorer's name, unique in the job.")
+@click.option(
+    "--command", "run", help="The shell command to run for each version; exit with 0 to accept it."
+)
 @click.option(
     "--link",
     type=click.Path(path_type=Path),
-    help="A symbolic link that is to lead to each version's folder.",
+    help="The symbolic link to point to each version's folder.",
 )
 @click.option(
     "--engine",
     "server",
     type=click.Choice(list(_SERVERS)),
-    help="A server that is given each version over HTTP, at --url.",
+    help="The kind of server at --url, which loads each version over HTTP.",
 )
-@click.option("--url", help="Of one server, e.g. http://127.0.0.1:8000.")
+@click.option("--url", help="The address of the server, e.g. http://127.0.0.1:8000.")
+@click.option(
+    "--start-timeout",
+    type=options.SecondsRange(min=0),
+    default=600.0,
+    show_default=True,
+    help="How long to wait at the start for the --engine to answer.",
+)
+@click.option(
+    "--cacert",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="The certificate (PEM) of the authority that signed the server's, for an https --url.",
+)
 @click.option(
     "--in-flight",
     metavar="MODE",
-    help="What becomes of requests while weights are loaded; of vllm: keep, wait, abort; of "
+    help="How to treat running requests during a load. With vllm: keep, wait, abort; with "
     "sglang: retract, abort.  [default: the first]",
 )
-@click.option("--lora-name", default="syncd", show_default=True, help="The adapters' model name.")
-@click.option("--spans-hosts", is_flag=True, help="The server reads on other hosts too.")
-@click.option("--stage", type=_FOLDER, help="A folder of this host to copy versions into first.")
+@click.option(
+    "--lora-name", default="syncd", show_default=True, help="The model name to load adapters under."
+)
+@click.option("--spans-hosts", is_flag=True, help="The server also reads weights on other hosts.")
+@click.option(
+    "--stage", type=_FOLDER, help="Copy each version into this folder of this host first."
+)
 @click.option(
     "--budget",
-    type=click.IntRange(min=1),
-    metavar="BYTES",
-    help="The most that all copies there may take.  [default: what is free]",
+    type=options.BytesRange(min=1),
+    help="The most bytes that all copies in --stage may take.  [default: the free space]",
 )
 @click.option(
     "--base",
     type=_FOLDER,
-    help="The model folder that the server was started with: versions must fit it.",
+    help="The model folder that the server was started with; refuse versions that do not fit it.",
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.SecondsRange(min=0, min_open=True),
     default=600.0,
     show_default=True,
-    metavar="SECONDS",
-    help="How long the command, or a server's load, may take.",
+    help="How long the command, or the server's load, may take.",
 )
-@click.option("--ask", is_flag=True, help="Require syncs, of a trainer that is explorer_driven.")
+@click.option(
+    "--ask", is_flag=True, help="Request syncs from a trainer with style explorer_driven."
+)
 @click.option(
     "--broadcast",
     is_flag=True,
-    help="Take broadcasts of a trainer with method nccl; the --engine must be started for them.",
+    help="Take broadcasts from a trainer with method nccl; start the --engine for them.",
 )
 @click.option(
     "--broadcast-timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    metavar="SECONDS",
-    help="How long a broadcast may take to begin, and to arrive: as the trainer's.  "
+    type=options.SecondsRange(min=0, min_open=True),
+    help="How long a broadcast may take to begin, and to arrive; give the trainer's value.  "
     f"[default: {SyncSettings().broadcast_timeout:g}]",
 )
 @click.option(
-    "--memory-dir", type=_FOLDER, help="The job's second directory, where its versions are."
+    "--memory-dir", type=_FOLDER, help="The job's second directory, which holds the versions."
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON object a line on stdout for each version.",
 )
 def command(
     job: Path,
@@ -105,6 +136,8 @@ def command(
     link: Path | None,
     server: str | None,
     url: str | None,
+    start_timeout: float,
+    cacert: Path | None,
     in_flight: str | None,
     lora_name: str,
     spans_hosts: bool,
@@ -116,32 +149,43 @@ def command(
     broadcast: bool,
     broadcast_timeout: float | None,
     memory_dir: Path | None,
+    as_json: bool,
 ) -> None:
-    """Follow JOB for a server that something else runs: --engine, --command, or --link.
+    """Follow JOB for a server that runs already: by --engine, --command, or --link.
 
-    Each version is verified, copied to this host (--stage), and then given to the command, in
-    SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND, or linked to. What the command does not
-    take is refused, and it is given the version before again. A server, --engine at --url, is
-    paused, given the version, and generates a token before it counts as served; where it was
-    restarted it is given its version again. A key that it wants is read from SYNCD_API_KEY. Ends at
-    SIGTERM, once a command that runs has ended.
+    syncd verifies each version and copies it to this host (--stage). Then it does one of these:
+
+    --engine, at --url: it pauses the server, has it load the version and generate a token, and only
+    then counts the version as served. If the server was restarted, it loads its version again. The
+    server's key is read from SYNCD_API_KEY, and the key of SGLang's --admin-api-key from
+    SYNCD_ADMIN_API_KEY.
+
+    --command: it runs the command with SYNCD_FOLDER, SYNCD_STEP, SYNCD_SEQUENCE and SYNCD_KIND set.
+    If the command fails, the version is refused, and the command runs again with the version
+    before.
+
+    --link: it points the link to the version's folder.
+
+    Ends at SIGTERM or Ctrl-C, after a running command has ended.
     """
     if [run, link, server].count(None) != 2:
-        raise click.UsageError("Give one of --engine, --command and --link.")
+        raise click.UsageError("Give exactly one of --engine, --command and --link.")
     if (server is None) != (url is None):
-        raise click.UsageError("--engine says what is at --url: give both.")
+        raise click.UsageError("--engine and --url belong together: give both.")
+    if cacert is not None and server is None:
+        raise click.UsageError("--cacert needs --engine and an https --url.")
     if budget is not None and stage is None:
-        raise click.UsageError("--budget says how much of --stage may be used: give both.")
+        raise click.UsageError("--budget limits the copies in --stage: give both.")
     if broadcast and server is None:
-        raise click.UsageError("--broadcast sends weights to an --engine: give one.")
+        raise click.UsageError("--broadcast needs an --engine to send weights to.")
     if broadcast_timeout is not None and not broadcast:
-        raise click.UsageError("--broadcast-timeout is how long --broadcast waits: give both.")
+        raise click.UsageError("--broadcast-timeout needs --broadcast.")
     staging = None
     if stage is not None:
         staging = Staging(stage, budget, keep_last=link is not None)
     engine: Engine
     if server is not None and url is not None:
-        # Else a line for each request, of which there is one every few seconds.
+        # Otherwise httpx2 logs a line for each request, one every 2 s.
         logging.getLogger("httpx2").setLevel(logging.WARNING)
         engine = _SERVERS[server](
             url,
@@ -150,7 +194,10 @@ def command(
             lora_name=lora_name,
             is_local=False if spans_hosts else None,
             api_key=os.environ.get("SYNCD_API_KEY"),
+            admin_api_key=os.environ.get("SYNCD_ADMIN_API_KEY"),
+            cacert=cacert,
             load_timeout=timeout,
+            start_timeout=start_timeout,
         )
     else:
         fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
@@ -162,6 +209,7 @@ def command(
     if broadcast_timeout is not None:
         settings = replace(settings, broadcast_timeout=broadcast_timeout)
     with (
+        _Ended() as ended,
         ExplorerHook(
             job,
             name,
@@ -170,38 +218,175 @@ def command(
             staging=staging,
             memory_dir=memory_dir,
         ) as hook,
-        _ended_by_signals(hook),
     ):
-        serve(hook, _say)
+        ended.by(hook.cancel)
+        serve(hook, _print_json if as_json else _say)
 
 
 def _engine(
     run: str | None, link: Path | None, timeout: float, fits: Fits | None, staging: Staging | None
 ) -> Engine:
-    """What versions are given to."""
+    """The engine that versions are loaded into."""
     if run is not None:
         return CommandEngine(run, timeout=timeout, fits=fits)
     if link is None:
-        raise InvalidSettingsError("nothing to give versions to")
+        raise InvalidSettingsError("nothing to load versions into")
     engine = LinkEngine(link, fits=fits)
     if staging is not None and engine.target is not None:
         staging.serves(engine.target)  # a server may start from there before the link has moved
     return engine
 
 
-@contextmanager
-def _ended_by_signals(hook: ExplorerHook) -> Iterator[None]:
-    """Let SIGTERM and SIGINT end the hook's waits."""
-    before = {
-        number: signal.signal(number, lambda *_: hook.cancel())
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+class _Ended:
+    """SIGTERM and SIGINT end the process with status 0 while this is open.
+
+    They end the wait for a name, or for a server that does not answer, like Ctrl-C. Once there is a
+    hook they only end its waits.
+    """
+
+    def __init__(self) -> None:
+        self._cancel: Callable[[], None] | None = None
+
+    def by(self, cancel: Callable[[], None]) -> None:
+        """Let signals do only this from now on."""
+        self._cancel = cancel
+
+    def __enter__(self) -> Self:
+        numbers = (signal.SIGTERM, signal.SIGINT)
+        self._before = {number: signal.signal(number, self._end) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _end(self, _number: int, _frame: FrameType | None) -> None:
+        if self._cancel is None:
+            raise SystemExit(0)
+        self._cancel()
 
 
 def _say(version: Version) -> None:
     log.info("serving version %d, step %d", version.sequence, version.step)
+
+
+def _print_json(version: Version) -> None:
+    _say(version)
+    click.echo(json.dumps({"version": version.sequence, "step": version.step}))
+
+
+class CommandEngine(InProcessEngine):
+    """Runs a command for each version; exit status 0 means that it accepted the version.
+
+    The command is a shell's. Its environment has ``SYNCD_FOLDER``, ``SYNCD_STEP``,
+    ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, of kind ``remote``, ``SYNCD_REMOTE_PATH``.
+
+    Args:
+        command: what the shell is given.
+        timeout: seconds, after which it is killed with all that it has started.
+        fits: what versions are compared with first; None for the version that it took before.
+    """
+
+    kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
+
+    def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
+        self._command = command
+        self._timeout = timeout
+        self._fits = fits
+        self._learns = fits is None
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare a full model with the base model, or with what the command took before."""
+        if self._fits is not None:
+            self._fits.check(version)
+
+    def load(self, version: LeasedVersion) -> None:
+        """Run the command, and wait for its end.
+
+        Raises:
+            CommandFailedError: it ended with another status than 0, or not in time.
+        """
+        told = {
+            "SYNCD_FOLDER": str(version.folder),
+            "SYNCD_STEP": str(version.step),
+            "SYNCD_SEQUENCE": str(version.sequence),
+            "SYNCD_KIND": version.kind,
+        }
+        if version.remote_path is not None:
+            told["SYNCD_REMOTE_PATH"] = version.remote_path
+        process = subprocess.Popen(  # noqa: S603 # running the user's own command is what it is for
+            [_SHELL, "-c", self._command],
+            env=os.environ | told,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(self._timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise CommandFailedError(
+                f"the command did not finish with version {version.sequence} within "
+                f"{self._timeout:g} s and was killed: raise --timeout, or see what it waits for"
+            ) from error
+        if status:
+            raise CommandFailedError(
+                f"the command ended with status {status} for version {version.sequence}, step "
+                f"{version.step}, in {version.folder}"
+            )
+        if self._learns and version.kind == "full":
+            self._fits = Fits(version.manifest, whose="what the command took before")
+
+
+class LinkEngine(InProcessEngine):
+    """Points a symbolic link to each version's folder, by one rename.
+
+    Args:
+        path: the link; a link that is there is replaced, and nothing else ever is.
+        fits: what versions are compared with first; None for nothing.
+
+    Raises:
+        InvalidSettingsError: something else than a link is there, or its folder is not.
+    """
+
+    kinds: frozenset[str] = frozenset({"full", "adapter"})
+
+    def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
+        self._path = path.absolute()
+        self._fits = fits
+        self._storage = Storage()
+        if not self._path.parent.is_dir():
+            raise InvalidSettingsError(f"{self._path.parent} is not there: make it first")
+        if os.path.lexists(self._path) and not self._path.is_symlink():
+            raise InvalidSettingsError(
+                f"{self._path} is not a link, so it is not replaced: move it away, or give "
+                "another path"
+            )
+
+    @property
+    def target(self) -> Path | None:
+        """The present target of the link; None if there is no link."""
+        return Path(os.readlink(self._path)) if self._path.is_symlink() else None
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare a full model with the base model, if one is given."""
+        if self._fits is not None:
+            self._fits.check(version)
+
+    def load(self, version: LeasedVersion) -> None:
+        """Move the link.
+
+        Raises:
+            OSError: storage refused; the link is as it was.
+        """
+        draft = self._path.with_name(f"{TEMPORARY}{self._path.name}-{secrets.token_hex(6)}")
+        self._storage.symlink(version.folder, draft)
+        try:
+            self._storage.rename(draft, self._path)
+        except OSError:
+            self._storage.unlink_if_there(draft)
+            raise
+        self._storage.sync_folder(self._path.parent)
+        log.info("%s now points to %s", self._path, version.folder)

@@ -1,4 +1,4 @@
-"""``ExplorerHook``: what a rollout worker calls between its batches."""
+"""``ExplorerHook``: a rollout worker calls it between its batches."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from explorer_hooks.background import Follower
-from explorer_hooks.engines.base import Engine, WeightTaker
-from explorer_hooks.fast_path import FastPath
+from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, WeightTaker
+from explorer_hooks.fast_path import ExplorerBroadcasts
 from explorer_hooks.pipeline import Pipeline
-from explorer_hooks.pulling import Puller
+from explorer_hooks.puller import Puller
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.reload import OnRemote, RefusedError
+from explorer_hooks.reload import OnRemote, OnRemoteError, RefusedError
 from explorer_hooks.staging import Staging
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.coordination.member import POLL, Seams
@@ -28,9 +28,11 @@ from syncd.protocol.policy import (
     Version,
     explorer_sync_is_due,
     explorer_syncs,
+    given_or_default,
 )
 from syncd.protocol.reports import Reload
 from syncd.storage.fsio import Storage
+from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,31 +43,40 @@ log = logging.getLogger(__name__)
 class ExplorerHook:
     """Keeps an engine on the newest weights of a job.
 
-    Promised: the engine is touched only by versions that were verified and fit; its version never
-    goes back; the version that it serves stays on disk until the next one is applied, so that an
-    engine may restart from that folder. A version that cannot be used is refused and reported. The
-    name is no other live explorer's. Not promised: that every version is served; only ever the
-    newest is.
+    Promised:
+
+    - The engine loads only versions that were verified and that fit it.
+    - Its version never goes back, except by :meth:`load_step`.
+    - The version that it serves stays on disk until the next one is applied, so the engine may
+      restart from that folder.
+    - A version that cannot be used is refused and reported.
+    - No other live explorer has the name.
+
+    Not promised: that every version is served, because the hook always takes the newest one.
 
     Args:
         job_dir: the job directory.
         name: this explorer's, unique in the job.
-        engine: what to load into.
-        settings: who syncs when. With method ``nccl`` an engine that can takes broadcasts, and
-            versions where these fail; any other follows the versions.
+        engine: the engine to load versions into.
+        settings: who syncs when. With method ``nccl`` an engine that supports broadcasts takes
+            them, and loads versions if they fail. Any other engine follows the versions.
         staging: copies versions to this host first, while the engine still serves.
-        memory_dir: the second job directory, where versions are (method ``memory``).
-        before_load: is given the version that is about to be loaded, to finish work in flight;
-            before a broadcast, whose weights have no version yet, the newest one that is held.
-        on_remote: is given the path of each version of kind ``remote``, and the version; without,
-            such versions are refused, unless the engine takes them.
-        poll: seconds between two looks where the filesystem sends no events, at most.
+        memory_dir: the second job directory, which holds the versions (method ``memory``).
+        before_load: called with the version that is about to be loaded, to finish running
+            requests. Before a broadcast, whose weights have no version yet, it gets the newest
+            version that is held.
+        on_remote: called with the path of each version of kind ``remote``, and the version. Without
+            it such versions are refused, unless the engine takes them. If it raises an
+            EngineMismatchError the version is refused; after any other error it is tried again.
+        poll: the longest time between two looks, in seconds, if the filesystem sends no events.
         storage: the seam for tests.
 
     Raises:
-        NameTakenError: a live explorer has the name; to know may take a lease time.
+        NameTakenError: a live explorer has the name; finding out may take a lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
-        InvalidSettingsError: the name cannot be part of a file name.
+        NoRoomError: its disk is full.
+        InvalidSettingsError: the name cannot be part of a file name, or an argument has a wrong
+            type, for example a model without an engine around it.
     """
 
     def __init__(
@@ -82,10 +93,11 @@ class ExplorerHook:
         poll: float = POLL,
         storage: Storage | None = None,
     ) -> None:
-        self._settings, why = (settings or SyncSettings()).normalised(
+        _check_arguments(engine, staging)
+        self._settings, why = given_or_default("settings", SyncSettings, settings).normalised(
             lora="full" not in engine.kinds, tinker=on_remote is not None
         )
-        settings = self._settings
+        given, settings = settings, self._settings
         if why is not None:
             log.warning("%s", why)
         self._engine = engine
@@ -94,18 +106,20 @@ class ExplorerHook:
         self._sync = ExplorerSynchronizer(
             job_dir,
             name,
-            settings=settings,
+            settings=settings if given is not None else None,  # pull() alone goes by none
             memory_dir=memory_dir,
             workers=0,  # until there is something to go back to
             seams=Seams(storage=storage, poll=poll),
         )
-        self._fast_path: FastPath | None = None
+        self._fast_path: ExplorerBroadcasts | None = None
         try:
             if settings.method is SyncMethod.NCCL:
                 if isinstance(engine, WeightTaker):
-                    self._fast_path = FastPath(self._sync, engine)
+                    self._fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
-                    log.warning("%s: its engine takes no broadcasts, but versions alone", name)
+                    log.warning(
+                        "%s: its engine takes no broadcasts, only versions from the files", name
+                    )
             self._pipeline = Pipeline(
                 self._sync,
                 engine,
@@ -115,7 +129,10 @@ class ExplorerHook:
                 fast_path=self._fast_path,
             )
             self._puller = Puller(self._sync, self._pipeline, self._fast_path, self._cancel, poll)
-            self._follower = Follower(name, self._pipeline, poll)
+            is_away = engine.is_away if isinstance(engine, MayBeAway) else lambda: False
+            self._follower = Follower(name, self._pipeline, poll, is_away)
+            if isinstance(engine, MayStartLater):
+                engine.on_waiting(self._say_starting)
             engine.attach()
             self._sync.set_explorer_status(RunningStatus.RUNNING)
         except BaseException:
@@ -126,7 +143,7 @@ class ExplorerHook:
 
     @property
     def version(self) -> Version | None:
-        """What the engine serves; None before the first pull."""
+        """The version that the engine serves; None before the first pull."""
         return self._pipeline.version
 
     @property
@@ -141,21 +158,27 @@ class ExplorerHook:
 
     @property
     def last(self) -> Reload | None:
-        """How long the last reload took, and its pause; None before the first."""
+        """Duration and pause of the last reload; None before the first."""
         return self._pipeline.last
 
     @property
     def fault(self) -> str | None:
-        """Why this explorer cannot be relied on; None while all is well."""
+        """The reason why this explorer is faulty; None while all is well."""
         return self._pipeline.fault
 
     @property
     def synchronizer(self) -> ExplorerSynchronizer:
-        """What this hook is registered by: who else there is, and what is needed to resume."""
+        """The participant that this hook is registered as.
+
+        For saved states (``save_state``, ``load_state``), and to see who is there and who waits
+        (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
+        ``get_explorer_status_counts``). The hook itself waits for weights, reports, and sets the
+        status.
+        """
         return self._sync
 
     def may_produce(self) -> bool:
-        """Whether what the engine serves is known, and fresh enough (``max_staleness``).
+        """Whether the engine's weights are known, and fresh enough (``max_staleness``).
 
         Raises:
             NotFollowingError: what followed in the background has ended.
@@ -170,6 +193,7 @@ class ExplorerHook:
         Raises:
             InvalidSettingsError: nothing is served yet, or there is no such tensor.
         """
+        require_torch("ExplorerHook.get_weight")
         # Torch is imported by those alone who want tensors.
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415
 
@@ -184,6 +208,7 @@ class ExplorerHook:
         Raises:
             InvalidSettingsError: nothing is served yet.
         """
+        require_torch("ExplorerHook.state_dict_iterator")
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415 # as above
 
         with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
@@ -208,7 +233,8 @@ class ExplorerHook:
                 engine is as it was.
             VerificationError, EngineMismatchError, or what the engine raises: the version was
                 refused; the engine is as it was. The next pull waits for one above it.
-            OSError: storage failed; the engine is as it was, and the next pull tries again.
+            OSError, or what ``on_remote`` raises: storage or the callback failed; the engine is as
+                it was, and the next pull tries again.
             EngineBrokenError: what the engine serves is not known; the next pull gives it what is
                 newer, or else tries to give it back what it had.
             CancelledError: the hook was closed by another thread.
@@ -218,38 +244,64 @@ class ExplorerHook:
         self._follower.check_off()
         try:
             return self._puller.newest(timeout, asks=True, cancel=self._cancel)
-        except RefusedError as refused:
+        except (RefusedError, OnRemoteError) as refused:
             raise refused.error from refused.error.__cause__
 
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
-        """Have a step that is on disk published, and load it: to evaluate it. No trainer may work.
+        """Have a saved step published as the newest version, and load it.
+
+        That moves every explorer of the job, so no trainer and no other explorer may work;
+        :meth:`load_step` moves this one alone.
 
         Args:
             step: the step.
             timeout: seconds until it must be published; the settings' ``sync_timeout`` by default.
 
         Raises:
+            SaveNotReadyError: the step has no folder; the message says which steps have.
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer works, or something follows in the background.
+            InvalidSettingsError: a trainer or another explorer works, or something follows in the
+                background.
             WaitTimeoutError, or as :meth:`pull`.
         """
-        self._follower.check_off()
-        seconds = self._settings.sync_timeout if timeout is None else timeout
-        try:
-            return self._puller.step(step, seconds)
-        except RefusedError as refused:
-            raise refused.error from refused.error.__cause__
+        return self._step(self._puller.step, step, timeout)
+
+    def load_step(self, step: int, timeout: float | None = None) -> Version:
+        """Load a saved step into this engine only, to evaluate it.
+
+        The newest version stays the newest, and no other explorer is moved; a trainer may work.
+        A step that is published already is leased; else the daemon builds it for this explorer,
+        and deletes the build once the next step or version is loaded, or the hook is closed. The
+        next :meth:`pull` takes the newest version again, if that is another one.
+
+        Args:
+            step: the step.
+            timeout: seconds until it must be built; the settings' ``sync_timeout`` by default.
+
+        Returns:
+            What the engine serves now; its sequence is 0 if the step is no published version.
+
+        Raises:
+            SaveNotReadyError: the step is not on disk; says which ones are.
+            SaveFailedError: the daemon cannot build it; says why.
+            JobUnavailableError: the daemon is of a release that builds no steps.
+            InvalidSettingsError: something follows in the background.
+            WaitTimeoutError, or as :meth:`pull`.
+        """
+        return self._step(self._puller.step_alone, step, timeout)
 
     def sync_is_due(self, step: int) -> bool:
-        """Whether :meth:`after_step` will sync: what is in flight should be finished by then."""
+        """Whether :meth:`after_step` will sync: finish running requests before you call it."""
         return explorer_sync_is_due(self._settings, step)
 
     def after_step(self, step: int) -> Version | None:
         """Sync after a step of rollouts, if it is due by the settings.
 
-        It waits until the trainer has something newer, or says that it has not, or stops. What is
-        refused, or cannot be read now, is in the log and the report, and the engine goes on with
-        what it has; one that has lost that (a server that was restarted) is given it again first.
+        It waits until the trainer has something newer, or says that it has not, or stops, and its
+        last save is published or refused, if a daemon works. An explorer that holds nothing first
+        waits for a version, or for a trainer to come. What is refused, or cannot be read now, is in
+        the log and the report, and the engine goes on with what it has; one that has lost that (a
+        server that was restarted) is given it again first.
         Under ``fully_async`` :meth:`start` does all of it.
 
         Args:
@@ -279,8 +331,8 @@ class ExplorerHook:
         except WaitTimeoutError:
             if waits:
                 raise
-        except OSError as error:
-            log.warning("%s goes on with what it has: %s", self._sync.name, error)
+        except (OSError, OnRemoteError) as error:
+            log.warning("%s goes on with the version that it has: %s", self._sync.name, error)
         return self.version
 
     # -- in the background -------------------------------------------------------------------------
@@ -298,19 +350,20 @@ class ExplorerHook:
         self._follower.start(lambda cancel: self._puller.newest(None, asks=asks, cancel=cancel))
 
     def stop(self) -> None:
-        """End the thread; a load that it is in is waited for. Safe to call without one."""
+        """End the thread, and wait for a load in progress. Safe to call without one."""
         self._follower.stop()
 
     def wait_until_served(
         self, timeout: float | None = None, *, newer_than: Version | None = None
     ) -> Version:
-        """Wait until the engine serves a version, while something follows.
+        """Wait until the engine serves a version, while a thread follows the job.
 
         Args:
             timeout: seconds; None for as long as it takes.
             newer_than: a version that is not enough.
 
         Raises:
+            InvalidSettingsError: it does not, and :meth:`start` was not called.
             WaitTimeoutError: it does not in time.
             NotFollowingError: what followed has ended.
             CancelledError: the hook was cancelled, or closed.
@@ -325,7 +378,7 @@ class ExplorerHook:
         self._follower.cancel()
 
     def close(self) -> None:
-        """End pulls in other threads, let the version go, and say that this explorer has stopped.
+        """End pulls in other threads, release the version, and report that this explorer stopped.
 
         Safe to call twice, and in a fork, where it does nothing. Whoever reads the version's folder
         must have stopped.
@@ -351,12 +404,51 @@ class ExplorerHook:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _say_starting(self, why: str) -> None:
+        try:
+            self._sync.report(None, starting=why)
+        except OSError as error:
+            log.warning("%s cannot report that it is starting: %s", self._sync.name, error)
+
+    def _step(
+        self, take: Callable[[int, float], Version], step: int, timeout: float | None
+    ) -> Version:
+        self._follower.check_off()
+        seconds = self._settings.sync_timeout if timeout is None else timeout
+        try:
+            return take(step, seconds)
+        except (RefusedError, OnRemoteError) as refused:
+            raise refused.error from refused.error.__cause__
+
     def _waits(self, step: int) -> bool:
         """Whether a sync that is due is waited for: of broadcasts the trainer may decide."""
         if self._fast_path is None:
             return True
         try:
+            # Without a trainer the policy waits for nothing: not even for the first weights.
+            self._sync.wait_for_trainer(self._pipeline.floor, cancel=self._cancel)
             requires = self._sync.trainer_requires_weight_sync()
         except JobUnavailableError:
             return True  # and so is the job
         return explorer_syncs(self._settings, step, trainer_requires_sync=requires)
+
+
+def _check_arguments(engine: object, staging: object) -> None:
+    """Check the arguments before the name is claimed.
+
+    Raises:
+        InvalidSettingsError: one is not; says what to give.
+    """
+    missing = [name for name in vars(Engine) if name[0] != "_" and not hasattr(engine, name)]
+    is_class = isinstance(engine, type)
+    if is_class or missing:
+        why = "it is a class" if is_class else f"it has no {missing[0]}"
+        kind = getattr(engine, "__name__", type(engine).__name__)
+        raise InvalidSettingsError(
+            f"engine is {kind}, and no engine ({why}): give TorchModule(model) for a model of this "
+            "process, or another one of docs/engines.md"
+        )
+    if staging is not None and not isinstance(staging, Staging):
+        raise InvalidSettingsError(
+            f"staging is {staging!r}: it must be a Staging, such as Staging('/dev/shm')"
+        )

@@ -14,13 +14,12 @@ from syncd.protocol.errors import (
     VersionGoneError,
     WaitTimeoutError,
 )
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import checked_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import Latest, encode
-from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.reports import ExplorerReport, Load, loads_with
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job, daemon_hint, registering
 from syncd.storage.judge import Clock
 from syncd.storage.sessions import Session
 from syncd.storage.watch import Watcher
@@ -45,6 +44,7 @@ class Reader:
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written.
+        NoRoomError: its disk is full.
         InvalidSettingsError: the name cannot be part of a file name.
     """
 
@@ -58,16 +58,16 @@ class Reader:
         clock: Clock = time.monotonic,
     ) -> None:
         self.name = checked_name(name, "the explorer's name")
-        self._layout = JobLayout(Path(job_dir).absolute())
-        self._storage = storage or Storage(self._layout.root)
+        self._job = Job.at(Path(job_dir).absolute(), storage)
         self._poll = poll
         self._clock = clock
         self._closed = False
-        found = open_job(self._storage, self._layout)
-        with ExitStack() as stack:
-            self._session = stack.enter_context(Session(self._layout, found.lease_time))
+        self._loads: tuple[Load, ...] | None = None
+        found = self._job.open()
+        with registering(self._job.layout), ExitStack() as stack:
+            self._session = stack.enter_context(Session(self._job.layout, found.lease_time))
             self._watcher = stack.enter_context(
-                Watcher({self._layout.state: frozenset({self._layout.latest.name})})
+                Watcher({self._job.layout.state: frozenset({self._job.layout.latest.name})})
             )
             self._stack = stack.pop_all()
 
@@ -82,7 +82,7 @@ class Reader:
         Raises:
             ProtocolMismatchError: the daemon is of a newer protocol.
         """
-        return read_latest(self._storage, self._layout)
+        return read_latest(self._job)
 
     def wait(self, newer_than: int, timeout: float | None = None) -> Latest:
         """Wait until LATEST names a version above ``newer_than``.
@@ -103,9 +103,11 @@ class Reader:
                 return latest
             left = self._poll if deadline is None else deadline - self._clock()
             if left <= 0:
+                lives = self._job.storage.exists(self._job.layout.daemon_lock)
                 raise WaitTimeoutError(
                     f"nothing newer than version {newer_than} within {timeout:g} s in "
-                    f"{self._layout.root}"
+                    f"{self._job.layout.root}; "
+                    f"{daemon_hint(self._job.layout.root, lives=lives)}"
                 )
             self._watcher.wait(min(left, self._poll))
 
@@ -116,9 +118,7 @@ class Reader:
             VersionGoneError: it was retired before it could be held, or is not visible here yet.
             VerificationError: its manifest is damaged; the version was let go.
         """
-        return lease_version(
-            self._storage, self._layout, latest.sequence, self.name, self._session.id
-        )
+        return lease_version(self._job, latest.sequence, self.name, self._session.id)
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
         """Wait for a newer version and hold it; one that is retired meanwhile is passed over.
@@ -162,6 +162,11 @@ class Reader:
             nothing_new: how many of its waits have ended without a newer version.
             refused: which newer version it does not take, and why.
         """
+        now = time.time()
+        if self._loads is None:
+            self._loads = self._job.previous_loads(self.name)
+        if sequence is not None:
+            self._loads = loads_with(self._loads, Load(sequence=sequence, time=now))
         record = ExplorerReport.model_validate(
             {
                 "name": self.name,
@@ -171,11 +176,12 @@ class Reader:
                 "step": step,
                 "nothing_new": nothing_new,
                 "refused": refused,
+                "loads": self._loads,
                 "workers": 0,  # it takes no part in broadcasts
-                "time": time.time(),
+                "time": now,
             }
         )
-        self._storage.replace(self._layout.explorer(self.name), encode(record))
+        self._job.storage.replace(self._job.layout.explorer(self.name), encode(record))
 
     def check_open(self) -> None:
         """Do nothing while the reader is open; to be called from long work.

@@ -13,6 +13,7 @@ from syncd.protocol.errors import (
     BroadcastError,
     CancelledError,
     EngineBrokenError,
+    EngineMismatchError,
     JobUnavailableError,
 )
 from syncd.protocol.reports import Reload
@@ -35,15 +36,27 @@ class RefusedError(Exception):
         self.error = error
 
 
+class OnRemoteError(Exception):
+    """Raised when ``on_remote`` failed: the same version is tried again with the next pull.
+
+    Attributes:
+        error: the callback's.
+    """
+
+    def __init__(self, path: str, error: Exception) -> None:
+        super().__init__(f"on_remote did not take {path!r}: {error!r}")
+        self.error = error
+
+
 def refuses(error: BaseException) -> bool:
     """Whether an error is about the version, and not about a moment: it is not tried again.
 
-    What storage or a connection refused (any OSError), or who pulls has stopped, may well work the
-    next time.
+    What storage, a connection (any OSError) or ``on_remote`` refused, or who pulls has stopped, may
+    well work the next time.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses
-    passing = OSError | CancelledError | JobUnavailableError
+    passing = OSError | OnRemoteError | CancelledError | JobUnavailableError
     return isinstance(error, Exception) and not isinstance(error, passing)
 
 
@@ -147,8 +160,8 @@ class Reloader:
                 raise
             except Exception as error:
                 raise EngineBrokenError(
-                    f"the engine failed while it took a broadcast: {error}; what it serves is not "
-                    "known"
+                    f"the engine failed while it took a broadcast: {error}; the weights that it "
+                    "serves are unknown"
                 ) from error
         pause = time.monotonic() - begun
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
@@ -176,23 +189,33 @@ class Reloader:
             ) from error
 
     def _load(self, version: LeasedVersion) -> None:
-        if self._on_remote is not None and version.remote_path is not None:
-            self._on_remote(version.remote_path, version)
-        else:
+        if self._on_remote is None or version.remote_path is None:
             self._engine.load(version)
+            return
+        try:
+            self._on_remote(version.remote_path, version)
+        except Exception as error:
+            # The service behind it has errors of its own for a moment's failure. One error says for
+            # certain that the version is at fault.
+            if isinstance(error, EngineMismatchError) or not refuses(error):
+                raise
+            raise OnRemoteError(version.remote_path, error) from error
 
     def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
         """An engine that fails half-way is given back what it had, which is still held."""
         if before is None:
             return
-        log.warning("loading again what was served: version %d: %s", before.sequence, error)
+        log.warning(
+            "loading the version served before again, version %d: %s", before.sequence, error
+        )
         try:
             self._load(before)
             self._engine.reset_cache()
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
                 f"the engine did not take the new version ({error}), nor version "
-                f"{before.sequence}, which it had, again ({again}): what it serves is not known; "
+                f"{before.sequence}, which it had, again ({again}): the weights that it serves "
+                "are unknown; "
                 "restart it",
                 refuses=refuses(error),
             ) from error

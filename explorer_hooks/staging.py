@@ -3,7 +3,7 @@
 In the folder that the user names (on NVMe, in ``/dev/shm``)::
 
     syncd-UID-BOOT/           of one user, since one start of this host
-      .copier                 locked by whoever copies or tidies up
+      .copier                 locked by the process that copies or tidies up
       v000017-KEY/            one whole copy; KEY says of which job's and which save
         manifest.json         locked, shared, by each process that holds the copy
       .tmp-…/                 being made, or on its way out: garbage once ``.copier`` is free
@@ -16,6 +16,7 @@ used, and removed.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import secrets
@@ -29,16 +30,15 @@ from typing import Final
 import xxhash
 from filelock import FileLock, Timeout
 
-from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
-
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _COPIER: Final = ".copier"
 #: Seconds between two looks whether the copier is done.
@@ -140,9 +140,9 @@ class Staging:
             with self._copier().acquire(timeout=0):
                 self._sweep()
         except Timeout:
-            log.debug("someone else copies into %s, and tidies it up", self._room)
+            log.debug("another process copies into %s, and cleans it up", self._room)
         except OSError as error:
-            log.warning("%s cannot be tidied up: %s", self._room, error)
+            log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
         """A lock of its own each time: one that is had by another thread would count as ours."""
@@ -158,7 +158,8 @@ class Staging:
             ) from None
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise InvalidSettingsError(
-                f"{self._room} is no folder of this user: take another stage folder, or remove it"
+                f"{self._room} is not a folder of this user: choose another stage folder, or "
+                "remove it"
             )
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
@@ -206,7 +207,7 @@ class Staging:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(
-                        f"another process copies for longer than {self._patience:g} s"
+                        f"another process has been copying for longer than {self._patience:g} s"
                     ) from None
                 time.sleep(min(_LOOK, left))
         with lock:
@@ -274,7 +275,9 @@ class Staging:
         for name, kind in self._storage.kinds(self.folder).items():
             left = name.startswith(self._rooms) and name != self._room.name
             if left and not (kind is Kind.FOLDER and self._is_held(self.folder / name)):
-                log.info("%s is of an earlier start of this host and goes", self.folder / name)
+                log.info(
+                    "removing %s: it is from before this host's last restart", self.folder / name
+                )
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
@@ -290,15 +293,87 @@ class Staging:
         gone = self._room / f"{TEMPORARY}gone-{secrets.token_hex(6)}"
         self._storage.rename(self._room / name, gone)
         self._discard(gone)
-        log.info("the copy %s goes: nobody holds it", self._room / name)
+        log.info("removing the copy %s: no process holds it", self._room / name)
 
     def _discard(self, path: Path) -> None:
         try:
             self._storage.remove_tree(path)
         except OSError as error:
-            log.warning("%s stays: %s", path, error)
+            log.warning("cannot remove %s: %s", path, error)
 
 
 def _boot() -> str:
     """What tells this start of the host from every other."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())
+
+
+class StagedCopy:
+    """One process's hold on a whole copy.
+
+    Promised: the copy stays until :meth:`release`, or the end of the process and of those that it
+    has forked. A fork has no hold of its own: nothing that it does ends its parent's.
+
+    Attributes:
+        folder: of the copy.
+    """
+
+    def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
+        self._storage = storage
+        self._fd = fd
+        self._pid = os.getpid()
+        self.folder = folder
+
+    def release(self) -> None:
+        """Let it go. Safe to call twice."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            if os.getpid() == self._pid:
+                # Not by the close alone: forks have the same lock, for as long as they live.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            self._storage.release(fd)
+
+    @staticmethod
+    @contextmanager
+    def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
+        """Whether nobody holds a copy, nor can as long as this goes on."""
+        try:
+            fd = storage.open_read(folder / MANIFEST)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            yield True  # no copy of ours is without one
+            return
+        try:
+            yield _locked(fd, fcntl.LOCK_EX)
+        finally:
+            storage.release(fd)
+
+
+def hold(storage: Storage, folder: Path) -> StagedCopy | None:
+    """Hold a copy; None where there is none."""
+    path = folder / MANIFEST
+    try:
+        fd = storage.open_read(path)
+    except OSError as error:
+        if is_gone(error):
+            return None
+        raise
+    # Who holds it alone is about to remove it. Nor is it this copy, where it was removed, and made
+    # anew, between the open and the lock.
+    if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
+        return StagedCopy(storage, folder, fd)
+    storage.release(fd)
+    return None
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(storage: Storage, fd: int, path: Path) -> bool:
+    found = storage.status(path)
+    return found is not None and os.path.samestat(found, storage.fstat(fd))

@@ -12,7 +12,7 @@ from torch import Tensor
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.boxes import Box, extents, whole
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.safetensors_header import Entry
+from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
@@ -167,13 +167,13 @@ class WeightsReader:
             yield Span(opened.file, entry.begin + first * size, into[at:end])
             at = end
 
-    def _read(self, entry: Entry, box: Box) -> Tensor:
+    def _read(self, entry: HeaderEntry, box: Box) -> Tensor:
         tensor = torch.empty(box.shape, dtype=torch_dtype(entry.dtype))
         for span in self.spans(entry.name, box, bytes_of(tensor)):
             span.read()
         return tensor
 
-    def _find(self, name: str) -> tuple[_OpenFile, Entry]:
+    def _find(self, name: str) -> tuple[_OpenFile, HeaderEntry]:
         told = self._told.get(name)
         if told is None:
             raise InvalidSettingsError(
@@ -215,5 +215,5 @@ class _OpenFile(NamedTuple):
     """
 
     file: SafetensorsFile
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     memory: mmap.mmap | None

@@ -15,9 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from trainer_hooks.state.full_checkpoint import Stateful, extra_state, optimizer_state
 from trainer_hooks.state.host_buffers import host_copy
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
 class Net(nn.Module):
@@ -71,7 +72,7 @@ def write_full(
     """Save a full checkpoint; on each rank."""
     storage = storage or Storage(job, durable=False)
     layout = JobLayout(job)
-    contents = Contents(
+    contents = RankContents(
         model=state_of(model),
         optimizer=_optimizer_of(model, optimizer),
         extra=host_copy(extra_state(scheduler=scheduler, user_state=user_state)),
@@ -79,7 +80,7 @@ def write_full(
         critic=None if critic is None else state_of(critic),
         critic_optimizer=None if critic is None else _optimizer_of(critic, critic_optimizer),
     )
-    writer = RankWriter(storage, layout, rank, world_size, save_timeout=timeout, pauses=())
+    writer = RankWriter(Job(storage, layout), rank, world_size, save_timeout=timeout, pauses=())
     writer.save(SaveId("run", step, counter), contents)
 
 

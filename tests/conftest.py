@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import gc
+import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import Job
+from syncd.storage import watch
+from tests.jobs import SmallJob
 from tests.lagging import Hosts, LaggingHosts
 from tests.storages import Clock
 
+#: The folder with the tests that are quick, unless they are marked as slow one by one.
+_QUICK = "tests/unit/"
+#: Fixtures that start real ranks, with torch imported in each.
+_RANKS = frozenset({"written"})
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--deep", action="store_true", help="run the tests marked as deep, too")
+
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A process group that an earlier test left in a cycle waits for ever if a forked child, which
+    # has none of its threads, collects it.
+    os.register_at_fork(after_in_child=gc.freeze)
     for line in (
         "browser: in a real Chromium; skipped where there is none",
+        "deep: run only with --deep",
         "engine: with a real inference engine; skipped where there is none",
         "lagging: run once on a local disk, and once on a filesystem that lags",
         "mounts: also to be run on two mounts of a share, SYNCD_TEST_MOUNTS=A:B, without torch",
         "local_only(why): in a module that is marked lagging, not to be run on it",
+        "slow: not run before a push; all tests outside tests/unit are",
     ):
         config.addinivalue_line("markers", line)
 
@@ -27,6 +44,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {mark.name for mark in metafunc.definition.iter_markers()}
     if "hosts" in metafunc.fixturenames and "lagging" in marks and "local_only" not in marks:
         metafunc.parametrize("hosts", ["local", "lagging"], indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        starts_ranks = not _RANKS.isdisjoint(getattr(item, "fixturenames", ()))
+        if starts_ranks or not item.nodeid.startswith(_QUICK):
+            item.add_marker("slow")
+    if not config.getoption("--deep"):
+        left_out = [item for item in items if item.get_closest_marker("deep")]
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -39,14 +68,24 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
+@pytest.fixture(autouse=True)
+def _watches_no_folder_any_more() -> Iterator[None]:
+    """A test that leaves a watcher behind fails here, and not one that its worker runs later."""
+    before = watch._Shared.of_this_process._handlers.copy()
+    yield
+    left = watch._Shared.of_this_process._handlers - before
+    folders = ", ".join(watched.raw_path for watched in left)
+    assert not left, f"this test does not close its watchers of {folders}"
+
+
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, tmp_path: Path) -> Hosts:
     return LaggingHosts(tmp_path) if getattr(request, "param", "local") == "lagging" else Hosts()
 
 
 @pytest.fixture
-def job(tmp_path: Path, hosts: Hosts) -> Job:
-    return Job(tmp_path / "job", hosts=hosts)
+def job(tmp_path: Path, hosts: Hosts) -> SmallJob:
+    return SmallJob(tmp_path / "job", hosts=hosts)
 
 
 @pytest.fixture

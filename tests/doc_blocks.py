@@ -69,11 +69,11 @@ _PASTED = "tests/multiprocess/page_ranks.py"
 #: Page → language → for each block the test that runs it, a path; or why none does.
 BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "README.md": {
-        "sh": (INSTALLS, INSTALLS, SERVES),
-        "python": (_PASTED, "tests/multiprocess/test_pages.py", "tests/multiprocess/test_pages.py"),
+        "sh": (INSTALLS, INSTALLS, SERVES, SERVES),
+        "python": (_PASTED, "tests/multiprocess/test_pages.py"),
     },
     "docs/broadcast.md": {
-        "python": ("tests/multiprocess/test_broadcast_page.py",) * 2,
+        "python": ("tests/multiprocess/test_broadcast_page.py",) * 4,
     },
     "docs/cli.md": {"bash": ("tests/unit/test_cli_commands.py",)},
     "docs/configuration.md": {
@@ -84,9 +84,10 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "docs/doctor.md": {"sh": ("tests/multiprocess/test_doctor.py",) * 2},
     "docs/engines.md": {"python": (_ENGINES,) * 5},
     "docs/explorer.md": {
-        "python": (_EXPLORER,) * 4,
+        "python": (_EXPLORER,) * 6,
         "sh": ("not run: its paths are a host's; tests/unit/test_explorer_follow.py has others",),
     },
+    "docs/faq.md": {"python": ("tests/multiprocess/test_pages.py",) * 2},
     "docs/getting-started.md": {
         "sh": (INSTALLS, *(_STARTED,) * 9),
         "python": (_STARTED,) * 3,
@@ -118,7 +119,7 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
         "toml": ("tests/unit/test_many_jobs.py",),
     },
-    "docs/trainer.md": {"python": (_PASTED,)},
+    "docs/trainer.md": {"python": (_PASTED,) * 2},
     "docs/transformers.md": {"python": ("tests/multiprocess/transformers_ranks.py",)},
     "docs/trinity.md": {"python": ("tests/multiprocess/trinity_ranks.py",) * 3},
     "docs/trl.md": {

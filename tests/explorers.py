@@ -9,12 +9,12 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.records import parse
 from syncd.protocol.reports import ExplorerReport
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 LONG = 60.0
 
 
-def publish(job: Job, *steps: int, keep: int = 2) -> None:
+def publish(job: SmallJob, *steps: int, keep: int = 2) -> None:
     """Save steps, and let a daemon publish each."""
     with job.daemon(DaemonConfig(keep=keep)) as loop:
         for step in steps:
@@ -23,19 +23,19 @@ def publish(job: Job, *steps: int, keep: int = 2) -> None:
     job.hosts.settle()
 
 
-def report(job: Job, name: str = "explorer") -> ExplorerReport:
+def report(job: SmallJob, name: str = "explorer") -> ExplorerReport:
     """What an explorer says about itself."""
     return parse(ExplorerReport, job.layout.explorer(name).read_bytes(), "it")
 
 
-def leased(job: Job) -> list[int]:
+def leased(job: SmallJob) -> list[int]:
     """The versions that are leased."""
     folders = job.layout.leases.iterdir()
     return sorted(int(folder.name[1:]) for folder in folders if any(folder.iterdir()))
 
 
 @contextmanager
-def held(job: Job, name: str = "holder") -> Iterator[LeasedVersion]:
+def held(job: SmallJob, name: str = "holder") -> Iterator[LeasedVersion]:
     """The newest version, leased."""
     with Reader(job.layout.root, name, storage=job.explorers) as reader:
         version = reader.next_version(0, LONG)

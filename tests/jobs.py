@@ -9,19 +9,19 @@ from pathlib import Path
 
 import xxhash
 
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
 from syncd.daemon.loop import Loop
-from syncd.daemon.meter import Meter
+from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import SupersededError
-from syncd.protocol.journal import AuditLine
+from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, STATE_POINTER, receipt_name
-from syncd.protocol.records import Latest, Receipt, ReceiptFile, Saves, encode, parse
+from syncd.protocol.records import Latest, Receipt, ReceiptFile, SaveOutcomes, encode, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock, Session
@@ -38,7 +38,7 @@ def nothing() -> None:
 def weights(*values: float, name: str = "weight") -> bytes:
     """A safetensors file with one float32 tensor."""
     data = struct.pack(f"<{len(values)}f", *values)
-    return header_bytes([Entry(name, "F32", (len(values),), 0, len(data))]) + data
+    return header_bytes([HeaderEntry(name, "F32", (len(values),), 0, len(data))]) + data
 
 
 def receipt_of(content: bytes, name: str = "model.safetensors") -> ReceiptFile:
@@ -62,11 +62,13 @@ class Rounds(Loop):
         return Decision((*decision.actions, *later.actions), later.waiting_for)
 
 
-class Job:
+class SmallJob(Job):
     """A job directory and what its trainer does in it.
 
+    Its storage is the client of the daemon's host; the trainer works on the server itself.
+
     Attributes:
-        storage: the client of the daemon's host; the trainer works on the server itself.
+        hosts: of the daemon and of explorers.
         explorers: the client that leases are taken from.
     """
 
@@ -74,12 +76,11 @@ class Job:
         self, root: Path, storage: Storage | None = None, *, hosts: Hosts | None = None
     ) -> None:
         root.mkdir(parents=True, exist_ok=True)
-        self.layout = JobLayout(root)
-        self.hosts = hosts or Hosts()
-        self.storage = storage or self.hosts.storage()
-        self.explorers = self.hosts.storage()
-        self.lease_time = LEASE_TIME
-        open_job(FastStorage(), self.layout, lease_time=LEASE_TIME)
+        hosts = hosts or Hosts()
+        super().__init__(storage or hosts.storage(), JobLayout(root))
+        self.hosts = hosts
+        self.explorers = hosts.storage()
+        Job.at(root, FastStorage()).open(lease_time=LEASE_TIME)
 
     def save(
         self, step: int, *values: float, counter: int = 0, receipts: bool = True, point: bool = True
@@ -127,7 +128,7 @@ class Job:
 
     def lease(self, sequence: int, session: str, name: str = "explorer") -> Lease:
         """Hold a version."""
-        return Lease.take(self.explorers, self.layout, sequence, name, session)
+        return Lease.take(Job(self.explorers, self.layout), sequence, name, session)
 
     @property
     def latest(self) -> Latest:
@@ -137,7 +138,7 @@ class Job:
     @property
     def outcomes(self) -> dict[int, str]:
         """Step → what became of its last save."""
-        saves = parse(Saves, self.layout.saves.read_bytes(), "saves.json")
+        saves = parse(SaveOutcomes, self.layout.saves.read_bytes(), "saves.json")
         return {step: outcome.outcome for step, outcome in saves.steps.items()}
 
     @property
@@ -159,7 +160,7 @@ class Job:
 
     def take_over(self) -> Epoch:
         """A new room, of a daemon on another host; the one before is superseded."""
-        return Epoch.take_over(self.hosts.storage(), self.layout)
+        return Epoch.take_over(Job(self.hosts.storage(), self.layout))
 
     @contextmanager
     def daemon(
@@ -174,14 +175,13 @@ class Job:
         clock = clock or Clock()
         with Session(self.layout, LEASE_TIME) as session, ExitStack() as stack:
             judge = Judge(self.storage, LEASE_TIME, clock=clock)
-            lock = DaemonLock(self.storage, self.layout, LEASE_TIME, judge)
+            lock = DaemonLock(self, LEASE_TIME, judge)
             if not lock.try_acquire():  # a service would stand by
                 raise SupersededError(f"{self.layout.daemon_lock} is held")
             stack.callback(lock.release)
-            epoch = Epoch.take_over(self.storage, self.layout)
+            epoch = Epoch.take_over(self)
             loop = Rounds(
-                self.storage,
-                self.layout,
+                self,
                 config or DaemonConfig(),
                 session,
                 lock,

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 
 from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.merge import Merged, may_copy_remotely, run_plan
-from syncd.checkpoint.plan import plan_merge
+from syncd.checkpoint.merging.merge import Merged, run_plan
+from syncd.checkpoint.merging.options import MergeOptions, Work, may_copy_remotely
+from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.save import look_at_save
-from syncd.checkpoint.shard_file import ShardFile
 from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
@@ -44,11 +45,9 @@ def merge(
         plan,
         shards,
         folder,
-        digests=digests,
-        check_crc=check_crc,
-        cancel=cancel,
-        in_kernel=in_kernel,
-        threads=threads,
+        options=MergeOptions(digests=digests, threads=threads, in_kernel=in_kernel),
+        checked="crc32" if check_crc else "stillness",
+        work=Work(cancel),
     )
     sizes = {file.name: file.size for file in merged.files}
     assert sizes == {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -71,12 +70,8 @@ def build(
         actor,
         save,
         out,
-        sequence=0,
-        digests=True,
-        max_file_size=max_file_size,
-        cast=cast,
-        prefix=prefix,
-        cancel=nothing,
+        options=MergeOptions(max_file_size=max_file_size, cast=cast, prefix=prefix),
+        work=Work(nothing),
     )
 
 

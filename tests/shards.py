@@ -10,6 +10,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 
@@ -139,6 +140,31 @@ def shard(state: object, **records: bytes) -> bytes:
     Pickler(content, 2).dump(state)
     files = {"data.pkl": content.getvalue(), "byteorder": b"little", "data/0": bytes(24), **records}
     return zipped({f"archive/{name}": data for name, data in files.items()})
+
+
+def write_sparse(path: Path, size: int, state: object) -> None:
+    """Write a shard whose storage 0 is ``size`` bytes of zeros, which take no room on a disk."""
+    small = io.BytesIO()
+    Pickler(small, 2).dump(state)
+    crc, full = zlib.crc32(small.getvalue()), 2**32 - 1
+    directory = b""
+    with path.open("wb") as file:
+        for name, data in ((b"a/data.pkl", small.getvalue()), (b"a/data/0", None)):
+            at, told = file.tell(), full if data is None else len(data)
+            extra = struct.pack("<2H2Q", 1, 16, size, size) if data is None else b""
+            directory += struct.pack("<4s6H3L5H2L", b"PK\1\2", 45, 45, 0, 0, 0, 0, crc, told,
+                                     told, len(name), len(extra), 0, 0, 0, 0, at)  # fmt: skip
+            directory += name + extra
+            file.write(struct.pack("<4s5H3L2H", b"PK\3\4", 45, 0, 0, 0, 0, crc, told, told,
+                                   len(name), 0) + name + (data or b""))  # fmt: skip
+        begin = file.seek(size, io.SEEK_CUR)
+        file.write(directory)
+        end = file.tell()
+        file.write(
+            struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 2, 2, len(directory), begin)
+        )
+        file.write(struct.pack("<4sLQL", b"PK\6\7", 0, end, 1))
+        file.write(struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 2, 2, len(directory), full, 0))
 
 
 def without_crc(content: bytes) -> bytes:

@@ -37,6 +37,9 @@ CHANGES = (
     "pwrite", "copy_file_range", "sendfile", "clone_range", "fsync", "close", "sync_folder",
     "utime", "chgrp", "chmod",
 )  # fmt: skip
+#: Those after which others see something else: a process that is killed before one of the rest
+#: leaves what it leaves if it is killed before the next of these. (A power loss is another matter.)
+SEEN = tuple(call for call in CHANGES if call not in {"fsync", "close", "sync_folder"})
 #: What only looks at it.
 READS = (
     "open_read", "fstat", "read_part", "pread", "pread_into", "names", "kinds", "status", "free",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from syncd.coordination.addresses import listen
-from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.broadcast.addresses import listen
+from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.participants import GroupMember, Rendezvous
 
 #: Seconds: a guard, never what a test waits for.

@@ -1,9 +1,17 @@
-"""What a trainer imports: ``TrainerHook`` saves its model so that explorers can follow it."""
+"""The trainer's side: ``TrainerHook`` saves its model so that explorers can follow it."""
 
-from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle
-from trainer_hooks.hook import TrainerHook
-from trainer_hooks.resuming.resume import Resumed, latest_checkpoint, load_checkpoint
-from trainer_hooks.settings import (
+from syncd.torch_extra import require_torch
+
+require_torch("trainer_hooks")
+
+from syncd.protocol.policy import SyncMethod, SyncSettings, SyncStyle  # noqa: E402
+from trainer_hooks.hook import TrainerHook  # noqa: E402
+from trainer_hooks.resuming.resume import (  # noqa: E402
+    Resumed,
+    latest_checkpoint,
+    load_checkpoint,
+)
+from trainer_hooks.settings import (  # noqa: E402
     SaveAsHf,
     SaveLayout,
     SaveLora,

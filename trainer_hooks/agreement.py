@@ -1,4 +1,4 @@
-"""All ranks or none: what one rank finds wrong is an error on every rank."""
+"""All ranks or none: an error on one rank is raised on every rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of the default process group; one where there is no group.
+    """The ranks of the default process group; one rank if there is no group.
 
     Args:
         group: of the same ranks, for what they say to each other; the default one by default.
@@ -38,7 +38,7 @@ class Ranks:
         return values
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do something that involves no other rank, and succeed on all ranks or on none.
+        """Run rank-local work, and succeed on all ranks or on none.
 
         Returns:
             What ``work`` returned here.
@@ -65,6 +65,6 @@ class Ranks:
         return result  # type: ignore[return-value]  # nothing was raised, so work returned it
 
     def of_first(self, work: Callable[[], T]) -> T:
-        """What rank 0's ``work`` returned, on all ranks; its error likewise."""
+        """Return rank 0's result of ``work`` on all ranks, or raise its error on all."""
         mine = self.together(lambda: work() if self.rank == 0 else None)
         return self.gathered(mine)[0]  # type: ignore[return-value]  # rank 0 has worked

@@ -1,4 +1,4 @@
-"""The thread that writes saves behind the training, and what is under way in it."""
+"""The thread that writes saves behind the training, and its queue."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT: Final = 2
 
 
 class SaveThread:
-    """Does one piece of work after the other.
+    """Runs queued work, one piece after the other.
 
     Promised: what a piece of work raises is kept until it is taken, and those after it are done all
     the same. Not promised: that the interpreter waits at its end: what is under way then is cut
@@ -37,7 +37,7 @@ class SaveThread:
         self._thread.start()
 
     def submit(self, step: int, work: Callable[[], int | None]) -> None:
-        """Do this after what is under way.
+        """Queue work behind the work under way.
 
         Args:
             step: of which save it is.
@@ -54,7 +54,7 @@ class SaveThread:
             return self._under_way()
 
     def wait(self, *, most: int, timeout: float) -> bool:
-        """Wait until at most this many saves are under way; False where they are not in time."""
+        """Wait until at most this many saves are under way; False if time runs out."""
         with self._changed:
             return self._changed.wait_for(lambda: len(self._under_way()) <= most, timeout)
 
@@ -69,13 +69,13 @@ class SaveThread:
             return self._errors.popleft() if self._errors else None
 
     def take_written(self) -> int | None:
-        """The bytes of the saves that were written since this was asked last; None of none."""
+        """Bytes of the saves written since the last call; None if there were none."""
         with self._changed:
             written, self._written = self._written, None
             return written
 
     def close(self, *, timeout: float) -> tuple[int, ...]:
-        """Wait for what is under way, and end.
+        """Wait for the work under way, and end.
 
         Args:
             timeout: seconds without any save coming to its end.
@@ -134,7 +134,7 @@ class SaveThread:
 
 
 def raise_first(errors: Sequence[SyncdError]) -> None:
-    """Raise the first of what has failed, if anything has, and log the others."""
+    """Raise the first error, if there is one, and log the others."""
     for other in errors[1:]:
         log.error("%s", other)
     if errors:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
-from syncd.protocol.policy import SyncMethod, SyncSettings
+from syncd.protocol.policy import SyncMethod, SyncSettings, given_or_default
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
@@ -19,7 +19,7 @@ from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.settings import SaveSettings
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import TrainerJob
-from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.contents import RankContents
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,7 +64,7 @@ class CheckpointCoordinator:
         name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        settings, saving = settings or SyncSettings(), SaveSettings()
+        settings, saving = given_or_default("settings", SyncSettings, settings), SaveSettings()
         if settings.method is not SyncMethod.CHECKPOINT:
             raise InvalidSettingsError(
                 f"CheckpointCoordinator saves with method checkpoint, not {settings.method}"
@@ -114,7 +114,7 @@ class CheckpointCoordinator:
         if is_state_dict:
             save_id = self._next_id(global_step)
             if has_room:
-                queue.submit(self._writer, save_id, Contents(written_by=save_fn))
+                queue.submit(self._writer, save_id, RankContents(written_by=save_fn))
             else:
                 queue.leave_out(self._writer, save_id)
         elif has_room:
@@ -153,7 +153,7 @@ class CheckpointCoordinator:
         else:
             buffers = queue.buffers()
             try:
-                contents = Contents(
+                contents = RankContents(
                     model=buffers.copy(state),
                     model_files=model_files if self._rank == 0 else (),
                     fsdp_version=fsdp_version(model),
@@ -165,7 +165,7 @@ class CheckpointCoordinator:
         queue.raise_failure()
 
     def check_path(self, local_path: str | Path, global_step: int) -> None:
-        """Check that a folder is where the daemon looks for the step.
+        """Check that the daemon looks for the step in this folder.
 
         Args:
             local_path: the folder of the weights.
@@ -174,7 +174,7 @@ class CheckpointCoordinator:
         Raises:
             InvalidSettingsError: it is another one.
         """
-        actor = self._job.place.layout.actor(global_step)
+        actor = self._job.place.job.layout.actor(global_step)
         if Path(local_path).absolute() != actor:
             raise InvalidSettingsError(
                 f"step {global_step} cannot be saved to {local_path}: the daemon looks for it in "
@@ -182,7 +182,7 @@ class CheckpointCoordinator:
             )
 
     def wait_all(self) -> None:
-        """Wait until all that was begun is over: on rank 0 announced, on other ranks written.
+        """Wait until all begun saves are over: on rank 0 announced, on other ranks written.
 
         Raises:
             SaveFailedError: a save did not become whole, or is not yet, after twice the
@@ -192,7 +192,7 @@ class CheckpointCoordinator:
         self._queue.raise_failure()
 
     def close(self) -> None:
-        """Wait for what is under way, and say that this trainer has stopped. Safe to call twice.
+        """Wait for saves under way, and report that this trainer has stopped. Safe to call twice.
 
         Raises:
             SaveFailedError: a save did not become whole, or is not yet, and was given up.

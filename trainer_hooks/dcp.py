@@ -1,4 +1,4 @@
-"""For trainers that save with ``torch.distributed.checkpoint``: letting explorers have a save."""
+"""Announcing saves of trainers that use ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 from pathlib import Path
 
 from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     DCP_METADATA,
     DCP_UNFINISHED,
@@ -17,8 +16,8 @@ from syncd.protocol.names import (
     parse_shard_name,
 )
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
-from syncd.storage.steps import make_step_folder, point
+from syncd.storage.job import Job
+from syncd.storage.step_folders import make_step_folder, point
 from trainer_hooks.writing.parts import make_mark
 
 __all__ = ["announce_dcp"]
@@ -31,7 +30,7 @@ def announce_dcp(
     folder: str | Path | None = None,
     storage: Storage | None = None,
 ) -> None:
-    """Let explorers have what ``dcp.save`` has written: move the pointer that the daemon follows.
+    """Announce a save that ``dcp.save`` has written: move the pointer that the daemon follows.
 
     For one rank, once ``dcp.save`` has returned, or the future of ``dcp.async_save`` has a result:
     then all ranks have written. The save is in ``JOB/global_step_N/actor``, or in ``folder`` on the
@@ -55,9 +54,9 @@ def announce_dcp(
         JobUnavailableError: the job directory is missing or cannot be written.
         OSError: as the storage says.
     """
-    layout = JobLayout(Path(job_dir))
-    storage = storage or Storage(root=layout.root)
-    open_job(storage, layout)
+    job = Job.at(job_dir, storage)
+    job.open()
+    storage, layout = job.storage, job.layout
     actor = layout.actor(step)
     source = actor if folder is None else Path(folder)
     names = storage.names(source)
@@ -80,30 +79,28 @@ def announce_dcp(
         )
     if is_elsewhere:
         files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts
-        _link_into(storage, layout, step, source, files)
-        point(storage, layout, layout.checkpoint_pointer, step)
+        _link_into(job, step, source, files)
+        point(job, layout.checkpoint_pointer, step)
     else:
         # An earlier save of this step may have been one with other names elsewhere.
         storage.unlink_if_there(layout.step(step) / RETIRED)
     storage.sync_folder(actor)
-    point(storage, layout, layout.state_pointer, step)
+    point(job, layout.state_pointer, step)
 
 
-def _link_into(
-    storage: Storage, layout: JobLayout, step: int, source: Path, files: list[str]
-) -> None:
+def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
     """Give the files second names in the step's folder; ``.metadata`` goes first, comes last."""
-    make_step_folder(storage, layout, step)
-    actor = layout.actor(step)
-    storage.make_folder(actor, below=layout.root)
-    make_mark(storage, layout.step(step) / RETIRED)
-    storage.unlink_if_there(actor / DCP_METADATA)
-    for name in storage.names(actor):
+    make_step_folder(job, step)
+    actor = job.layout.actor(step)
+    job.storage.make_folder(actor, below=job.layout.root)
+    make_mark(job.storage, job.layout.step(step) / RETIRED)
+    job.storage.unlink_if_there(actor / DCP_METADATA)
+    for name in job.storage.names(actor):
         if is_dcp_file(name) or parse_part_name(name) is not None:
-            storage.unlink_if_there(actor / name)
+            job.storage.unlink_if_there(actor / name)
     for name in sorted(files, key=lambda name: name == DCP_METADATA):
         try:
-            storage.link(source / name, actor / name)
+            job.storage.link(source / name, actor / name)
         except OSError as error:
             if error.errno not in {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP}:
                 raise

@@ -1,27 +1,39 @@
-"""Rank 0 decides, and all ranks do the same."""
+"""Decisions of rank 0 that all ranks carry out."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from enum import IntFlag
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+from syncd.coordination.broadcast.group_backends import within
 from syncd.protocol.errors import SaveFailedError
 from trainer_hooks.agreement import Ranks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 log = logging.getLogger(__name__)
 
 #: Seconds: what torch takes for a timeout has an upper bound, and no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
+#: Seconds between two looks whether all ranks have come to a meeting.
+_POLL: Final = 0.05
+#: Seconds that the store of the process group may take to answer.
+_ANSWER: Final = 10.0
+#: The outcome of a meeting that all ranks have come to; any other outcome is the reason why not.
+_ALL: Final = "all"
 
 
 class Plan(IntFlag):
-    """What all ranks do now.
+    """The actions that all ranks take now.
 
     ``SYNC`` and ``FULL`` are one save, unless the sync goes to a memory folder. ``COMPLETE``: the
     full checkpoint is made of the save that this step has already. ``AGAIN``: the same, and its
@@ -44,7 +56,7 @@ class Plan(IntFlag):
 
 
 class Decisions:
-    """The ranks of the default process group, and what rank 0 says to them.
+    """The ranks of the default process group, and rank 0's messages to them.
 
     Over a gloo group of its own: nothing that the training sends waits behind it, and no
     accelerator takes part.
@@ -62,7 +74,8 @@ class Decisions:
 
     def __init__(self, *, timeout: float) -> None:
         self._group: dist.ProcessGroup | None = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        self._had_group = dist.is_available() and dist.is_initialized()
+        if self._had_group and dist.get_world_size() > 1:
             self._group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=min(timeout, _LONGEST))
             )
@@ -70,7 +83,7 @@ class Decisions:
         self._sent: list[tuple[Any, torch.Tensor]] = []
 
     def agree(self, decide: Callable[[], Plan]) -> Plan:
-        """What rank 0 decides.
+        """Return rank 0's decision on all ranks.
 
         Args:
             decide: called on rank 0 alone.
@@ -99,6 +112,75 @@ class Decisions:
             raise SaveFailedError("rank 0 could not decide what to save: see its log")
         return plan
 
+    def meet(self, name: str, *, timeout: float) -> str | None:
+        """Wait until all ranks have come to this meeting. Unlike :meth:`agree` it is a barrier.
+
+        Over the store of the process group, where the first outcome counts for all ranks: no rank
+        goes on into a collective that another one has given up waiting for.
+
+        Args:
+            name: of the meeting; each is held once.
+            timeout: seconds that this rank waits for the others.
+
+        Returns:
+            None if all ranks have come; else the reason why not, for the log.
+        """
+        if self._has_lost_its_group():
+            return "the process group was destroyed before it was called"
+        if self._group is None:
+            return None
+        end = time.monotonic() + min(timeout, _LONGEST)
+        try:
+            outcome = within(end + _ANSWER, lambda: self._meet(name, end, timeout))
+        except (RuntimeError, TimeoutError) as error:
+            said = (str(error).strip() or "no answer in time").splitlines()[0]
+            return f"the store of the process group is out of reach: {said}"
+        return None if outcome == _ALL else outcome
+
+    def call_off(self, name: str, why: str) -> None:
+        """Tell the other ranks that this one will not come to a meeting."""
+        if self._group is None or self._has_lost_its_group():
+            return
+        store, end = self._store(name), time.monotonic() + _ANSWER
+        try:
+            within(end, lambda: store.compare_set("outcome", "", f"rank {self.ranks.rank} {why}"))
+        except (RuntimeError, TimeoutError) as error:
+            log.debug("other ranks are not told that this one %s: %s", why, error)
+
+    def _meet(self, name: str, end: float, timeout: float) -> str:
+        """Come to a meeting; returns its outcome."""
+        store, rank, world_size = self._store(name), self.ranks.rank, self.ranks.world_size
+        store.set(f"{rank}", "")
+        if store.add("come", 1) == world_size:
+            store.compare_set("outcome", "", _ALL)
+        while not store.check(["outcome"]):
+            time.sleep(_POLL)
+            if time.monotonic() >= end:
+                late = [str(one) for one in range(world_size) if not store.check([f"{one}"])]
+                if late:
+                    late_ones = f"rank {', '.join(late)} has not called it"
+                    store.compare_set("outcome", "", f"{late_ones} within {timeout:g} s")
+        outcome: str = store.get("outcome").decode()
+        read = store.add("read", 1)
+        # Most often the store is part of rank 0: it stays until all have read the outcome.
+        while rank == 0 and outcome == _ALL and read < world_size and time.monotonic() < end:
+            time.sleep(_POLL)
+            read = store.add("read", 0)
+        return outcome
+
+    def _store(self, name: str) -> Store:
+        store = _get_default_store()
+        return dist.PrefixStore(f"syncd/{name}", store)  # type: ignore[attr-defined] # public
+
+    def _has_lost_its_group(self) -> bool:
+        """Whether the process group of the construction is there no more."""
+        if not (self._had_group and dist.is_initialized()):
+            return self._had_group
+        try:
+            return self._group is not None and dist.get_group_rank(self._group, 0) < 0
+        except ValueError:
+            return True  # there is another one in its place
+
     def _send(self, plan: Plan) -> None:
         word = torch.tensor([plan.value], dtype=torch.int64, device="cpu")
         # What is sent must stay where it is until it has arrived.
@@ -107,6 +189,6 @@ class Decisions:
             work = dist.broadcast(word, src=0, group=self._group, async_op=True)
         except RuntimeError as error:
             # Of a rank that is gone the save says so, which will miss its receipt.
-            log.warning("not all ranks can be told what to save: %s", error)
+            log.warning("cannot tell all ranks what to save: %s", error)
         else:
             self._sent.append((work, word))

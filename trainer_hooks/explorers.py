@@ -1,4 +1,4 @@
-"""What rank 0 asks of the explorers, and tells them, beside the training."""
+"""Rank 0's communication with the explorers, beside the training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from syncd.coordination.broadcast.offer import Takers
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.coordination.transfer import Takers
 from syncd.protocol.errors import BroadcastError, SaveFailedError, SyncdError
 from syncd.protocol.policy import (
     RunningStatus,
@@ -21,7 +21,7 @@ from syncd.protocol.records import SaveId
 if TYPE_CHECKING:
     import torch
 
-    from syncd.coordination.broadcast import WeightGroup
+    from syncd.coordination.broadcast.group import WeightGroup
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +37,15 @@ class Explorers:
     Args:
         synchronizer: registered, and not yet running.
 
+    Attributes:
+        synchronizer: that one; its methods raise.
+
     Raises:
         OSError: its status cannot be written.
     """
 
     def __init__(self, synchronizer: TrainerSynchronizer) -> None:
-        self._synchronizer = synchronizer
+        self.synchronizer = synchronizer
         self._closed = False
         synchronizer.set_trainer_status(RunningStatus.RUNNING)
 
@@ -52,8 +55,8 @@ class Explorers:
         """What the policy says, by what explorers require; tells them if nothing new will come."""
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
-            asked = self._tried(self._synchronizer.explorer_requires_sync)
-            coming = self._tried(self._synchronizer.save_is_on_its_way) if asked else None
+            asked = self._tried(self.synchronizer.explorer_requires_sync)
+            coming = self._tried(self.synchronizer.save_is_on_its_way) if asked else None
             if asked is not None and coming is not None:
                 requested, on_its_way = asked, coming
         due = trainer_decision(
@@ -65,7 +68,7 @@ class Explorers:
             waiting=waiting,
         )
         if due.nothing_new:
-            self._tried(self._synchronizer.notify_no_new_model_state_dict)
+            self._tried(self.synchronizer.notify_no_new_model_state_dict)
         return due
 
     def begin_save(self, step: int) -> None:
@@ -78,29 +81,29 @@ class Explorers:
         """
         if self._closed:
             raise SaveFailedError(f"step {step} is not saved: this trainer has stopped")
-        self._synchronizer.begin_save(step)
+        self.synchronizer.begin_save(step)
 
     def weights_announced(self, step: int) -> None:
-        """Whoever asked is answered: the pointer names the step."""
-        self._tried(lambda: self._synchronizer.set_model_state_dict(None, step))
+        """Answer the explorers' requests: the pointer names the step."""
+        self._tried(lambda: self.synchronizer.set_model_state_dict(None, step))
 
     def say_nothing_new(self) -> None:
-        """Whoever waits has what there is."""
-        self._tried(self._synchronizer.notify_no_new_model_state_dict)
+        """Tell waiting explorers that they already have the newest weights."""
+        self._tried(self.synchronizer.notify_no_new_model_state_dict)
 
     # -- broadcasts ------------------------------------------------------------------------------
 
     def takers(self) -> Takers | None:
         """Who is there to take weights; None where that cannot be seen now."""
-        return self._tried(self._synchronizer.takers)
+        return self._tried(self.synchronizer.takers)
 
     def have_received(self, save_id: SaveId) -> bool:
         """Whether all who take broadcasts serve what was sent; False where that cannot be seen."""
-        return self._tried(lambda: self._synchronizer.have_received(save_id)) is True
+        return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:
         """Whether one may not produce, and has missed what was sent last; False where not seen."""
-        return self._tried(lambda: self._synchronizer.has_missed(save_id)) is True
+        return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
         """Wait until all who take broadcasts are ready for one, and meet them.
@@ -108,7 +111,7 @@ class Explorers:
         Raises:
             BroadcastError: they are not, in time; or the group cannot be formed.
         """
-        synchronizer = self._synchronizer
+        synchronizer = self.synchronizer
         timeout = synchronizer.settings.broadcast_timeout
         agreed = self._tried(lambda: synchronizer.ready_to_nccl_sync(step, timeout=timeout))
         if agreed is None:
@@ -118,37 +121,39 @@ class Explorers:
         except BroadcastError:
             raise
         except (OSError, SyncdError) as error:
-            raise BroadcastError(f"explorers cannot be told where to meet: {error}") from error
+            raise BroadcastError(
+                f"cannot announce the meeting address to explorers: {error}"
+            ) from error
 
     def transferred(self) -> None:
-        """The weights have arrived: whoever asked is answered."""
-        self._tried(self._synchronizer.nccl_sync_succeeded)
+        """Answer the explorers' requests: the weights have arrived."""
+        self._tried(self.synchronizer.nccl_sync_succeeded)
 
     def group_failed(self) -> None:
-        """The next broadcast needs another weight group."""
-        self._tried(self._synchronizer.group_failed)
+        """Note that the next broadcast needs another weight group."""
+        self._tried(self.synchronizer.group_failed)
 
     def goes_by_files(self, step: int) -> None:
-        """Say that a step's weights come by the checkpoint path."""
-        self._tried(lambda: self._synchronizer.goes_by_files(step))
+        """Announce that a step's weights come by the checkpoint path."""
+        self._tried(lambda: self.synchronizer.goes_by_files(step))
 
     # -- back-pressure, and the end ----------------------------------------------------------------
 
     def wait_for_slowest(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow."""
-        self._tried(self._synchronizer.wait_for_explorers)
+        self._tried(self.synchronizer.wait_for_explorers)
 
     def close(self) -> None:
-        """Say that this trainer has stopped, and give its name up. Safe to call twice."""
+        """Report that this trainer has stopped, and release its name. Safe to call twice."""
         self._closed = True
-        self._synchronizer.close()
+        self.synchronizer.close()
 
     def _tried(self, work: Callable[[], T]) -> T | None:
-        """The result, or None where it is not to be had now."""
+        """The result, or None if storage does not give it now."""
         if self._closed:
             return None  # a save that came to its end after all: the name may be another's by now
         try:
             return work()
         except (OSError, SyncdError) as error:
-            log.warning("explorers cannot be asked, or told, now: %s", error)
+            log.warning("cannot communicate with explorers now: %s", error)
             return None

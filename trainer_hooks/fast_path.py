@@ -1,26 +1,41 @@
-"""Weights by broadcast (method ``nccl``), or by the files: which sync goes how, and its sending."""
+"""The trainer's broadcasts (method ``nccl``): which sync goes by broadcast, and the sending itself.
+
+A sync that is not broadcast goes by the files.
+"""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
-from syncd.coordination.broadcast import WeightGroup
+from syncd.checkpoint.merging.plan import PlannedTensor
+from syncd.coordination.broadcast.group import WeightGroup
+from syncd.coordination.broadcast.weight_meta import BUCKET
 from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedError, SyncdError
 from syncd.protocol.policy import SyncSettings
-from syncd.protocol.records import SaveId
+from syncd.protocol.records import NonFinite, SaveId
 from trainer_hooks.agreement import Ranks
-from trainer_hooks.broadcast import WeightSender
 from trainer_hooks.explorers import Explorers
+from trainer_hooks.state.full_file import ties_embeddings
+from trainer_hooks.state.full_plan import agree_on_plan
+from trainer_hooks.state.gather import full_tensor
+from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
+from trainer_hooks.transfer import Buffers, Outgoing
+from trainer_hooks.writing.model_files import unwrapped
 
 if TYPE_CHECKING:
     from torch import nn
 
-log = logging.getLogger(__name__)
+    from syncd.coordination.broadcast.group import WeightGroup
 
+
+log = logging.getLogger(__name__)
 #: Syncs that go by the files, at most, between two broadcasts that fail.
 _LONGEST_BACK_OFF: Final = 15
 
@@ -35,7 +50,7 @@ class Way(Enum):
 
 
 class Cadence:
-    """Counts syncs: which may be tried by broadcast, and which are saved by the checkpoint path.
+    """Counts syncs, to decide which to broadcast and which to save by the checkpoint path.
 
     After n broadcasts in a row that failed, the next 2**(n-1) - 1 syncs, at most 15, are not tried.
 
@@ -63,27 +78,27 @@ class Cadence:
         return False
 
     def failed(self) -> None:
-        """A broadcast did not come to its end."""
+        """Note that a broadcast failed."""
         self._failures += 1
         self._not_tried = min(2 ** (self._failures - 1) - 1, _LONGEST_BACK_OFF)
 
     def succeeded(self) -> None:
-        """A broadcast did."""
+        """Note that a broadcast succeeded."""
         self._failures = 0
 
     def passed(self, step: int) -> None:
-        """The sync of a step was not saved."""
+        """Note that the sync of a step was not saved."""
         if self._passed is not None and step != self._step:
             self._passed += 1
         self._step = step
 
     def saved(self, step: int) -> None:
-        """The weights of a step were saved."""
+        """Note that the weights of a step were saved."""
         self._passed = 0
         self._step = step
 
 
-class FastPath:
+class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
     Promised: no error of a broadcast ends a training; it is logged once, with its reason, and
@@ -153,7 +168,7 @@ class FastPath:
         """
         group, self._group = self._group, None
         try:
-            self._sender.send(group)
+            nonfinite = self._sender.send(group).nonfinite
         except Exception as error:
             self._failed(step, error)
             # Those two all ranks have alike, or rank 0 alone, which has left nobody waiting.
@@ -166,6 +181,13 @@ class FastPath:
             if self._explorers is not None:
                 self._explorers.goes_by_files(step)
             return False
+        if nonfinite.count:
+            log.warning(
+                "step %d was broadcast with %s, and explorers serve it: the daemon's "
+                "--refuse-nonfinite affects saves only",
+                step,
+                nonfinite,
+            )
         if self._explorers is not None:
             self._explorers.transferred()
         self.cadence.succeeded()
@@ -178,7 +200,7 @@ class FastPath:
 
     def _failed(self, step: int, error: Exception) -> None:
         log.warning(
-            "step %d is not broadcast, and goes by the files: %s",
+            "step %d is not broadcast; explorers get it from the files: %s",
             step,
             error,
             exc_info=not isinstance(error, SyncdError),
@@ -187,6 +209,126 @@ class FastPath:
         self.failures += 1
         if self._explorers is not None:
             self._explorers.group_failed()
+
+
+class Sent(NamedTuple):
+    """The result of one transfer.
+
+    Attributes:
+        nbytes: of all tensors.
+        buckets: how many broadcasts it took.
+        seconds: from the first gathering until all have said that they have it.
+        nonfinite: on rank 0 the tensors that hold NaN or Inf.
+    """
+
+    nbytes: int
+    buckets: int
+    seconds: float
+    nonfinite: NonFinite
+
+
+class WeightSender:
+    """Sends a model to the weight group: the tensors that its version would have, by their names.
+
+    Tensor by tensor is gathered from all ranks, while those before it are sent. Large ones are sent
+    from where they were gathered, or from the model itself; small ones are packed together.
+
+    Promised: what is sent is the model as it is during :meth:`send`. Rank 0 has in memory, besides
+    its part of the model, no more than two buckets and one whole tensor; the other ranks have one
+    whole tensor for a moment, as torch gathers to all; all ranks of FSDP1 a copy of their part. No
+    rank waits for another in a collective that this one has left: where the group fails in the
+    middle, all is gathered all the same.
+
+    Not promised: LoRA adapters, which go by the checkpoint path.
+
+    Args:
+        model: as the trainer's hook has it.
+        bucket_bytes: the most that one broadcast moves.
+        digests: whether receivers check each bucket; by default where the group is on the CPU.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, bucket_bytes: int = BUCKET, digests: bool | None = None
+    ) -> None:
+        self._model = model
+        self._bucket_bytes = bucket_bytes
+        self._digests = digests
+        self._buffers = Buffers()
+
+    @torch.no_grad()
+    def send(self, group: WeightGroup | None) -> Sent:
+        """Send the model as it is now. Collective: on all ranks of the trainer, at the same moment.
+
+        Args:
+            group: on rank 0 the weight group, in which a transfer begins; None on all other ranks.
+
+        Returns:
+            What was sent; on other ranks than 0 it took no broadcasts.
+
+        Raises:
+            BroadcastError: on rank 0 alone: not all receivers have it, as far as is known here. The
+                group is of no use any more: leave it.
+            SaveFailedError: on all ranks: they do not have the same tensors, or some that cannot be
+                sent. Leave the group likewise.
+            Exception: what a gathering raised, it may be on this rank alone, as where it has no
+                memory: the other ranks may wait for it in that collective, and take its next one
+                for it.
+        """
+        begun = time.monotonic()
+        ranks = Ranks()
+        state = tensors_of(sharded_state_dict(self._model))
+        plan = agree_on_plan(state, ranks.rank, tied=ties_embeddings(unwrapped(self._model)))
+        # Small ones are packed together: they come last, where nothing large is between them.
+        tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
+        outgoing = None
+        if group is not None:
+            outgoing = self._outgoing(group, tensors)
+            outgoing.greet()
+        # Where nobody takes it, it need not be gathered.
+        if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
+            _gather(state, tensors, ranks.rank, outgoing)
+        if outgoing is not None:
+            try:
+                outgoing.end()
+            except BaseException:
+                self._buffers.close()  # what is under way still reads them
+                raise
+        buckets = 0 if outgoing is None else len(outgoing.image.buckets)
+        nbytes = sum(tensor.length for tensor in tensors)
+        nonfinite = NonFinite.of(()) if outgoing is None else outgoing.nonfinite()
+        return Sent(nbytes, buckets, time.monotonic() - begun, nonfinite)
+
+    def close(self) -> None:
+        """Let the buckets go. Safe to call twice."""
+        self._buffers.close()
+
+    def _outgoing(self, group: WeightGroup, tensors: Sequence[PlannedTensor]) -> Outgoing:
+        has_digests = self._digests
+        if has_digests is None:
+            has_digests = group.device.type == "cpu"
+        return Outgoing(
+            group, tensors, self._buffers, bucket_bytes=self._bucket_bytes, has_digests=has_digests
+        )
+
+
+def _gather(
+    state: Mapping[str, Tensor],
+    tensors: Sequence[PlannedTensor],
+    rank: int,
+    outgoing: Outgoing | None,
+) -> None:
+    """Gather the tensors in this order, and hand them over on rank 0. Collective."""
+    for number, tensor in enumerate(tensors):
+        whole = full_tensor(state[tensor.name], rank=rank)
+        if whole is not None and outgoing is not None:
+            outgoing.put(number, whole)
+        del whole  # or it would be held while the next one is gathered
+    for number, tensor in enumerate(tensors):
+        for copy in tensor.copies:
+            whole = full_tensor(state[str(copy.tied)], rank=rank)
+            if whole is not None and outgoing is not None:
+                outgoing.compare(number, str(copy.tied), whole)
+            del whole
 
 
 def _device_of(model: nn.Module) -> torch.device:

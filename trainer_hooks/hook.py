@@ -1,24 +1,26 @@
-"""``TrainerHook``: what a training loop calls after each step."""
+"""``TrainerHook``: a training loop calls it after each step."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
+from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.policy import SyncMethod, SyncSettings
+from syncd.protocol.policy import SyncMethod, SyncSettings, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.background import raise_first
 from trainer_hooks.decisions import Decisions, Plan
-from trainer_hooks.fast_path import FastPath
+from trainer_hooks.fast_path import TrainerBroadcasts
 from trainer_hooks.planner import Planner
 from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue, patience_of
-from trainer_hooks.saves import Saves, Trained
+from trainer_hooks.saves import Saver, Trained
 from trainer_hooks.settings import SaveAsHf, SaveSettings
 from trainer_hooks.state.full_checkpoint import Stateful
 from trainer_hooks.trainer_job import TrainerJob, served
@@ -38,37 +40,41 @@ _TORCH_TIMEOUT: Final = 1800.0
 class TrainerHook:
     """Saves a model after the steps that are due, on every rank, beside the training.
 
-    ``after_step`` copies this rank's tensors to host memory; a thread writes them. Promised: what
-    explorers get is the model as it was when ``after_step(step)`` was called, on all ranks; a
-    pointer names what is whole, always; and a save that failed is raised by the next call, once,
-    with its step, after that call has done its own work: whoever catches it may go on. Not
-    promised: that a save is announced when ``after_step`` returns (:meth:`close` waits for that,
-    and ``block_until_saved``); nor that one is announced of which a rank has died.
+    ``after_step`` copies this rank's tensors to host memory; a thread writes them. Promised:
 
-    Construct it and call its methods on every rank alike, in the same order: rank 0 decides for
-    all, and where ranks gather, all take part.
+    - Explorers get the model as it was on all ranks when ``after_step(step)`` was called.
+    - A pointer always names a complete save.
+    - If a save fails, the next call raises its error once, with its step, after that call has done
+      its own work. If you catch the error, training may go on.
+
+    Not promised: that a save is announced when ``after_step`` returns (:meth:`close` and
+    ``block_until_saved`` wait for that), or that a save is announced if one of its ranks has died.
+
+    Construct the hook and call its methods on every rank, in the same order, because rank 0 decides
+    for all, and all ranks take part if one gathers.
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        model: a plain module, or one of DDP, FSDP1, FSDP2, tensor parallelism; of one with PEFT
-            adapters these are saved, or merged (``SaveSettings.lora``).
+        model: a plain module, or one in DDP, FSDP1, FSDP2 or tensor parallelism. If it has PEFT
+            adapters, these are saved alone or merged (``SaveSettings.lora``).
         optimizer, scheduler: saved in full checkpoints.
         tokenizer: its files become part of each version, as do those of ``model.config``.
         settings: when to sync and when to save; the same on all ranks.
-        saving: how saves are written and kept; likewise.
-        memory_dir: with method ``memory``: a second job directory, on a memory filesystem of rank
-            0's host, that syncs go to. Full checkpoints stay in ``job_dir``.
+        saving: how saves are written and kept; the same on all ranks.
+        memory_dir: with method ``memory``: a second job directory for syncs, on a memory filesystem
+            of rank 0's host. Full checkpoints stay in ``job_dir``.
         critic, critic_optimizer: another model of this trainer, saved in full checkpoints.
-        user_state: called at each full checkpoint on each rank: what else it needs to resume,
-            tensors, numbers, text and nestings of such.
-        name: of the trainer, of which a job has one.
+        user_state: called at each full checkpoint on each rank; returns other state needed to
+            resume: tensors, numbers, text and nestings of these.
+        name: the name of the trainer; a job has one trainer.
         storage: the seam for tests.
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written, on some rank.
-        NameTakenError: another trainer works in this job; to know may take a lease time.
-        InvalidSettingsError: a method that this hook does not serve, or settings that do not go
-            together.
+        NoRoomError: its disk is full.
+        NameTakenError: another trainer works in this job; finding out may take a lease time.
+        InvalidSettingsError: this hook does not support the method, or settings contradict each
+            other.
     """
 
     def __init__(
@@ -88,8 +94,10 @@ class TrainerHook:
         name: str = "trainer",
         storage: Storage | None = None,
     ) -> None:
-        self._settings = served(settings or SyncSettings(), model, memory_dir)
-        self._saving = saving or SaveSettings()
+        self._settings = served(
+            given_or_default("settings", SyncSettings, settings), model, memory_dir
+        )
+        self._saving = given_or_default("saving", SaveSettings, saving)
         patience = patience_of(self._settings, self._saving, Ranks().world_size)
         decisions = Decisions(timeout=_longest_wait(self._settings, patience))
         self._progress = Progress()
@@ -117,12 +125,12 @@ class TrainerHook:
         self._queue = SaveQueue(
             patience=patience, progress=self._progress, begin_save=self._job.begin_save
         )
-        self._saves = Saves(
+        self._saves = Saver(
             trained, rank=decisions.ranks.rank, queue=self._queue, progress=self._progress
         )
-        self._fast_path: FastPath | None = None
+        self._fast_path: TrainerBroadcasts | None = None
         if self._settings.method is SyncMethod.NCCL:
-            self._fast_path = FastPath(model, self._settings, self._job.explorers)
+            self._fast_path = TrainerBroadcasts(model, self._settings, self._job.explorers)
         self._planner = Planner(
             decisions,
             self._settings,
@@ -138,13 +146,26 @@ class TrainerHook:
         )
         self._step: int | None = None
         self._last_sync_time: float | None = None
+        self._pid = os.getpid()
         self._closed = False
         self._has_ended = False
 
     # -- what a training loop calls --------------------------------------------------------------
 
+    @property
+    def synchronizer(self) -> TrainerSynchronizer | None:
+        """The participant that this hook is registered as, on rank 0; None on the other ranks.
+
+        For saved states (``save_state``, ``load_state``), and to see who is there and who asks
+        (``modules``, ``get_explorer_status_counts``, ``explorer_requires_sync``). The hook itself
+        announces saves, answers requests, and sets the status. Unlike the hook's methods, those of
+        the synchronizer are for rank 0 alone, and raise if storage fails.
+        """
+        explorers = self._job.explorers
+        return None if explorers is None else explorers.synchronizer
+
     def after_step(self, step: int) -> dict[str, float]:
-        """Sync, save, both or none, as the settings say of this step.
+        """Sync, save, both or neither, according to the settings for this step.
 
         Args:
             step: the step that the model has just finished; the same on all ranks.
@@ -166,7 +187,7 @@ class TrainerHook:
         return self._told(metrics, begun)
 
     def sync_while_waiting(self) -> dict[str, float]:
-        """Sync if that is due by now; for a trainer that waits for data.
+        """Sync if a sync is due now; for a trainer that waits for data.
 
         On all ranks alike: as often, and between the same steps. A full checkpoint is never made.
 
@@ -182,7 +203,7 @@ class TrainerHook:
         return self._told(self._carry_out(plan, self._step), begun)
 
     def save_state_dict(self, step: int) -> dict[str, float]:
-        """Sync now, whatever the settings say; nothing where that is done for this step already.
+        """Sync now, whatever the settings; do nothing if this step is already synced.
 
         Returns:
             As :meth:`after_step`.
@@ -198,7 +219,7 @@ class TrainerHook:
     def save_checkpoint(
         self, step: int, *, block_until_saved: bool = False, save_as_hf: bool | None = None
     ) -> dict[str, float]:
-        """Make a full checkpoint now; nothing where that is done for this step already.
+        """Make a full checkpoint now; do nothing if this step already has one.
 
         Of a step that was synced, that save is completed: its weights are not written again.
 
@@ -225,23 +246,28 @@ class TrainerHook:
         return self._told(metrics, begun)
 
     def close(self) -> None:
-        """Wait for what is under way, and say that this trainer has stopped. Safe to call twice.
+        """Save the last step, wait for saves under way, and report that this trainer has stopped.
 
-        Where full checkpoints are made (``save_interval``, or ``save_as_hf = last``) and the last
-        step is none, one is made first: call it on all ranks. Waits at most twice the
-        ``save_timeout`` for each save; that for each rank, where they write one at a time.
+        Collective: call it on all ranks, before the process group is destroyed. If the weights of
+        the last step went to explorers by a broadcast, or not at all, they go by the files now
+        (``SaveSettings.final``). If full checkpoints are made (``save_interval``, or
+        ``save_as_hf = last``) and the last step is none, it becomes one. The model is saved as it
+        is now, under the number of the last step.
+
+        If a rank does not come within the ``save_timeout``, the others log a warning and make no
+        last save. It then waits at most twice the ``save_timeout`` for each save; that for each
+        rank, if they write one at a time. Safe to call twice, and in a fork, where it does nothing.
+        Not for signal handlers, which may interrupt an optimizer in the middle of its step: raise
+        ``SystemExit`` there.
 
         Raises:
             SaveFailedError: the last save did not become whole, or is not yet, and was given up.
         """
-        if self._closed:
+        if not self._begins_to_close():
             return
-        self._closed = True
         failed: SaveFailedError | None = None
         try:
-            hf = self._saving.save_as_hf
-            if self._step is not None and (self._settings.save_interval or hf is SaveAsHf.LAST):
-                self.save_checkpoint(self._step, save_as_hf=hf is not SaveAsHf.NEVER)
+            self._carry_out(self._planner.at_close(self._step), self._step)
         except SaveFailedError as error:
             failed = error
         except BaseException:
@@ -260,16 +286,23 @@ class TrainerHook:
         if kind is None:
             self.close()
             return
-        if self._closed:
+        if not self._begins_to_close():
             return
-        self._closed = True
         # Training failed: the other ranks may never write their part of what is under way, and
         # nothing that they take part in may be begun.
         self._job.stop_waiting()
+        self._planner.stays_away()
         for error in self._end():
             log.warning("%s", error)
 
     # -- what is done ------------------------------------------------------------------------------
+
+    def _begins_to_close(self) -> bool:
+        """True once; never in a fork, to which nothing of this belongs."""
+        if self._closed or os.getpid() != self._pid:
+            return False
+        self._closed = True
+        return True
 
     def _begun(self) -> float:
         """When a call has begun; what is closed would save nothing, and say nothing of it."""

@@ -1,4 +1,4 @@
-"""Which saves are made, and which are left out: the same on all ranks."""
+"""The plan of saves, the same on all ranks: which are made, and which are left out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from syncd.protocol.records import SaveId
 from trainer_hooks.background import SaveThread
 from trainer_hooks.decisions import Decisions, Plan
 from trainer_hooks.explorers import Explorers
-from trainer_hooks.fast_path import FastPath, Way
+from trainer_hooks.fast_path import TrainerBroadcasts, Way
 from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveAsHf, SaveSettings, WhenBusy
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Begun(NamedTuple):
-    """The saves that a plan is about.
+    """The saves of a plan.
 
     Attributes:
         sync: the one for explorers; None where ``full`` is for them too, or there is none.
@@ -33,7 +33,7 @@ class Begun(NamedTuple):
 
 
 class Planner:
-    """Decides what to save, on rank 0 where ranks could see it differently.
+    """Decides what to save; rank 0 decides if ranks could see it differently.
 
     Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
     step where nothing is due, and no explorer decides or is waited for, nothing is sent (while the
@@ -66,7 +66,7 @@ class Planner:
         run_id: str,
         one_save: bool,
         explorers: Explorers | None,
-        fast_path: FastPath | None,
+        fast_path: TrainerBroadcasts | None,
         thread: SaveThread,
         progress: Progress,
         are_weights_there: Callable[[SaveId], bool],
@@ -133,6 +133,34 @@ class Planner:
         """What is to be done so that a step is a full checkpoint."""
         return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf))
 
+    def at_close(self, step: int | None) -> Plan:
+        """What is still to be done so that the last step is not lost. All ranks meet for that.
+
+        Args:
+            step: the last that is finished; None if there was none.
+
+        Returns:
+            Nothing if not all ranks have come within the ``save_timeout``: the log says so.
+
+        Raises:
+            SaveFailedError: rank 0 did not say.
+        """
+        if step is None or not (self._saving.final or self._ends_with_full):
+            return Plan.NOTHING
+        why_not = self._decisions.meet(self._run_id, timeout=self._settings.save_timeout)
+        if why_not is None:
+            return self._decisions.agree(lambda: self._for_close(step))
+        log.warning(
+            "close() makes no last save (of step %d), because %s; saves announced before stay",
+            step,
+            why_not,
+        )
+        return Plan.NOTHING
+
+    def stays_away(self) -> None:
+        """Tell the other ranks not to wait for this one in :meth:`at_close`."""
+        self._decisions.call_off(self._run_id, "has ended with an error")
+
     def begin(self, plan: Plan, step: int) -> Begun:
         """Take a plan as carried out; returns the saves that are to be made."""
         self.skipped += bool(plan & Plan.SYNC_SKIPPED) + bool(plan & Plan.FULL_SKIPPED)
@@ -189,6 +217,11 @@ class Planner:
         if not (waiting or is_full) and (by_step.full_save or self._owed & Plan.FULL):
             due |= Plan.FULL
         return due
+
+    @property
+    def _ends_with_full(self) -> bool:
+        """Whether the last step is to be a full checkpoint."""
+        return bool(self._settings.save_interval) or self._saving.save_as_hf is SaveAsHf.LAST
 
     @property
     def _may_leave_some_behind(self) -> bool:
@@ -337,6 +370,15 @@ class Planner:
             self._thread.wait(most=0, timeout=self._patience)
             if self._progress.is_announced(synced) and not self._progress.has_failed(synced):
                 plan |= Plan.COMPLETE if self._are_weights_there(synced) else Plan.AGAIN
+        return plan
+
+    def _for_close(self, step: int) -> Plan:
+        plan = Plan.NOTHING
+        if self._ends_with_full:
+            with_hf = self._saving.save_as_hf is not SaveAsHf.NEVER
+            plan |= self._for_checkpoint(step, with_hf=with_hf)
+        if self._saving.final and not self._is_begun(self.synced, step):
+            plan |= Plan.SYNC
         return plan
 
     def _is_begun(self, save_id: SaveId | None, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""What became of the saves that were begun."""
+"""The outcome of the saves that were begun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from syncd.protocol.records import SaveId
 
 
 class Progress:
-    """What the writing thread says of saves, and the training thread asks.
+    """The outcome of saves: the writing thread sets it, the training thread reads it.
 
     Of saves that are announced rank 0 alone knows; of failures each rank its own.
     """
@@ -21,17 +21,17 @@ class Progress:
         self._without_hugging_face: set[SaveId] = set()
 
     def announced(self, save_id: SaveId) -> None:
-        """Explorers may have its weights."""
+        """Note that its weights are announced to explorers."""
         with self._lock:
             self._announced = save_id
 
     def checkpointed(self, save_id: SaveId) -> None:
-        """It can be resumed from."""
+        """Note that it can be resumed from."""
         with self._lock:
             self._checkpoint = save_id
 
     def failed(self, save_id: SaveId) -> None:
-        """It did not become whole."""
+        """Note that it did not become complete."""
         with self._lock:
             self._failed.add(save_id)
 
@@ -41,7 +41,7 @@ class Progress:
             self._without_hugging_face.discard(save_id)
 
     def hugging_face_failed(self, save_id: SaveId) -> None:
-        """It did not get them."""
+        """Note that it did not get its full weights."""
         with self._lock:
             self._without_hugging_face.add(save_id)
 
@@ -51,7 +51,7 @@ class Progress:
             return save_id in self._without_hugging_face
 
     def has_failed(self, save_id: SaveId) -> bool:
-        """Whether it did not become whole."""
+        """Whether it did not become complete."""
         with self._lock:
             return save_id in self._failed
 

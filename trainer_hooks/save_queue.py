@@ -1,4 +1,4 @@
-"""The saves of one rank that are under way: in which memory they are, and how each of them ends."""
+"""The saves of one rank that are under way, with their memory and their outcomes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer_hooks.background import LIMIT, SaveThread
 from trainer_hooks.progress import Progress
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
 from trainer_hooks.state.host_buffers import HostBuffers
-from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.writer import RankWriter
 
 #: save_timeouts that anything waits for one save (for each rank where they write in turns): one to
@@ -69,7 +69,7 @@ class SaveQueue:
         self,
         writer: RankWriter,
         save_id: SaveId,
-        contents: Contents,
+        contents: RankContents,
         buffers: HostBuffers | None = None,
     ) -> None:
         """Have a save written; what it was copied to is another one's when it is over."""
@@ -98,7 +98,7 @@ class SaveQueue:
     def leave_out(
         self, writer: RankWriter, save_id: SaveId, buffers: HostBuffers | None = None
     ) -> None:
-        """Let nobody wait for this rank's part of a save that it does not write."""
+        """Tell the other ranks that this rank will not write its part of a save."""
         self._progress.failed(save_id)
         if buffers is not None:
             self._buffers.append(buffers)

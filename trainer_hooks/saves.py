@@ -1,4 +1,4 @@
-"""What a rank copies for a save while training waits, and hands to the thread that writes it."""
+"""A rank's copy for a save, made while training waits, for the thread that writes it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddi
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
-from trainer_hooks.trainer_job import Place
-from trainer_hooks.writing.contents import Contents
+from trainer_hooks.trainer_job import SaveFolder
+from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import adapters_of, unwrapped
 from trainer_hooks.writing.parts import full_bytes
 from trainer_hooks.writing.spool import Spool
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What is saved.
+    """The trained objects that a save contains.
 
     Attributes:
         model: the actor.
@@ -60,8 +60,8 @@ class Trained:
     base_vocabulary: int | None = None
 
 
-class Saves:
-    """Copies what a save holds, and lets a thread write it.
+class Saver:
+    """Copies the content of a save, and has a thread write it.
 
     Promised: what is written is the state as it was during :meth:`begin`, whatever training does
     afterwards; at most two copies of this rank's part of the model are held. Not promised: that
@@ -83,7 +83,7 @@ class Saves:
         self._progress = progress
         self._said_merged = False
 
-    def begin(self, place: Place, save_id: SaveId, plan: Plan) -> None:
+    def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:
         """Copy this rank's part of a save, and have it written. Collective where ranks gather.
 
         Raises:
@@ -108,13 +108,13 @@ class Saves:
         else:
             queue.submit(writer, save_id, contents, buffers)
 
-    def add_hugging_face(self, place: Place, save_id: SaveId) -> None:
+    def add_hugging_face(self, place: SaveFolder, save_id: SaveId) -> None:
         """Give a full checkpoint that is there its full weights too. Collective.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
         """
-        folder = place.layout.actor(save_id.step) / HUGGINGFACE
+        folder = place.job.layout.actor(save_id.step) / HUGGINGFACE
         self._progress.adds_hugging_face(save_id)
         try:
             with ExitStack() as stack:
@@ -143,9 +143,9 @@ class Saves:
     # -- what is copied --------------------------------------------------------------------------
 
     def _contents(
-        self, place: Place, step: int, plan: Plan, buffers: HostBuffers | None
-    ) -> Contents:
-        trained, actor = self._trained, place.layout.actor(step)
+        self, place: SaveFolder, step: int, plan: Plan, buffers: HostBuffers | None
+    ) -> RankContents:
+        trained, actor = self._trained, place.job.layout.actor(step)
         completes, is_full = bool(plan & Plan.COMPLETE), bool(plan & Plan.FULL)
         is_peft = bool(adapters_of(trained.model))
         sharded = place.weights is SaveLayout.SHARDED and not is_peft
@@ -179,7 +179,7 @@ class Saves:
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
             stack.pop_all()
         writes_config = peft is not None and is_adapter and self._rank == 0
-        return Contents(
+        return RankContents(
             model=model,
             model_files=trained.model_files,
             fsdp_version=fsdp_version(trained.model),
@@ -237,7 +237,7 @@ class Saves:
         return rest | {"extra": host_copy(extra)}
 
     def _gathered(
-        self, place: Place, folder: Path, weights: OneFile, stack: ExitStack
+        self, place: SaveFolder, folder: Path, weights: OneFile, stack: ExitStack
     ) -> Spool | None:
         """Weights, on rank 0, on their way into a file, which the stack closes. Collective."""
         stream = FullStateStream(
@@ -251,7 +251,7 @@ class Saves:
         if self._rank == 0 and place.writer is not None:
             size = full_bytes(weights.state)
             path = folder / weights.name
-            spool = Spool(place.storage, place.layout, path, stream, size=size)
+            spool = Spool(place.job, path, stream, size=size)
             stack.callback(spool.close)
         stream.gather()
         return spool

@@ -1,4 +1,4 @@
-"""``SaveSettings``: how saves are written, what happens while one is, and which are kept."""
+"""``SaveSettings``: settings for writing and keeping saves."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from syncd.protocol.errors import InvalidSettingsError
 
 
 class SaveLayout(StrEnum):
-    """In how many files the weights of a save are."""
+    """The number of files for the weights of a save."""
 
     SHARDED = "sharded"
     FULL = "full"
 
 
 class WhenBusy(StrEnum):
-    """What a save does that is due while the one before it is still being written."""
+    """The treatment of a save that is due while the previous one is still being written."""
 
     SKIP = "skip"
     WAIT = "wait"
 
 
 class SaveAsHf(StrEnum):
-    """Which full checkpoints have the weights as a Hugging Face model too."""
+    """The full checkpoints that also hold the weights as a Hugging Face model."""
 
     NEVER = "never"
     LAST = "last"
@@ -31,7 +31,7 @@ class SaveAsHf(StrEnum):
 
 
 class SaveLora(StrEnum):
-    """What explorers get of a model with LoRA adapters (PEFT)."""
+    """The weights that explorers get from a model with LoRA adapters (PEFT)."""
 
     AUTO = "auto"
     ADAPTER = "adapter"
@@ -39,7 +39,7 @@ class SaveLora(StrEnum):
 
 
 class WriteConcurrency(StrEnum):
-    """How many ranks write at a time."""
+    """The number of ranks that write at the same time."""
 
     UNRESTRICTED = "unrestricted"
     PER_NODE = "per_node"
@@ -48,27 +48,30 @@ class WriteConcurrency(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings:
-    """How saves are written, and which are kept. A choice may be given by its name.
+    """Settings for writing and keeping saves. A choice may be given by its name.
 
     Attributes:
-        layout: ``sharded``: each rank its own file, nothing is gathered. ``full``: rank 0 gathers
-            the weights into one safetensors file, tensor by tensor, while training waits.
-        when_busy_sync: what a sync does that is due while the save before it is being written.
-            ``skip``: nothing is copied, it is counted, and it stays due: the next step that finds
-            the writer free saves. ``wait``: training waits, once two saves are under way.
+        layout: ``sharded``: each rank writes its own file, and nothing is gathered. ``full``: rank
+            0 gathers the weights into one safetensors file, tensor by tensor, while training waits.
+        when_busy_sync: for a sync that is due while the previous save is still being written.
+            ``skip``: nothing is copied; the sync is counted as skipped and stays due, so the next
+            step that finds the writer free saves. ``wait``: training waits if two saves are under
+            way.
         when_busy_full: the same for full checkpoints.
-        save_as_hf: which full checkpoints have the full weights in ``actor/huggingface/``.
-        max_to_keep: how many full checkpoints stay, the newest; 0 = all.
-        keep_every: full checkpoints of steps that are multiples of this stay besides; 0 = none.
-        write_concurrency: how many ranks write at a time, for storage that collapses under all of
-            them: ``per_node``: one on each host. ``one_at_a_time``: in the order of the ranks.
-        lora: of a model with PEFT adapters. ``adapter``: the active adapter alone, in
+        save_as_hf: which full checkpoints also have the full weights in ``actor/huggingface/``.
+        max_to_keep: how many of the newest full checkpoints to keep; 0 = all.
+        keep_every: also keep full checkpoints of steps that are multiples of this; 0 = none.
+        write_concurrency: how many ranks write at a time, for storage that collapses if all write.
+            ``per_node``: one rank on each host. ``one_at_a_time``: in the order of the ranks.
+        lora: for a model with PEFT adapters. ``adapter``: only the active adapter, in
             ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
-            ``auto``: the adapter where it is all that is trained, else ``merged``. Either is
+            ``auto``: the adapter if nothing else is trained, otherwise ``merged``. Either is
             gathered on rank 0 while training waits, whatever ``layout`` says.
+        final: whether ``close`` syncs the last step by the files, if that was not done. Set it to
+            ``False`` if the model is no longer that of the last step by then.
 
     Raises:
-        InvalidSettingsError: a value out of its range, or no such choice.
+        InvalidSettingsError: a value is out of range, or not one of the choices.
     """
 
     layout: SaveLayout = SaveLayout.SHARDED
@@ -79,6 +82,7 @@ class SaveSettings:
     keep_every: int = 0
     write_concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
     lora: SaveLora = SaveLora.AUTO
+    final: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -88,6 +92,9 @@ class SaveSettings:
                 object.__setattr__(
                     self, field.name, _choice(field.name, type(field.default), value)
                 )
+            elif isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise InvalidSettingsError(f"{field.name} is {value!r}: it must be a bool")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise InvalidSettingsError(f"{field.name} is {value!r}: it must be 0 or more")
 

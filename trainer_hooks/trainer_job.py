@@ -6,16 +6,17 @@ import logging
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from syncd.coordination.member import Seams
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import SyncMethod, SyncSettings
 from syncd.protocol.records import SaveId
+from syncd.storage.errnos import unwritable_storage
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.explorers import Explorers
 from trainer_hooks.progress import Progress
@@ -25,24 +26,20 @@ from trainer_hooks.writing.model_files import adapters_of, unwrapped
 from trainer_hooks.writing.retire import retire_old
 from trainer_hooks.writing.writer import RankWriter
 
-if TYPE_CHECKING:
-    from torch import nn
-
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SaveFolder:
     """Where saves go.
 
     Attributes:
-        storage, layout: the job directory's, or the memory folder's.
+        job: the job directory, or the memory folder.
         writer: None where this rank writes nothing there.
         weights: in how many files the weights are there.
     """
 
-    storage: Storage
-    layout: JobLayout
+    job: Job
     writer: RankWriter | None
     weights: SaveLayout
 
@@ -69,6 +66,7 @@ class TrainerJob:
 
     Raises:
         JobUnavailableError: a folder is missing or cannot be written, on some rank.
+        NoRoomError: the disk of one of them is full.
         NameTakenError: another trainer works in this job.
     """
 
@@ -90,7 +88,7 @@ class TrainerJob:
         self._progress = progress
         self._in_memory = memory_dir is not None
         self.explorers: Explorers | None = None
-        self.memory: Place | None = None
+        self.memory: SaveFolder | None = None
         run_id = secrets.token_hex(6)
 
         def open_here() -> None:
@@ -101,7 +99,9 @@ class TrainerJob:
                 if self._ranks.rank == 0:
                     self.explorers = self._register(job_dir, memory_dir, name, run_id, storage)
             except OSError as error:
-                raise JobUnavailableError(f"{job_dir} cannot be used now: {error}") from error
+                raise unwritable_storage(error, job_dir) or JobUnavailableError(
+                    f"cannot use {job_dir} now: {error}"
+                ) from error
 
         try:
             self._ranks.together(open_here)
@@ -115,17 +115,15 @@ class TrainerJob:
         if self.explorers is not None:
             self.explorers.close()
 
-    def _open(self, root: Path, storage: Storage | None) -> Place:
+    def _open(self, root: Path, storage: Storage | None) -> SaveFolder:
         """The job directory, for this rank to write to."""
-        layout = JobLayout(root.absolute())
-        storage = storage or Storage(layout.root)
-        open_job(storage, layout)
+        job = Job.at(root.absolute(), storage)
+        job.open()
         # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
-        storage.refresh(layout.root)
+        job.storage.refresh(job.layout.root)
         gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
         writer = RankWriter(
-            storage,
-            layout,
+            job,
             self._ranks.rank,
             self._ranks.world_size,
             save_timeout=self._settings.save_timeout,
@@ -133,26 +131,24 @@ class TrainerJob:
             weights_announced=_nothing if self._in_memory else self._weights_announced,
             checkpoint_announced=self._checkpoint_announced,
         )
-        return Place(storage, layout, writer, SaveLayout.FULL if gathers else self._saving.layout)
+        return SaveFolder(job, writer, SaveLayout.FULL if gathers else self._saving.layout)
 
-    def _open_memory(self, root: Path, storage: Storage | None) -> Place:
+    def _open_memory(self, root: Path, storage: Storage | None) -> SaveFolder:
         """The memory folder, which rank 0 alone can reach: it is on its host."""
-        layout = JobLayout(root.absolute())
-        storage = storage or Storage(layout.root)
+        job = Job.at(root.absolute(), storage)
         if self._ranks.rank > 0:
-            return Place(storage, layout, None, SaveLayout.FULL)
-        open_job(storage, layout)
+            return SaveFolder(job, None, SaveLayout.FULL)
+        job.open()
         # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
-        storage.refresh(layout.root)
+        job.storage.refresh(job.layout.root)
         writer = RankWriter(
-            storage,
-            layout,
+            job,
             0,
             1,
             save_timeout=self._settings.save_timeout,
             weights_announced=self._weights_announced,
         )
-        return Place(storage, layout, writer, SaveLayout.FULL)
+        return SaveFolder(job, writer, SaveLayout.FULL)
 
     def _register(
         self,
@@ -206,15 +202,14 @@ class TrainerJob:
         self._progress.checkpointed(save_id)
         try:
             retire_old(
-                self.place.storage,
-                self.place.layout,
+                self.place.job,
                 newest=save_id.step,
                 max_to_keep=self._saving.max_to_keep,
                 keep_every=self._saving.keep_every,
             )
         except OSError as error:
             # The list is read from disk: the next checkpoint finds them again.
-            log.warning("older full checkpoints stay for now: %s", error)
+            log.warning("cannot retire older full checkpoints now: %s", error)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
         """On rank 0: whether a save that was announced still has all its weights."""
@@ -222,7 +217,9 @@ class TrainerJob:
         try:
             return writer is not None and writer.are_weights_there(save_id)
         except OSError as error:
-            log.warning("step %d: its weights cannot be looked at: %s", save_id.step, error)
+            log.warning(
+                "step %d: cannot check whether its weights are complete: %s", save_id.step, error
+            )
             return False
 
     def stop_waiting(self) -> None:
@@ -242,6 +239,11 @@ def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | No
     Raises:
         InvalidSettingsError: they are not.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidSettingsError(
+            f"model is a {type(model).__name__}: it must be a torch.nn.Module; TrainerHook takes "
+            "the job directory first, and then the model"
+        )
     adapters = adapters_of(model)
     check_methods(adapters)
     settings, why = settings.normalised(lora=bool(adapters))

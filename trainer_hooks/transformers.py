@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from transformers import TrainerCallback
 
 from syncd.protocol.errors import InvalidSettingsError, SaveFailedError
-from syncd.protocol.policy import SyncSettings
+from syncd.protocol.policy import SyncSettings, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.hook import TrainerHook
 from trainer_hooks.settings import SaveAsHf, SaveSettings
@@ -49,9 +50,10 @@ class SyncdCallback(TrainerCallback):
     whatever accelerate has wrapped it in (DDP, FSDP1, FSDP2), whole and as it was after the step;
     a step waits for storage only as :class:`~trainer_hooks.settings.SaveSettings` say, one that the
     Trainer saves while two saves are under way, and the end for the last. With
-    ``load_best_model_at_end`` the end publishes nothing: what is loaded is not the last step's. Not
-    promised: that a rank whose training fails says so, unless its ``train`` is called inside ``with
-    callback:``; without, it counts as dead a lease time after its process has ended.
+    ``load_best_model_at_end`` the end publishes nothing: what is loaded is not the last step's; nor
+    does it with ``SaveSettings(final=False)``. Not promised: that a rank whose training fails says
+    so, unless its ``train`` is called inside ``with callback:``; without, it counts as dead a lease
+    time after its process has ended.
 
     Give it to the Trainer of every rank: as ``callbacks=[callback]``, by
     ``trainer.add_callback(callback)``, or, so that its metrics reach W&B and the like, by
@@ -88,8 +90,8 @@ class SyncdCallback(TrainerCallback):
         storage: Storage | None = None,
     ) -> None:
         self._job_dir = job_dir
-        self._settings = settings or SyncSettings()
-        self._saving = saving or SaveSettings()
+        self._settings = given_or_default("settings", SyncSettings, settings)
+        self._saving = given_or_default("saving", SaveSettings, saving)
         self._memory_dir = memory_dir
         self._publish_first = publish_first
         self._stop_on_failure = stop_on_failure
@@ -127,9 +129,9 @@ class SyncdCallback(TrainerCallback):
 
     def on_train_begin(
         self,
-        args: TrainingArguments,  # noqa: ARG002 # the Trainer's signature, here and below
+        args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,  # noqa: ARG002
+        control: TrainerControl,  # noqa: ARG002 # the Trainer's signature, here and below
         model: nn.Module | None = None,
         processing_class: Pretrained | None = None,
         **_: Any,
@@ -144,12 +146,17 @@ class SyncdCallback(TrainerCallback):
         # Of a training that failed before, or whose batch was too large (auto_find_batch_size).
         self._abandon(RuntimeError)
         self._metrics = {}
+        saving = self._saving
+        # By the arguments alone, which all ranks have alike: whether there is a best model is what
+        # each host sees of an output_dir that need not be shared.
+        if args.load_best_model_at_end:
+            saving = replace(saving, final=False)
         self._hook = TrainerHook(
             self._job_dir,
             _trained(model),
             tokenizer=processing_class,
             settings=self._settings,
-            saving=self._saving,
+            saving=saving,
             memory_dir=self._memory_dir,
             name=self._name,
             storage=self._storage,
@@ -206,8 +213,8 @@ class SyncdCallback(TrainerCallback):
 
     def on_train_end(
         self,
-        args: TrainingArguments,
-        state: TrainerState,
+        args: TrainingArguments,  # noqa: ARG002
+        state: TrainerState,  # noqa: ARG002
         control: TrainerControl,  # noqa: ARG002
         **_: Any,
     ) -> None:
@@ -216,27 +223,15 @@ class SyncdCallback(TrainerCallback):
         Raises:
             SaveFailedError: a save did not become whole, and ``stop_on_failure``.
         """
-        hook = self._hook
+        hook, self._hook = self._hook, None
         if hook is None:
             return
-        failed: list[SaveFailedError] = []
-        # By the arguments alone, which all ranks have alike: whether there is a best model is what
-        # each host sees of an output_dir that need not be shared.
-        if not args.load_best_model_at_end:
-            try:
-                self._add(hook.save_state_dict(state.global_step))
-            except SaveFailedError as error:
-                failed.append(error)
         try:
             hook.close()
         except SaveFailedError as error:
-            failed.append(error)
-        self._hook = None
-        raised = failed[:1] if self._stop_on_failure else []
-        for other in failed[len(raised) :]:
-            log.error("%s", other)
-        if raised:
-            raise raised[0]
+            if self._stop_on_failure:
+                raise
+            log.error("%s", error)
 
     # -- small things ----------------------------------------------------------------------------
 
@@ -246,7 +241,7 @@ class SyncdCallback(TrainerCallback):
         except SaveFailedError as error:
             if self._stop_on_failure:
                 raise
-            log.error("training goes on: %s", error)
+            log.error("could not save or publish, training goes on: %s", error)
             self._add({"sync/failed": 1.0})
 
     def _add(self, metrics: dict[str, float]) -> None:
@@ -268,7 +263,7 @@ def _trained(model: nn.Module | None) -> nn.Module:
         InvalidSettingsError: DeepSpeed has taken them out.
     """
     if model is None:
-        raise InvalidSettingsError("the Trainer has no model that could be published")
+        raise InvalidSettingsError("the Trainer has no model to publish")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise InvalidSettingsError(
             "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so that nothing of "

@@ -19,15 +19,14 @@ from torch import Tensor
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.coordinator import CheckpointCoordinator
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.state_dict import sharded_state_dict
-from trainer_hooks.writing.contents import Contents
+from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import Pretrained, model_files, unwrapped
 from trainer_hooks.writing.writer import RankWriter
 
@@ -212,10 +211,9 @@ class StateDictWriter:
         save_timeout: float = 300.0,
         storage: Storage | None = None,
     ) -> None:
-        layout = JobLayout(Path(job_dir).absolute())
-        storage = storage or Storage(layout.root)
-        open_job(storage, layout)
-        self._writer = RankWriter(storage, layout, 0, 1, save_timeout=save_timeout)
+        job = Job.at(Path(job_dir).absolute(), storage)
+        job.open()
+        self._writer = RankWriter(job, 0, 1, save_timeout=save_timeout)
         self._files: tuple[Callable[[Path], object], ...] = ()
         if model is not None:
             _without_nameless_code(model)
@@ -235,7 +233,7 @@ class StateDictWriter:
         """
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
-        self._writer.save(save_id, Contents(model=dict(state_dict), model_files=self._files))
+        self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=self._files))
 
 
 def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:

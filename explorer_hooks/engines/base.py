@@ -1,13 +1,14 @@
-"""What an engine must be able to do."""
+"""``Engine``: the protocol of everything that loads versions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.participants import Rendezvous
 
-__all__ = ["Engine", "InProcessEngine", "WeightTaker"]
+__all__ = ["Engine", "InProcessEngine", "MayBeAway", "MayStartLater", "WeightTaker"]
 
 
 class Engine(Protocol):
@@ -28,10 +29,10 @@ class Engine(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether it reads a version's folder on this host alone; else staging is off."""
+        """Whether it reads a version's folder only on this host; if not, staging is off."""
 
     def attach(self) -> None:
-        """Bring into order what a killed hook left, e.g. resume a server that it paused.
+        """Repair the state that a killed hook left, e.g. resume a server that it paused.
 
         Called once, before the first version.
         """
@@ -44,7 +45,7 @@ class Engine(Protocol):
         """
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Do what can be done while it still serves: read ahead, say.
+        """Prepare the load while the engine still serves, e.g. read ahead.
 
         Nothing that it serves may change, and what is kept may be of no use: the version need not
         be loaded after all. ``load`` must work without it.
@@ -55,7 +56,7 @@ class Engine(Protocol):
         """
 
     def pause(self) -> None:
-        """Stop serving: what is in flight is finished, or held until :meth:`resume`."""
+        """Stop serving: running requests are finished, or held until :meth:`resume`."""
 
     def load(self, version: LeasedVersion) -> None:
         """Take the weights.
@@ -65,7 +66,7 @@ class Engine(Protocol):
         """
 
     def reset_cache(self) -> None:
-        """Forget what was computed with the old weights, e.g. the prefixes of prompts."""
+        """Drop results computed with the old weights, e.g. cached prefixes of prompts."""
 
     def resume(self) -> None:
         """Serve again. Safe to call when it is not paused."""
@@ -77,7 +78,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of what it holds; the model itself stays. Safe to call twice."""
+        """Release its resources; the model itself stays. Safe to call twice."""
 
 
 @runtime_checkable
@@ -113,30 +114,49 @@ class WeightTaker(Protocol):
         """Leave the weight group, without waiting for anyone. Safe to call without one."""
 
 
+@runtime_checkable
+class MayBeAway(Protocol):
+    """The method that an :class:`Engine` in another process has besides: it may not be running.
+
+    A hook that follows in the background loads nothing while the engine is away.
+    """
+
+    def is_away(self) -> bool:
+        """Whether it does not answer at all. Must be quick, and raise nothing."""
+
+
+@runtime_checkable
+class MayStartLater(Protocol):
+    """The method that an :class:`Engine` has besides whose ``attach`` may wait for minutes."""
+
+    def on_waiting(self, told: Callable[[str], object]) -> None:
+        """Let ``told`` be given why ``attach`` waits: at once, and then now and then."""
+
+
 class InProcessEngine:
-    """Base of engines that are called by who serves: there is nothing to pause, and no cache."""
+    """Base of engines in the calling process: there is nothing to pause, and no cache."""
 
     kinds: frozenset[str] = frozenset({"full"})
     is_local: bool = True
 
     def attach(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: no state outlives the process."""
 
     def prepare(self, version: LeasedVersion) -> None:
         """Nothing is read ahead."""
 
     def pause(self) -> None:
-        """Who serves is who pulls."""
+        """Do nothing: the caller serves requests itself, so it is idle during a pull."""
 
     def reset_cache(self) -> None:
-        """There is none."""
+        """Do nothing: there is no cache."""
 
     def resume(self) -> None:
         """It was not paused."""
 
     def still_serves(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # the protocol's
-        """Nobody else has changed what is in this process."""
+        """True: nobody else changes the weights in this process."""
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""

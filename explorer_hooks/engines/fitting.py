@@ -1,4 +1,4 @@
-"""Whether a version fits an engine: its kind; name, dtype and shape of each tensor. Pure."""
+"""Comparing a version with an engine: kind; name, dtype and shape of each tensor. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_NAMED: Final = 5
 
 
 class TensorSpec(NamedTuple):
-    """What a tensor must be alike in.
+    """The properties of a tensor that must match.
 
     Attributes:
         dtype: safetensors' name.
@@ -85,7 +85,7 @@ def compare_tensors(
 def differences(
     given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], whose: str
 ) -> list[str]:
-    """How two sets of tensors differ, a line each; nothing where they do not."""
+    """The differences between two sets of tensors, a line each; empty if there are none."""
     return [
         *(f"{shown(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
         *(f"{shown(name)} is not in the version" for name in wanted.keys() - given.keys()),
@@ -99,12 +99,14 @@ def differences(
 
 
 def named(version: LeasedVersion) -> str:
-    """A version, for messages."""
+    """A version, for messages; one of sequence 0 was built to be evaluated."""
+    if not version.sequence:
+        return f"step {version.step}"
     return f"version {version.sequence} (step {version.step})"
 
 
 def refuse(what: str, whose: str, wrong: Iterable[str]) -> None:
-    """Raise the error that says what does not fit; do nothing where all does.
+    """Raise an error that lists the differences; do nothing if there are none.
 
     Args:
         what: is refused.

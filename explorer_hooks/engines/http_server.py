@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import httpx2
@@ -19,6 +22,19 @@ from syncd.protocol.errors import (
 _AWAY: Final = frozenset({502, 503, 504})
 _LONGEST_TEXT: Final = 500
 _POLL: Final = 0.5
+#: Seconds between two lines that a server is still waited for.
+_WORD: Final = 30.0
+_DISTRUSTED: Final = (
+    "this host does not trust its certificate: give its authority's certificate by cacert "
+    "(--cacert)"
+)
+_WRONG_KEY: Final = (
+    ": it wants another key: set SYNCD_API_KEY to the one that it was started with, and "
+    "SYNCD_ADMIN_API_KEY to an SGLang server's --admin-api-key"
+)
+#: Seconds to connect, at most: a host that is down may not even refuse, and once it is up again a
+#: new attempt gets through long before an old one.
+_CONNECT: Final = 3.0
 
 
 class HttpServer:
@@ -30,11 +46,13 @@ class HttpServer:
     Args:
         url: e.g. ``http://127.0.0.1:8000``.
         api_key: what it was started with, sent as a bearer token.
+        other_keys: route → the key to send instead of ``api_key``.
+        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
         timeout: seconds for a request, where a call gives no other.
         transport: the seam for tests.
 
     Raises:
-        InvalidSettingsError: this is no address.
+        InvalidSettingsError: this is no address, or ``cacert`` holds no certificate.
     """
 
     def __init__(
@@ -42,25 +60,30 @@ class HttpServer:
         url: str,
         *,
         api_key: str | None = None,
+        other_keys: Mapping[str, str] = MappingProxyType({}),
+        cacert: str | Path | None = None,
         timeout: float = 30.0,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         try:
             self.url = httpx2.URL(url)
         except httpx2.InvalidURL as error:
-            raise InvalidSettingsError(f"{url} is no address: {error}") from error
+            raise InvalidSettingsError(f"{url} is not an address: {error}") from error
         if self.url.scheme not in {"http", "https"} or not self.url.host:
-            raise InvalidSettingsError(f"{url} is no address: give http://HOST:PORT")
+            raise InvalidSettingsError(f"{url} is not an address: give http://HOST:PORT")
         if self.url.userinfo or self.url.query or self.url.fragment:
             # It is named in logs, and in reports on shared storage.
             raise InvalidSettingsError(
-                f"the address of {self.url.host} says more than http://HOST:PORT/PATH: give a key "
-                "by SYNCD_API_KEY, or api_key"
+                f"the address of {self.url.host} has more parts than http://HOST:PORT/PATH: give "
+                "a key by SYNCD_API_KEY, or api_key"
             )
+        self._api_key = api_key
+        self._other_keys = other_keys
+        self._timeout = timeout
         self._client = httpx2.Client(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else None,
-            timeout=timeout,
+            verify=True if cacert is None else _trusting(cacert),
+            timeout=_limits(timeout),
             transport=transport,
             # A server closes the connection behind an error: each request has one of its own.
             limits=httpx2.Limits(max_keepalive_connections=0),
@@ -76,12 +99,12 @@ class HttpServer:
             ServerError: it does not say.
         """
         if self._routes is None:
-            self._read_routes()
+            self.read_routes()
         assert self._routes is not None  # noqa: S101 # read just now
         return route in self._routes
 
     def require(self, route: str, advice: str) -> None:
-        """See that the server has a route.
+        """Check that the server has a route.
 
         Raises:
             InvalidSettingsError: it does not; the advice says what to do.
@@ -108,7 +131,8 @@ class HttpServer:
             route: ``METHOD /path``.
             body: sent as JSON; None for none.
             params: of the query.
-            timeout: seconds for each part of it; that of the server by default.
+            timeout: seconds for each part of it, of which the connection gets at most 3; that of
+                the server by default.
 
         Returns:
             The answer's JSON; None where there is none in it.
@@ -119,40 +143,59 @@ class HttpServer:
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")
+        key = self._other_keys.get(route, self._api_key)
         try:
             response = self._client.request(
                 method,
                 path,
                 json=body,
                 params=params,
-                timeout=httpx2.USE_CLIENT_DEFAULT if timeout is None else timeout,
+                headers={"Authorization": f"Bearer {key}"} if key else None,
+                timeout=httpx2.USE_CLIENT_DEFAULT if timeout is None else _limits(timeout),
             )
         except httpx2.TransportError as error:
             self.forget_routes()
             what = str(error) or type(error).__name__
-            raise ServerUnreachableError(f"{self.url}: {route}: {what}: is it up?") from error
+            hint = _DISTRUSTED if "CERTIFICATE_VERIFY_FAILED" in what else "is it up?"
+            raise ServerUnreachableError(f"{self.url}: {route}: {what}: {hint}") from error
         said = f"{self.url}: {route}: {response.status_code} {response.text[:_LONGEST_TEXT]}"
         if response.status_code in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
         if not response.is_success:  # a redirection is followed by nobody: it was not done
-            raise ServerRefusedError(said, answer=_json(response))
+            status = response.status_code
+            hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
+            raise ServerRefusedError(f"{said}{hint}", answer=_json(response), status=status)
         return _json(response)
 
-    def wait_until_up(self, timeout: float) -> None:
-        """Wait until the server says what routes it has: one that begins needs a while.
+    def wait_until_up(self, timeout: float, told: Callable[[str], object]) -> None:
+        """Wait until the server lists its routes: a starting server needs a while.
+
+        Args:
+            timeout: seconds.
+            told: given the reason why it still waits: as soon as there is one, then each 30 s.
 
         Raises:
             ServerUnreachableError: it did not come up in time.
             ServerRefusedError: it does not say.
         """
-        deadline = time.monotonic() + timeout
+        begun = next_word = time.monotonic()
         while True:
+            left = begun + timeout - time.monotonic()
             try:
-                self._read_routes()
-            except ServerUnreachableError:
-                if time.monotonic() >= deadline:
-                    raise
+                # An attempt that hangs is not to take much longer than what is left.
+                self.read_routes(min(self._timeout, max(left, _CONNECT)))
+            except ServerUnreachableError as error:
+                now = time.monotonic()
+                waited = now - begun
+                if waited >= timeout:
+                    raise ServerUnreachableError(
+                        f"no server came up within {timeout:g} s: see its log, or give it longer "
+                        f"by start_timeout (--start-timeout of syncd follow): {error}"
+                    ) from error
+                if now >= next_word:
+                    next_word = now + _WORD
+                    told(f"waiting for {waited:.0f} s of at most {timeout:g} s: {error}")
                 time.sleep(_POLL)
             else:
                 return
@@ -161,10 +204,18 @@ class HttpServer:
         """Close its connections. Safe to call twice."""
         self._client.close()
 
-    def _read_routes(self) -> None:
+    def read_routes(self, timeout: float | None = None) -> None:
+        """Ask the server for its routes.
+
+        Raises:
+            ServerUnreachableError: it does not answer within ``timeout`` seconds.
+            ServerRefusedError: it does not say.
+        """
         try:
-            told = self.ask("GET /openapi.json")
+            told = self.ask("GET /openapi.json", timeout=timeout)
         except ServerRefusedError as error:
+            if error.status == httpx2.codes.UNAUTHORIZED:
+                raise
             raise ServerRefusedError(
                 f"{error}: it does not say what routes it has; start it without an option that "
                 "turns its API's description off"
@@ -178,6 +229,19 @@ class HttpServer:
             if isinstance(methods, dict)
             for method in methods
         )
+
+
+def _trusting(cacert: str | Path) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=cacert)
+    except OSError as error:  # an SSLError is one
+        raise InvalidSettingsError(
+            f"{cacert} contains no certificate in PEM format: {error}"
+        ) from error
+
+
+def _limits(timeout: float) -> httpx2.Timeout:
+    return httpx2.Timeout(timeout, connect=min(timeout, _CONNECT))
 
 
 def _json(response: httpx2.Response) -> Any:

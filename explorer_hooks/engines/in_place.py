@@ -1,4 +1,4 @@
-"""Filling tensors where they are: through host memory that is kept, or straight from the files."""
+"""Filling tensors in place: through host memory that is kept, or straight from the files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from explorer_hooks.engines.targets import Target
 from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.boxes import Box
-from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
+from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
+from syncd.coordination.broadcast.weight_meta import padded
 from syncd.coordination.host_memory import HostMemory
 from syncd.coordination.tensors import bytes_of
-from syncd.coordination.weight_meta import padded
 
 #: About so many bytes one thread is given at a time.
 _BATCH: Final = 16 * 1024 * 1024
@@ -46,7 +46,7 @@ class HostStage:
         self.views: list[Tensor] = []
 
     def lay_out(self, targets: Sequence[Target]) -> Tensor:
-        """Make room for what the targets are to have; they are not changed.
+        """Allocate memory for the targets' new content; the targets are not changed.
 
         Returns:
             The memory of all ``views``, uint8: one after the other, each at the next multiple of
@@ -61,7 +61,7 @@ class HostStage:
         return content[:at]
 
     def read(self, reader: WeightsReader, targets: Sequence[Target]) -> None:
-        """Read what the targets are to have; they are not changed.
+        """Read the targets' new content; the targets are not changed.
 
         Raises:
             VerificationError, ShardFormatError: a file is not what the manifest says.
@@ -76,7 +76,7 @@ class HostStage:
 
     @torch.no_grad()
     def copy(self, targets: Sequence[Target]) -> None:
-        """Give the targets what was read for them; complete on return, on every device.
+        """Copy the content that was read into the targets; complete on return, on every device.
 
         What was put on a device's streams before has ended by then, too: work that still reads the
         old values, of whoever launched it and went on.
@@ -96,7 +96,7 @@ class HostStage:
         synchronize(devices)
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Release the memory."""
         self.views = []
         self._memory = None
 

@@ -1,4 +1,4 @@
-"""What a server is asked, by routes that are other ones for each kind of server."""
+"""The requests that each kind of server must support, through its own routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from explorer_hooks.reader import LeasedVersion
 
 
 class ServerCalls(ABC):
-    """What each kind of server has its own way for.
+    """The calls that differ between kinds of servers.
 
     All raise ServerUnreachableError where it does not answer, and ServerRefusedError where it says
     that it has not done it.

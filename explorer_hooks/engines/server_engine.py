@@ -1,4 +1,4 @@
-"""What the engines that are servers have in common: paused, reloaded from a folder, and proven."""
+"""The common part of engines that are servers: paused, reloaded from a folder, and proven."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.server_calls import ServerCalls
-from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.server_fit import Fits, fits_if_here
 from syncd.protocol.errors import (
     EngineBrokenError,
     InvalidSettingsError,
     ServerError,
     ServerRefusedError,
+    ServerUnreachableError,
 )
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class ServerEngine(ServerCalls):
         is_local: whether the server reads on this host alone: staging is off without. By default
             whether its address is this host's; say no for one that spans hosts.
         api_key: what it was started with.
+        admin_api_key: of SGLang: what it was started with as ``--admin-api-key``, if it was: its
+            routes for weights then take no other.
+        cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
         lora_name: the model name under which it serves the adapters.
         timeout: seconds for a short request.
         load_timeout: seconds for a pause, a load, and the token after it, each.
@@ -69,6 +73,8 @@ class ServerEngine(ServerCalls):
     """
 
     modes: ClassVar[tuple[str, ...]]
+    #: The routes that want the admin key, if the server has one.
+    _admin: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -78,6 +84,8 @@ class ServerEngine(ServerCalls):
         base: str | Path | None = None,
         is_local: bool | None = None,
         api_key: str | None = None,
+        admin_api_key: str | None = None,
+        cacert: str | Path | None = None,
         lora_name: str = "syncd",
         timeout: float = 30.0,
         load_timeout: float = 1800.0,
@@ -85,9 +93,18 @@ class ServerEngine(ServerCalls):
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         if mode not in {None, *self.modes}:
-            raise InvalidSettingsError(f"no mode {mode!r}: there are {', '.join(self.modes)}")
+            raise InvalidSettingsError(
+                f"unknown mode {mode!r}: choose one of {', '.join(self.modes)}"
+            )
         self._mode = mode or self.modes[0]
-        self._server = HttpServer(url, api_key=api_key, timeout=timeout, transport=transport)
+        self._server = HttpServer(
+            url,
+            api_key=api_key,
+            other_keys=dict.fromkeys(self._admin, admin_api_key) if admin_api_key else {},
+            cacert=cacert,
+            timeout=timeout,
+            transport=transport,
+        )
         self._whose = f"the server at {self._server.url}"
         self._fits = Fits(base, casts=True, whose=self._whose) if base is not None else None
         self._is_local = _is_here(self._server.url.host) if is_local is None else is_local
@@ -103,12 +120,13 @@ class ServerEngine(ServerCalls):
         self._has_adapters = False
         self._received: str | None = None
         self._proof: Callable[[], None] | None = None
+        self._told_waiting: Callable[[str], object] = lambda _: None
 
     # -- what an engine is -------------------------------------------------------------------------
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What the server was started for; before :meth:`attach` all that it could be."""
+        """The kinds that the server was started for; before :meth:`attach`, all possible kinds."""
         return self._kinds
 
     @property
@@ -116,8 +134,12 @@ class ServerEngine(ServerCalls):
         """Whether it reads on this host alone."""
         return self._is_local
 
+    def on_waiting(self, told: Callable[[str], object]) -> None:
+        """Let ``told`` be given why :meth:`attach` waits: at once, and then each 30 s."""
+        self._told_waiting = told
+
     def attach(self) -> None:
-        """Wait until the server is up, see what it can do, and resume it where it was paused.
+        """Wait until the server is up, find out what it supports, and resume it if it is paused.
 
         A server that was left in the middle of a load stays paused until it is given a version.
 
@@ -126,7 +148,10 @@ class ServerEngine(ServerCalls):
             InvalidSettingsError: it has not the routes that are needed.
             ServerRefusedError: it does not answer as it should.
         """
-        self._server.wait_until_up(self._start_timeout)
+        waits = f"waiting up to {self._start_timeout:g} s for {self._whose} to answer"
+        self._told_waiting(waits)
+        log.info("%s", waits)
+        self._server.wait_until_up(self._start_timeout, self._say_waiting)
         self._kinds = self._find_kinds()
         named = self._named_folder()
         if self._fits is None and named is not None:
@@ -145,16 +170,16 @@ class ServerEngine(ServerCalls):
         if named is not None and self._serves_what_it_names(said):
             self._loaded = {"full": named}
         if not self._can_label() and self._may_be_paused():
-            self._torn = "it may have been left in the middle of a load, and cannot say so"
+            self._torn = "a load may have been interrupted, which the server cannot report"
             self._model_is_torn = True
             log.warning(
-                "%s: %s; it is left as it is until a version comes", self._whose, self._torn
+                "%s: %s; leaving it as it is until a version comes", self._whose, self._torn
             )
         else:
             self._resume()
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with what the server was started with, or was given before.
+        """Compare a full model with the one that the server was started with, or loaded before.
 
         Raises:
             EngineMismatchError: it does not fit, or the server does not take its kind.
@@ -164,7 +189,7 @@ class ServerEngine(ServerCalls):
             self._fits.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """See that the server is there while nothing is paused yet; it may be another one by now.
+        """Check the server before anything is paused; it may have been replaced by another one.
 
         Raises:
             ServerUnreachableError: it is not.
@@ -181,16 +206,17 @@ class ServerEngine(ServerCalls):
         self._has_adapters |= version.kind == "adapter" or self._serves_adapter()
 
     def pause(self) -> None:
-        """Hold, finish or abort what is in flight, as was asked for.
+        """Hold, finish or abort running requests, by the configured mode.
 
         Raises:
             ServerUnreachableError: it does not answer.
+            ServerBusyError: it cannot be paused as it must be for a load: try again.
             EngineBrokenError: it refuses.
         """
         self._must(self._pause)
 
     def load(self, version: LeasedVersion) -> None:
-        """Let the server load the version's folder; where it cannot, let it load what it had.
+        """Have the server load the version's folder; if it cannot, have it load the previous one.
 
         It counts as in the middle of a load until :meth:`reset_cache`.
 
@@ -203,7 +229,7 @@ class ServerEngine(ServerCalls):
         if before is not None and not before.startswith(LOADING):
             self._model_is_torn = False  # it was restarted since
         if version.kind == "adapter" and self._model_is_torn:
-            raise EngineBrokenError(f"{self._whose} needs a full model, or a restart: {torn}")
+            raise EngineBrokenError(f"load a full model into {self._whose}, or restart it: {torn}")
         self._torn = f"it has not taken version {version.sequence}"
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
@@ -268,7 +294,7 @@ class ServerEngine(ServerCalls):
             self._proof = None
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the server says that it has this version, or what it received since.
+        """Whether the server reports this version, or weights that it received since.
 
         One that was restarted does not. Where a server cannot say what it has, that it is there
         counts.
@@ -278,21 +304,36 @@ class ServerEngine(ServerCalls):
         try:
             said = self._said_label()
         except (ServerRefusedError, OSError) as error:
-            log.warning("%s does not say what it serves: %s", self._whose, error)
+            log.warning("%s does not report the version that it serves: %s", self._whose, error)
             return False
         given = self._received or label(version)
         if said is not None and said != given and said.startswith((_STEP, LOADING)):
             log.warning(
-                "%s has %s, and was given %s here: by another hook? a server has one",
+                "%s has %s, but this hook loaded %s: is another hook loading into it? a server "
+                "has one hook",
                 self._whose,
                 said,
                 given,
             )
         return said is None or said == given
 
+    def is_away(self) -> bool:
+        """Whether the server does not answer, e.g. because it is being restarted."""
+        try:
+            self._server.read_routes()
+        except ServerUnreachableError:
+            return True
+        except ServerRefusedError:
+            pass  # it answers: the next pull says what is wrong with it
+        return False
+
     def close(self) -> None:
         """Close the connections; the server goes on. Safe to call twice."""
         self._server.close()
+
+    def _say_waiting(self, why: str) -> None:
+        self._told_waiting(why)
+        log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
         """See that whoever is at a load is gone: a load takes no longer than the ``load_timeout``.
@@ -345,7 +386,7 @@ class ServerEngine(ServerCalls):
         if folder is None:
             # Of adapters it had none; of the model nobody knows what is left.
             return version.kind == "adapter"
-        log.warning("%s is given %s again: %s", self._whose, folder, error)
+        log.warning("%s: loading %s again: %s", self._whose, folder, error)
         try:
             self._load_folder(version.kind, folder, name)
         except (ServerRefusedError, OSError) as again:
@@ -359,9 +400,7 @@ class ServerEngine(ServerCalls):
         try:
             return call()
         except ServerRefusedError as error:
-            raise EngineBrokenError(
-                f"{self._whose} does not serve as it should: {error}"
-            ) from error
+            raise EngineBrokenError(f"{self._whose} does not work as it should: {error}") from error
 
 
 def label(version: LeasedVersion) -> str:

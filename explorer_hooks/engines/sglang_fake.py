@@ -1,9 +1,9 @@
-"""SGLang's documented HTTP interface, without a model: for tests of what drives a server.
+"""SGLang's HTTP interface, without a model: for tests of programs that drive a server.
 
-What it does was written down from SGLang's documentation and the fields of its requests; no such
-server was at hand. Its traps are here: a flush that is refused while something runs, an update
-that is reported as failed though the weights have changed, and an unload that waits for requests
-which are held.
+It behaves as the sources of SGLang 0.5.23 say; no such server was at hand. Its traps are here: a
+flush that is refused while something runs, or while a paused server has a grammar to compile; an
+update that is reported as failed though the weights have changed; a name that is the folder of the
+last update; an unload that waits for requests which are held; and routes that want another key.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import httpx2
 
 _DEFAULT: Final = "default"
 _GET: Final = frozenset({"/model_info"})
+#: Routes that anyone may ask who has the ``--api-key``; the others want the admin's.
+_NORMAL: Final = frozenset({"/openapi.json", "/model_info", "/generate"})
 _MODES: Final = frozenset({"abort", "retract", "in_place"})
 
 
@@ -27,23 +29,33 @@ class FakeSGLang:
     Args:
         model_path: what it was started with.
         without: routes that this release does not have.
+        api_key, admin_api_key: the keys that it was started with.
 
     Attributes:
         transport: what a client reaches it by.
         asked: the paths of all requests, in order, but those that only look.
         model_path, weight_version: what it serves.
+        served_model_name: the model's name in OpenAI's routes.
         adapters: name → path.
         loaded: the folders whose weights it took, in order.
         is_paused: whether requests wait.
-        running: how many requests there are to flush in the way of.
+        running: how many requests are computed.
+        compiling: how many requests wait for a grammar, which no paused scheduler compiles.
+        aborted: how many requests were returned as far as they were.
         is_up: whether it answers.
-        flushes_always: whether an update flushes whatever it was asked for, as old releases do.
         faults: path → the message of an answer that says that it failed.
         refuses: folders that it does not take.
         is_dead: whether nothing is generated any more.
     """
 
-    def __init__(self, model_path: str, *, without: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        without: frozenset[str] = frozenset(),
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+    ) -> None:
         self.transport = httpx2.MockTransport(self._answer)
         self.asked: list[str] = []
         self._routes: dict[str, Callable[[Mapping[str, Any]], httpx2.Response]] = {
@@ -58,11 +70,11 @@ class FakeSGLang:
             "/generate": self._generate,
         }
         self._without = without
+        self._keys = api_key, admin_api_key
         self._started_with = model_path
         self.loaded: list[str] = []
-        self.running = 0
+        self.running = self.compiling = self.aborted = 0
         self.is_up = True
-        self.flushes_always = False
         self.faults: dict[str, str] = {}
         self.refuses: frozenset[str] = frozenset()
         self._lock = threading.Lock()
@@ -70,11 +82,12 @@ class FakeSGLang:
 
     def restart(self) -> None:
         """As a new process: it has what it was started with."""
-        self.model_path = self._started_with
+        self.model_path = self.served_model_name = self._started_with
         self.weight_version = _DEFAULT
         self.adapters: dict[str, str] = {}
         self.is_paused = False
         self.is_dead = False
+        self._is_scheduler_paused = False
         self._held = 0
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
@@ -82,6 +95,8 @@ class FakeSGLang:
         if not self.is_up:
             raise httpx2.ConnectError("connection refused", request=request)
         told = json.loads(request.content) if request.content else {}
+        if not self._is_allowed(path, request.headers.get("Authorization")):
+            return _said(401, {"error": "Unauthorized"})
         with self._lock:
             if path == "/openapi.json":
                 return _said(200, {"paths": self._paths()})
@@ -94,6 +109,11 @@ class FakeSGLang:
                 return _said(400, {"success": False, "message": self.faults[path]})
             return method(told)
 
+    def _is_allowed(self, path: str, told: str | None) -> bool:
+        api_key, admin_api_key = self._keys
+        key = api_key if path in _NORMAL else admin_api_key or api_key
+        return key is None or told == f"Bearer {key}"
+
     def _paths(self) -> dict[str, Any]:
         return {
             path: {"get" if path in _GET else "post": {}}
@@ -102,7 +122,11 @@ class FakeSGLang:
         }
 
     def _model_info(self, _: Mapping[str, Any]) -> httpx2.Response:
-        served = {"model_path": self.model_path, "weight_version": self.weight_version}
+        served = {
+            "model_path": self.model_path,
+            "served_model_name": self.served_model_name,
+            "weight_version": self.weight_version,
+        }
         return _said(200, served | {"is_generation": True})
 
     def _pause_generation(self, told: Mapping[str, Any]) -> httpx2.Response:
@@ -110,28 +134,35 @@ class FakeSGLang:
         if mode not in _MODES:
             return _said(422, {"detail": f"mode {mode}"})
         self.is_paused = True
-        self._held = self.running if mode == "retract" else 0
-        if mode != "in_place":
+        if mode == "abort":
+            if self._is_scheduler_paused and self.compiling:
+                # A real one waits until they are returned, which its scheduler does not do.
+                raise httpx2.ReadTimeout("the scheduler is paused, and compiles no grammar")
+            self.aborted += self.running + self.compiling + self._held
+            self.running = self.compiling = self._held = 0
+        else:
+            self._is_scheduler_paused = True
+        if mode == "retract":
+            self._held += self.running
             self.running = 0
         return _said(200, {"status": "ok", "message": "Generation paused successfully."})
 
     def _continue_generation(self, _: Mapping[str, Any]) -> httpx2.Response:
-        self.is_paused = False
-        self.running += self._held
-        self._held = 0
+        self.is_paused = self._is_scheduler_paused = False
+        self.running += self._held + self.compiling
+        self._held = self.compiling = 0
         return _said(200, {"status": "ok", "message": "Generation continued successfully."})
 
     def _update_weights_from_disk(self, told: Mapping[str, Any]) -> httpx2.Response:
         path = str(told["model_path"])
         if path in self.refuses or not any(Path(path).glob("*.safetensors")):
             return _said(400, {"success": False, "message": f"Failed to load {path}"})
-        self.model_path = path
         self.loaded.append(path)
-        self.weight_version = told.get("weight_version") or self.weight_version
-        flushes = told.get("flush_cache", True) or self.flushes_always
-        if flushes and self.running:
-            message = "Cache flush failed after updating weights"
+        if told.get("flush_cache", True) and not self._can_flush():
+            message = "Weights were updated, but the cache was not flushed"
             return _said(400, {"success": False, "message": message})
+        self.model_path = self.served_model_name = path
+        self.weight_version = told.get("weight_version") or self.weight_version
         return _said(200, {"success": True, "message": "Succeeded", "num_paused_requests": 0})
 
     def _update_weight_version(self, told: Mapping[str, Any]) -> httpx2.Response:
@@ -139,7 +170,12 @@ class FakeSGLang:
         return _said(200, {"success": True, "new_version": self.weight_version})
 
     def _flush_cache(self, _: Mapping[str, Any]) -> httpx2.Response:
-        return httpx2.Response(400 if self.running else 200, text="Flush cache.\n")
+        if not self._can_flush():
+            return httpx2.Response(400, text="Flush cache failed.\n")
+        return httpx2.Response(200, text="Cache flushed.\n")
+
+    def _can_flush(self) -> bool:
+        return not (self.running or self.compiling)
 
     def _load_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
         name, path = str(told["lora_name"]), str(told["lora_path"])

@@ -1,16 +1,17 @@
 """SGLang's server, over HTTP.
 
-Written from its documented fields, and tested against :mod:`explorer_hooks.engines.sglang_fake`
-alone: there is no build of it for CPUs.
+Written by the sources of SGLang 0.5.23, and tested against
+:mod:`explorer_hooks.engines.sglang_fake` alone: there is no build of it for CPUs.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, ClassVar, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine
-from syncd.protocol.errors import InvalidSettingsError, ServerRefusedError
+from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ _INFO: Final = ("GET /model_info", "GET /get_model_info")
 _LOAD_ADAPTER: Final = "POST /load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
 _GENERATE: Final = "POST /generate"
+#: Seconds to serve between two tries to flush a paused server.
+_BETWEEN_FLUSHES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
 class SGLangServer(ServerEngine):
@@ -32,6 +35,11 @@ class SGLangServer(ServerEngine):
     queue, and goes on with the new weights, its prefix computed anew; ``abort``, returned as far as
     it was. Before and after an adapter, ``retract`` is as ``abort``. (``in_place`` would keep
     prefixes of the old weights, and is not offered.)
+
+    A paused server compiles no grammars, and refuses to flush its caches while a request waits for
+    one. So the caches are flushed before the load too; if that is refused, the server goes on with
+    what it has for a moment, and is paused again.
+
     :class:`~explorer_hooks.engines.server_engine.ServerEngine` has the arguments, and what is
     promised.
 
@@ -40,7 +48,9 @@ class SGLangServer(ServerEngine):
     """
 
     modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
+    _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, _LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
     _info = _INFO[0]
+    _is_flushed = False
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):
@@ -48,7 +58,9 @@ class SGLangServer(ServerEngine):
         try:
             self._info = next(route for route in _INFO if self._server.has(route))
         except StopIteration:
-            raise InvalidSettingsError(f"{self._whose} does not say what it serves") from None
+            raise InvalidSettingsError(
+                f"{self._whose} does not report the version that it serves"
+            ) from None
         # An adapter is labelled by a request of its own.
         takes = self._server.has(_LOAD_ADAPTER) and self._server.has(_LABEL)
         adapters = {"adapter"} if takes else set()
@@ -82,13 +94,57 @@ class SGLangServer(ServerEngine):
         # To unload an adapter SGLang waits, without end, for what is in flight with it: nothing may
         # be held.
         mode = "abort" if self._has_adapters else self._mode
-        self._server.ask(_PAUSE, {"mode": mode}, timeout=self._load_timeout)
+        self._is_flushed = False
+        if self._torn is None and self._uncached is None:
+            self._pause_flushed(mode)
+        else:  # it must not serve what it has, not even for a moment
+            self._ask_to_pause(mode)
 
     def _resume(self) -> None:
         self._server.ask(_RESUME, {})
 
     def _reset_cache(self) -> None:
+        try:
+            self._flush()
+        except ServerRefusedError as error:
+            log.info("resuming %s to flush its caches: %s", self._whose, error)
+            # Requests that go on with prefixes of old weights must not end as if nothing was.
+            mode = self._mode if self._is_flushed and not self._has_adapters else "abort"
+            self._resume()
+            self._pause_flushed(mode)
+
+    def _pause_flushed(self, mode: str) -> None:
+        """Pause with empty caches; what keeps them from being flushed is let go on meanwhile.
+
+        Raises:
+            ServerBusyError: they could not be flushed in any pause; it is paused.
+        """
+        for seconds in (*_BETWEEN_FLUSHES, None):
+            self._ask_to_pause(mode)
+            try:
+                self._flush()
+            except ServerRefusedError as error:
+                if seconds is None:
+                    raise ServerBusyError(
+                        f"{self._whose} refuses to flush its caches whenever it is paused: {error}"
+                    ) from error
+                log.info(
+                    "%s serves for %g s, then its caches are flushed: %s",
+                    self._whose,
+                    seconds,
+                    error,
+                )
+                self._resume()
+                time.sleep(seconds)
+            else:
+                return
+
+    def _ask_to_pause(self, mode: str) -> None:
+        self._server.ask(_PAUSE, {"mode": mode}, timeout=self._load_timeout)
+
+    def _flush(self) -> None:
         self._server.ask(_FLUSH, timeout=self._load_timeout)
+        self._is_flushed = True
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
         if kind == "adapter":
@@ -96,21 +152,15 @@ class SGLangServer(ServerEngine):
             adapter = {"lora_name": self._lora_name, "lora_path": folder}
             self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
             return
-        # The cache is flushed by a request of its own: one that is refused here is reported as a
-        # failure, although the weights have changed; some releases end with it.
+        # The cache is flushed by a request of its own: if a flush is refused here, the update is
+        # reported as a failure, although the weights have changed; some releases end with it.
         body = {
             "model_path": folder,
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": name,
         }
-        try:
-            self._accepted(self._server.ask(_UPDATE, body, timeout=self._load_timeout))
-        except ServerRefusedError as error:
-            told = self._told()
-            if told.get("weight_version") != name or told.get("model_path") != folder:
-                raise
-            log.warning("it has the new weights all the same: %s", error)
+        self._accepted(self._server.ask(_UPDATE, body, timeout=self._load_timeout))
         if "adapter" in self._loaded:
             self._unload_adapter()
 

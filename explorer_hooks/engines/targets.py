@@ -1,4 +1,4 @@
-"""Which tensor of a module takes which tensor of a version, or which part of it."""
+"""The mapping of a version's tensors, or parts of them, to the tensors of a module."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.boxes import Box, whole
 from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.broadcast.weight_meta import Described
 from syncd.coordination.dtensor import local_box
 from syncd.coordination.tensors import DTYPES, bytes_of
-from syncd.coordination.weight_meta import Described
 from syncd.protocol.errors import CheckpointError, EngineMismatchError
 
 #: What ``get_extra_state`` of a module returned: whatever it is, it is no parameter or buffer.
@@ -28,12 +28,12 @@ _EXTRA: Final = "_extra_state"
 Rename = Callable[[str], str | None]
 
 
-class Given(Described, Protocol):
+class DescribedTensor(Described, Protocol):
     """A tensor of a version, as its manifest or the meta of a broadcast describes it."""
 
     @property
     def digest(self) -> str | None:
-        """Of its bytes, where it is known."""
+        """The digest of its bytes, if known."""
 
 
 class Target(NamedTuple):
@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the part, in the version's dtype."""
+        """Bytes of the part, in the version's dtype."""
         return self.box.size * self.dtype.itemsize
 
     def of(self, whole: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
-            "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy: serve "
-            "a module without it, or one of fully_shard"
+            "the module is wrapped in FullyShardedDataParallel, whose state dict is a copy: "
+            "serve an unwrapped module, or one of fully_shard"
         )
     state = module.state_dict(keep_vars=True)
     tensors = {
@@ -105,7 +105,7 @@ def cut_again(module: nn.Module) -> None:
 
 
 class Fit(NamedTuple):
-    """How a version fits a module.
+    """The match between a version and a module.
 
     Attributes:
         targets: what each of its tensors fills, in the version's order.
@@ -118,7 +118,7 @@ class Fit(NamedTuple):
 
 
 def find_targets(
-    entries: Iterable[Given],
+    entries: Iterable[DescribedTensor],
     tensors: Mapping[str, Tensor],
     rename: Rename,
     *,
@@ -126,7 +126,7 @@ def find_targets(
     what: str,
     whose: str,
 ) -> Fit:
-    """What each tensor of a version fills.
+    """The target of each tensor of a version.
 
     Every tensor of the module is filled by one of the version, tied ones by one of their names.
 
@@ -141,7 +141,7 @@ def find_targets(
     Raises:
         EngineMismatchError: says what does not fit.
     """
-    given: dict[str, Given] = {}
+    given: dict[str, DescribedTensor] = {}
     wrong: list[str] = []
     for entry in entries:
         name = rename(entry.name)
@@ -161,7 +161,7 @@ def find_targets(
     ]
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
-    first: dict[object, Given] = {}
+    first: dict[object, DescribedTensor] = {}
     for name, entry in given.items():
         if name not in tensors:
             continue
@@ -223,7 +223,9 @@ def _has_memory(tensor: Tensor) -> bool:
     )
 
 
-def _target(entry: Given, value: Tensor, *, cast: bool, whose: str) -> Sequence[Target] | str:
+def _target(
+    entry: DescribedTensor, value: Tensor, *, cast: bool, whose: str
+) -> Sequence[Target] | str:
     """What an entry fills (nothing on a rank that has no part of it); or why it cannot."""
     if tuple(value.shape) != entry.shape:
         return f"is {list(entry.shape)}, {whose} has {list(value.shape)}"

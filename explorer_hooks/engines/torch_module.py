@@ -13,8 +13,8 @@ from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind, named
 from explorer_hooks.engines.in_place import HostStage, fill_directly
 from explorer_hooks.engines.targets import (
+    DescribedTensor,
     Fit,
-    Given,
     Rename,
     Target,
     compare_tied,
@@ -25,8 +25,8 @@ from explorer_hooks.engines.targets import (
 )
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
-from syncd.coordination.broadcast import KeptGroup
-from syncd.coordination.weight_meta import WeightMeta
+from syncd.coordination.broadcast.group import KeptGroup
+from syncd.coordination.broadcast.weight_meta import WeightMeta
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
 from syncd.protocol.participants import Rendezvous
 
@@ -123,7 +123,7 @@ class TorchModule(InProcessEngine):
         compare_tied(version, self._fit(version).unknown, self._whose)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Read the version into host memory, where it is staged; the module is not touched."""
+        """Read the version into host memory, if it is staged; the module is not touched."""
         if self._in_place == "staged":
             self._read_ahead(version, self._targets(version))
 
@@ -149,7 +149,7 @@ class TorchModule(InProcessEngine):
                 fill_directly(reader, targets, self._stage, self._threads)
             except Exception as error:
                 error.add_note(
-                    f"{self._whose} has parts of {named(version)} now: load the version before "
+                    f"{self._whose} has parts of {named(version)} now: load the previous version "
                     "again"
                 )
                 raise
@@ -205,14 +205,14 @@ class TorchModule(InProcessEngine):
     def _fit_received(self, meta: WeightMeta) -> Fit:
         if "full" not in self.kinds:
             raise EngineMismatchError(
-                f"a full model is broadcast, and {self._whose} takes adapters"
+                f"the broadcast is of a full model, and {self._whose} takes adapters"
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)
         return self._compared(meta.tensors, tensors, "what is broadcast")
 
     def close(self) -> None:
-        """Let the host memory go, and leave the weight group; the module stays as it is."""
+        """Release the host memory, and leave the weight group; the module stays as it is."""
         self._prepared = None
         self._stage.close()
         self.leave()
@@ -254,7 +254,9 @@ class TorchModule(InProcessEngine):
             tensors = self._tensors(version)
         return self._compared(version.manifest.tensors, tensors, named(version))
 
-    def _compared(self, entries: Iterable[Given], tensors: Mapping[str, Tensor], what: str) -> Fit:
+    def _compared(
+        self, entries: Iterable[DescribedTensor], tensors: Mapping[str, Tensor], what: str
+    ) -> Fit:
         return find_targets(
             entries, tensors, self._renamed, cast=self._cast, what=what, whose=self._whose
         )

@@ -10,8 +10,8 @@ from typing import Any, Final, Protocol
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.vllm_workers import VLLMWorkers, label_received, workers_of
-from explorer_hooks.fitting import Fits, fits_if_here
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.server_fit import Fits, fits_if_here
 from syncd.protocol.errors import EngineBrokenError
 from syncd.protocol.participants import Rendezvous
 
@@ -20,7 +20,7 @@ _NO_LIMIT: Final = math.inf
 
 
 class LLM(Protocol):
-    """What is used of ``vllm.LLM``.
+    """The methods of ``vllm.LLM`` that syncd uses.
 
     Attributes:
         llm_engine: knows how it was made, as ``vllm_config``.
@@ -76,11 +76,14 @@ class VLLMEngine(InProcessEngine):
         """Compare with the model that it was made from, or with what it took before.
 
         Raises:
-            EngineMismatchError: it does not fit, or is no full model.
+            EngineMismatchError: it does not fit, or is no full model; or vLLM runs on a CPU
+                without the extension, and would go on with some of the old weights.
         """
         check_kind(version, self.kinds)
         if self._fits is not None:
             self._fits.check(version)
+        engine = getattr(self._llm, "llm_engine", None)
+        self._workers.check_reload(version, getattr(engine, "vllm_config", None))
 
     def load(self, version: LeasedVersion) -> None:
         """Let each worker load the version's folder, and generate a token.
@@ -96,7 +99,7 @@ class VLLMEngine(InProcessEngine):
 
     @cached_property
     def workers(self) -> int:
-        """How many ranks of a weight group it is; 0 where it cannot take broadcasts."""
+        """The number of its ranks in a weight group; 0 if it cannot take broadcasts."""
         return workers_of(self._llm.llm_engine.vllm_config.parallel_config)
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
@@ -119,7 +122,7 @@ class VLLMEngine(InProcessEngine):
             raise EngineBrokenError(f"vLLM did not take {what}: {error}") from error
 
     def leave(self) -> None:
-        """Have the workers leave the weight group, and let go of what they hold."""
+        """Have the workers leave the weight group, and release received weights."""
         if self.workers:
             self._workers.leave()
 
@@ -139,4 +142,7 @@ class VLLMEngine(InProcessEngine):
             EngineBrokenError: it does not: something is in flight.
         """
         if not self._llm.reset_prefix_cache():
-            raise EngineBrokenError("vLLM keeps prefixes of the old weights: it still generates")
+            raise EngineBrokenError(
+                "vLLM's prefix cache still holds entries of the old weights, "
+                "because it still generates"
+            )

@@ -13,7 +13,12 @@ from typing import Any, ClassVar, Final
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.vllm_workers import VLLMWorkers, label_received, workers_of
 from explorer_hooks.reader import LeasedVersion
-from syncd.protocol.errors import InvalidSettingsError, ServerError, ServerRefusedError
+from syncd.protocol.errors import (
+    EngineMismatchError,
+    InvalidSettingsError,
+    ServerError,
+    ServerRefusedError,
+)
 from syncd.protocol.participants import Rendezvous
 
 log = logging.getLogger(__name__)
@@ -69,12 +74,13 @@ class VLLMServer(ServerEngine):
         self._digests: dict[tuple[int, str], object] = {}
         self._workers = VLLMWorkers(self._call, self._whose)
         self._world: int | None = 0
+        self._config: dict[str, Any] | None = None
 
     # -- weights by broadcast ----------------------------------------------------------------------
 
     @property
     def workers(self) -> int:
-        """How many ranks of a weight group the server is; 0 where it cannot take broadcasts.
+        """The number of the server's ranks in a weight group; 0 if it cannot take broadcasts.
 
         It is 0 before :meth:`attach`, and looked for the first time after it. To answer takes a
         server seconds the first time: it looks at its host. What a killed hook left goes: its
@@ -111,19 +117,23 @@ class VLLMServer(ServerEngine):
         self._take_received(label_received(rendezvous), self._load_received)
 
     def leave(self) -> None:
-        """Have the workers leave the weight group, and let go of what they hold."""
+        """Have the workers leave the weight group, and release received weights."""
         if self._world:
             self._workers.leave()
 
     def _find_workers(self) -> int:
-        if not self._server.has(_OPTIONS):
-            return 0
-        told = self._server.ask(
-            _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
-        )
-        config = told.get("vllm_config") if isinstance(told, dict) else None
-        parallel = config.get("parallel_config") if isinstance(config, dict) else None
-        return workers_of(parallel or {})
+        config = self._find_config()
+        return workers_of(config.get("parallel_config") or {}) if config is not None else 0
+
+    def _find_config(self) -> dict[str, Any] | None:
+        """How it was started; None if it does not say. Asked once: to answer takes it seconds."""
+        if self._config is None and self._server.has(_OPTIONS):
+            told = self._server.ask(
+                _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
+            )
+            config = told.get("vllm_config") if isinstance(told, dict) else None
+            self._config = config if isinstance(config, dict) else None
+        return self._config
 
     def _load_received(self) -> None:
         self._workers.load(self._load_timeout)
@@ -135,13 +145,37 @@ class VLLMServer(ServerEngine):
 
     # -- weights from folders ----------------------------------------------------------------------
 
+    def check(self, version: LeasedVersion) -> None:
+        """As any server's; and see that vLLM's reload changes all of the model's weights.
+
+        Raises:
+            EngineMismatchError: it does not fit; the server does not take its kind; or vLLM runs on
+                a CPU without the extension, and would go on with some of the old weights.
+            ServerUnreachableError: it does not answer.
+        """
+        super().check(version)
+        if version.kind != "full":
+            return
+        try:
+            config = self._find_config()
+        except ServerRefusedError as error:
+            log.warning("%s does not say how it was started: %s", self._whose, error)
+            config = None
+        try:
+            self._workers.check_reload(version, config)
+        except EngineMismatchError:
+            self._config = None  # it may be restarted with the extension
+            raise
+
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _RPC, _RESET):
             self._server.require(route, "start vLLM (0.12 or newer) with VLLM_SERVER_DEV_MODE=1")
         if not (self._server.has(_GENERATE) or self._server.has(_COMPLETE)):
             raise InvalidSettingsError(f"{self._whose} generates nothing that could be looked at")
         if self._checksums:
-            self._server.require(_CHECKER, "this vLLM cannot digest its weights: no checksums then")
+            self._server.require(
+                _CHECKER, "this vLLM cannot digest its weights; going on without checksums"
+            )
         adapters = {"adapter"} if self._server.has(_LOAD_ADAPTER) else set()
         return frozenset({"full"} | adapters)
 
@@ -196,7 +230,9 @@ class VLLMServer(ServerEngine):
         params = {"reset_running_requests": "true", "reset_external": "true"}
         told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
         if isinstance(told, dict) and told.get("success") is False:
-            raise ServerRefusedError("it keeps prefixes of the old weights", answer=told)
+            raise ServerRefusedError(
+                "its prefix cache still holds entries of the old weights", answer=told
+            )
 
     def _load_folder(self, kind: str, folder: str, name: str) -> None:  # noqa: ARG002 # set apart
         if kind == "adapter":

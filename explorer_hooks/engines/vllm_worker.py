@@ -1,4 +1,4 @@
-"""What each worker of vLLM is given besides, so that weights can be broadcast to it.
+"""Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are right on a CPU.
 
 Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``: it mixes
 the class into its own worker's. :mod:`.vllm_workers` calls it, by ``collective_rpc``.
@@ -6,6 +6,7 @@ the class into its own worker's. :mod:`.vllm_workers` calls it, by ``collective_
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from itertools import chain
@@ -15,9 +16,9 @@ import torch
 
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.fitting import Fits, fits_if_here
-from syncd.coordination.broadcast import KeptGroup
-from syncd.coordination.weight_meta import WeightMeta
+from explorer_hooks.server_fit import Fits, fits_if_here
+from syncd.coordination.broadcast.group import KeptGroup
+from syncd.coordination.broadcast.weight_meta import WeightMeta
 from syncd.protocol.errors import EngineMismatchError, SyncdError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import parse
@@ -49,6 +50,8 @@ class SyncdWorker:
         device: torch.device
         rank: int
         model_config: Any
+        model_runner: Any
+        vllm_config: Any
         reload_weights: Callable[..., None]
 
     def syncd_receive(self, rendezvous: str, rank_offset: int, deadline: float) -> Answer:
@@ -73,12 +76,16 @@ class SyncdWorker:
         )
 
     def syncd_load(self) -> Answer:
-        """Load what was received; where that fails, the model is torn."""
+        """Load the received weights; if that fails, the model is torn."""
         member = self._syncd_membership or Membership()
-        return _answer(lambda: self.reload_weights(weights_iterator=member.take()))
+        return _answer(lambda: _reload(self, weights_iterator=member.take()))
+
+    def syncd_load_folder(self, folder: str) -> Answer:
+        """Load a model folder; if that fails, the model is torn."""
+        return _answer(lambda: _reload(self, weights_path=folder))
 
     def syncd_leave(self) -> Answer:
-        """Leave the weight group, and let go of what was received."""
+        """Leave the weight group, and release the received weights."""
         member, self._syncd_membership = self._syncd_membership, None
         return _answer(member.close if member is not None else lambda: None)
 
@@ -134,7 +141,9 @@ class Membership:
         """What was received, once."""
         received, self._received = self._received, None
         if received is None:
-            raise RuntimeError("nothing was received: this worker is another one than was asked")
+            raise RuntimeError(
+                "this worker has received no weights: another worker was asked to receive them"
+            )
         return received
 
     def close(self) -> None:
@@ -148,6 +157,65 @@ class Membership:
             self._fits.check_tensors(given, "what is broadcast")
 
 
+def _reload(worker: SyncdWorker, **source: object) -> None:
+    """Reload the weights; where that fails, the model is torn, and the next reload begins anew.
+
+    Raises:
+        RuntimeError: on a CPU, there are experts of a kind that cannot be reloaded.
+        Exception: what vLLM raises.
+    """
+    try:
+        if worker.device.type == "cpu":
+            _reload_packed(worker, **source)
+        else:
+            worker.reload_weights(**source)
+    except Exception:
+        _end_reload(worker)
+        raise
+
+
+def _end_reload(worker: SyncdWorker) -> None:
+    """End a reload that failed: vLLM 0.32 would count what it has of a layer as of the next one."""
+    try:
+        # Only in vLLM's own environment.
+        config = importlib.import_module("vllm.config")
+        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+        with config.set_current_vllm_config(worker.vllm_config):
+            reload.finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
+    except Exception as error:  # noqa: BLE001 # of another release; the reload's own error counts
+        log.warning("a reload that failed could not be ended: restart vLLM: %r", error)
+
+
+def _reload_packed(worker: SyncdWorker, **source: object) -> None:
+    """Reload on a CPU, also all that vLLM keeps of the weights in another layout.
+
+    For its CPU kernels vLLM 0.32 packs weights when it starts. Its own reload leaves the packed
+    copy of an output layer that shares the embedding's weight as it was, because nothing is loaded
+    under that layer's name; and it copies experts over the packed ones without packing them.
+
+    Raises:
+        RuntimeError: the experts are of a kind that this is not known of.
+        Exception: what vLLM raises.
+    """
+    modules = list(worker.model_runner.get_model().modules())
+    methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
+    experts = [method for method in methods if hasattr(method, "moe_kernel")]
+    if not experts and getattr(worker.model_config, "is_moe", False):
+        raise RuntimeError("this vLLM has experts of a kind that cannot be reloaded on a CPU")
+    for method in experts:
+        method.moe_kernel = None  # vLLM then packs them as it did when it started
+    worker.reload_weights(**source)
+    if any(method.moe_kernel is None for method in experts):
+        raise RuntimeError("vLLM has not packed all experts anew: restart it")
+    sharing: dict[int, list[Any]] = {}
+    for module in modules:
+        if hasattr(module, "cpu_linear"):
+            sharing.setdefault(id(module.weight), []).append(module)
+    for group in sharing.values():
+        for module in group if len(group) > 1 else ():
+            module.quant_method.process_weights_after_loading(module)
+
+
 def _answer(call: Callable[[], None]) -> Answer:
     try:
         call()
@@ -155,6 +223,6 @@ def _answer(call: Callable[[], None]) -> Answer:
         misfits = isinstance(error.__cause__, EngineMismatchError)
         return {"failed": str(error), "misfits": misfits}
     except Exception as error:
-        log.exception("a call of syncd's has failed")
+        log.exception("a call by syncd has failed")
         return {"failed": repr(error)}
     return {"failed": None}

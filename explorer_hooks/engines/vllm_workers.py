@@ -1,4 +1,4 @@
-"""All workers of a vLLM, and what :class:`~.vllm_worker.SyncdWorker` adds to them. No torch.
+"""All workers of a vLLM, and calls of :class:`~.vllm_worker.SyncdWorker`'s methods. No torch.
 
 vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used:
 its waits have no deadline, so that a trainer that dies in one leaves the server hanging; what has
@@ -7,16 +7,22 @@ arrived is in the model already; and its ``nccl`` is for GPUs alone.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from explorer_hooks.engines.fitting import named
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.protocol.errors import (
     BroadcastError,
     EngineBrokenError,
     EngineMismatchError,
     ServerError,
+    ServerRefusedError,
 )
+from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.records import SaveId, encode
 
@@ -40,7 +46,7 @@ def workers_of(parallel_config: object) -> int:
     Args:
         parallel_config: vLLM's, or what its JSON is, as a dict.
     """
-    told = parallel_config if isinstance(parallel_config, dict) else vars(parallel_config)
+    told = _fields(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
         log.warning(
             "a vLLM takes broadcasts where it is started with --worker-extension-cls %s: this one "
@@ -56,6 +62,13 @@ def workers_of(parallel_config: object) -> int:
     return size if isinstance(size, int) else 0
 
 
+def _fields(config: object) -> Mapping[str, object]:
+    """A configuration of vLLM, or what its JSON is, by its fields."""
+    if isinstance(config, dict):
+        return config
+    return vars(config) if config is not None else {}
+
+
 class VLLMWorkers:
     """The workers of one vLLM; for broadcasts it must have the extension.
 
@@ -69,11 +82,51 @@ class VLLMWorkers:
 
     def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
         self.half_loaded = False
+        self._repacks = False
+        self._warned = False
         self._rpc = rpc
         self._whose = whose
 
+    def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
+        """See that after a reload they serve all of a full model, and choose how they load it.
+
+        On a CPU vLLM 0.32 keeps packed copies of weights, of which its own reload leaves some as
+        they were: those of an output layer that is tied to the embedding, and of experts. The
+        extension packs them anew; without it such a model is refused.
+
+        Args:
+            version: of kind ``full``.
+            vllm_config: vLLM's, or what its JSON is, as a dict; None if it does not tell.
+
+        Raises:
+            EngineMismatchError: some of the model would be served as it was.
+            OSError: storage failed while the model's config was read.
+        """
+        told = _fields(vllm_config)
+        device = _fields(told.get("device_config")).get("device")
+        self._repacks = False
+        if device is None:
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "%s does not say whether it runs on a CPU: if it does, it may go on with old "
+                    "weights of a tied output layer, or of experts, after a reload",
+                    self._whose,
+                )
+        elif str(device).startswith("cpu"):
+            parallel = _fields(told.get("parallel_config"))
+            self._repacks = parallel.get("worker_extension_cls") == EXTENSION
+            stays = None if self._repacks else _left_by_reload(version)
+            if stays is not None:
+                raise EngineMismatchError(
+                    f"{named(version)} is not loaded into {self._whose}, which runs on a CPU: "
+                    f"{stays}, which vLLM's own reload leaves wrong. Start vLLM with "
+                    f"--worker-extension-cls {EXTENSION}, or start it anew from each version's "
+                    "folder (syncd follow --command)"
+                )
+
     def load_folder(self, folder: str, timeout: float) -> None:
-        """Have all of them load a model folder, which needs no extension.
+        """Have all of them load a model folder, which needs no extension but on a CPU.
 
         After a load that failed they load it twice: vLLM 0.32 counts what it has of a layer from
         the one that failed as part of the next, and leaves out the rest of the layer, in silence.
@@ -83,12 +136,16 @@ class VLLMWorkers:
             timeout: seconds, of each load.
 
         Raises:
+            ServerRefusedError: not all of them did: the model is torn.
             Exception: what the call itself raises: the model may be torn.
         """
         times = 2 if self.half_loaded else 1
         self.half_loaded = True
         for _ in range(times):
-            self._rpc("reload_weights", {"weights_path": folder}, timeout)
+            if not self._repacks:
+                self._rpc("reload_weights", {"weights_path": folder}, timeout)
+            elif failed := self._ask("syncd_load_folder", {"folder": folder}, timeout):
+                raise ServerRefusedError(f"{self._whose} did not load {folder}: {_told(failed)}")
         self.half_loaded = False
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
@@ -155,6 +212,37 @@ class VLLMWorkers:
         if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
             raise ServerError(f"{self._whose} does not answer {method} as it should: {told}")
         return [one for one in answers if one["failed"] is not None]
+
+
+def _left_by_reload(version: LeasedVersion) -> str | None:
+    """Weights that vLLM's own reload leaves wrong on a CPU, as words; None if there are none.
+
+    A config that does not say that the output layer is not tied may mean that it is: releases of
+    transformers before 5 write ``tie_word_embeddings`` only if it is False.
+
+    Raises:
+        OSError: the config cannot be read.
+    """
+    config: object = None
+    if any(file.name == MODEL_CONFIG for file in version.manifest.files):
+        try:
+            config = json.loads(version.read_file(MODEL_CONFIG))
+        except (ValueError, RecursionError):
+            pass  # it says nothing
+    names = [tensor.name for tensor in version.manifest.tensors]
+    parts, part = [], config
+    while isinstance(part, dict):
+        parts.append(part)
+        part = part.get("text_config")
+    keys = [key for each in parts for key, value in each.items() if value]
+    if any("expert" in name.lower() or "moe" in name.lower() for name in (*names, *keys)):
+        return "it has experts"
+    if not any(map(is_output_embedding, names)):
+        return "its output layer is tied to the embedding"
+    said = [each.get("tie_word_embeddings") for each in parts]
+    if True in said or False not in said:
+        return f"its output layer is, or may be (see its {MODEL_CONFIG}), tied to the embedding"
+    return None
 
 
 def _told(failed: list[Mapping[str, object]]) -> str:

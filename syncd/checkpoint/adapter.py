@@ -1,4 +1,4 @@
-"""Whether a state dict is a PEFT model's, and what its LoRA adapter is called in a file. Pure.
+"""Telling a PEFT model's state dict, and the names of its LoRA adapter in a file. Pure.
 
 PEFT puts an adapter's tensors beside those of the module that it wraps::
 
@@ -7,7 +7,7 @@ PEFT puts an adapter's tensors beside those of the module that it wraps::
 
 and saves them without the adapter's name. The names alone say what a state dict is. A *half* is a
 tensor ``M.lora_A.N.weight`` or ``M.lora_B.N.weight`` of a module M and an adapter N (of an
-embedding, ``M.lora_embedding_A.N`` or ``…_B.N``). A state dict with a half is a PEFT model's where
+embedding, ``M.lora_embedding_A.N`` or ``…_B.N``). A state dict with a half is a PEFT model's if
 
 - a module that has one has ``M.base_layer.…`` too, as all that PEFT wraps have; or
 - every tensor is below ``base_model.model.``, as in every PeftModel; or
@@ -31,7 +31,7 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.records import AdaptedModel
 
-#: What a PeftModel calls the model that it wraps; PEFT's files have it too.
+#: PeftModel's name for the model that it wraps; PEFT's files have it too.
 PREFIX: Final = "base_model.model."
 #: Of several adapters the one that PEFT saves into the folder itself, all others below it.
 DEFAULT: Final = "default"
@@ -47,21 +47,21 @@ _ADAPTERS_OWN: Final = re.compile(
     r".\.(lora_[^.]+|modules_to_save|token_adapter\.trainable_tokens_delta)\.", re.DOTALL
 )
 _TRAINED_TOKENS: Final = ".token_adapter.trainable_tokens_delta"
-#: What is not the base model's, or a frozen copy beside what is trained.
+#: Tensors that are not the base model's, or frozen copies beside the trained ones.
 _NOT_BASE: Final = re.compile(r"\.(lora_[^.]+|modules_to_save|original_module)\.")
 _SAVED: Final = re.compile(
     r"base_model\.model\..+\.lora_(([AB])\.(weight|bias)|embedding_[AB]|magnitude_vector)",
     re.DOTALL,
 )
-#: What a hub calls a model; a path relative to some folder may look the same.
+#: A model's name on a hub; a path relative to some folder may look the same.
 _ON_HUB: Final = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 def are_two_models(one: str, other: str) -> bool | None:
-    """Whether names of base models are of two models.
+    """True if names of base models are of two models.
 
     Returns:
-        None where it is not known: another folder, on another host say, may hold the same model.
+        None if it is not known: another folder, on another host say, may hold the same model.
     """
     if one == other:
         return False
@@ -71,12 +71,12 @@ def are_two_models(one: str, other: str) -> bool | None:
 
 
 class AdapterConfig(pydantic.BaseModel):
-    """What matters here of ``adapter_config.json``.
+    """The part of ``adapter_config.json`` that matters here.
 
     Attributes:
         peft_type: which method; PEFT loads nothing without it.
         bias: which biases of the base model are trained, and saved with the adapter.
-        base_model_name_or_path: of what model it is an adapter; None, or empty, where the trainer
+        base_model_name_or_path: the model that it is an adapter of; None, or empty, if the trainer
             made that one of a config.
         revision: of that model on its hub.
     """
@@ -90,7 +90,7 @@ class AdapterConfig(pydantic.BaseModel):
 
     @property
     def base_model(self) -> AdaptedModel | None:
-        """For the manifest; None where the config names none."""
+        """For the manifest; None if the config names none."""
         if not self.base_model_name_or_path:
             return None
         return AdaptedModel(name=self.base_model_name_or_path, revision=self.revision)
@@ -106,8 +106,8 @@ def read_config(content: bytes, where: object) -> AdapterConfig:
         return AdapterConfig.model_validate_json(content)
     except pydantic.ValidationError:
         raise CheckpointError(
-            f"{where} is not what PEFT writes, a JSON object with a peft_type, and names that are "
-            "text: write it with PeftConfig.save_pretrained"
+            f"{where} is not what PEFT writes: a JSON object with a peft_type, and names "
+            "that are text; write it with PeftConfig.save_pretrained"
         ) from None
 
 
@@ -116,10 +116,10 @@ class Adapter:
     """A LoRA adapter that was found in a state dict.
 
     Attributes:
-        name: PEFT's name of it, e.g. ``default``; None where the state dict has no such names,
+        name: PEFT's name of it, e.g. ``default``; None if the state dict has no such names,
             being what PEFT would save already.
         modules: the modules that it adapts.
-        prefix: what its names lack at the beginning: LoRA may be put into a bare model too.
+        prefix: the beginning that its names lack: LoRA may be put into a bare model too.
         others: the names of the other adapters.
     """
 
@@ -129,7 +129,7 @@ class Adapter:
     others: frozenset[str] = frozenset()
 
     def saved_name(self, name: str, bias: str = "none") -> str | None:
-        """What PEFT calls a tensor of the model in the adapter's file; None where it is not in it.
+        """PEFT's name of a model tensor in the adapter's file; None if it is not in the file.
 
         Args:
             name: in the state dict.
@@ -179,13 +179,13 @@ class Adapter:
 
 
 def is_peft_model(names: Iterable[str]) -> bool:
-    """Whether every tensor is below the name that a PeftModel gives to the model that it wraps."""
+    """True if every tensor is below the name that a PeftModel gives to the model that it wraps."""
     names = list(names)
     return bool(names) and all(name.startswith(PREFIX) for name in names)
 
 
 def find_adapter(names: Iterable[str]) -> Adapter | None:
-    """The LoRA adapter of a state dict with these names; None where it is no PEFT model's.
+    """The LoRA adapter of a state dict with these names; None if it is no PEFT model's.
 
     Of several adapters the one named ``default`` is taken, as PEFT saves it into the folder itself.
 

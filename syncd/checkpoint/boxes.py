@@ -1,4 +1,4 @@
-"""Parts of a tensor as boxes of indices: what two have in common, and which bytes that is. Pure."""
+"""Parts of a tensor as boxes of indices: the intersection of two, and its bytes. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Box(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many elements it has; 1 of a tensor without dimensions."""
+        """The number of elements; 1 for a tensor without dimensions."""
         return math.prod(self.shape)
 
 
@@ -44,7 +44,7 @@ def whole(shape: Shape) -> Box:
 
 
 def common(one: Box, other: Box) -> Box | None:
-    """What two parts of the same tensor have in common; None where that is nothing."""
+    """The intersection of two parts of the same tensor; None if it is empty."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = tuple(
         min(begin + size, start + count)
@@ -55,7 +55,7 @@ def common(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, part: Box) -> list[Box]:
-    """What a box has besides a part that lies in it: at most two boxes a dimension, disjoint."""
+    """The rest of a box without a part that lies in it: at most two boxes a dimension, disjoint."""
     left = []
     offsets, shape = list(box.offsets), list(box.shape)
     for dim, (begin, size) in enumerate(zip(*part, strict=True)):
@@ -107,7 +107,7 @@ def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[
 
     Args:
         within: the box whose elements are stored, in C order.
-        part: what is wanted of it; it has elements.
+        part: the wanted part of it; it has elements.
         limit: the most elements of one read, at least 1.
         near: up to so many elements are read at once even if most of them are not wanted.
     """
@@ -118,7 +118,7 @@ def bites(within: Box, part: Box, limit: int, *, near: int = _NEAR) -> Iterator[
         if count <= limit and (count <= near or count <= 2 * box.size):
             yield box
             continue
-        # What is more than one element long is so along some dimension.
+        # A part of more than one element is longer than one along some dimension.
         dim = next(dim for dim, size in enumerate(box.shape) if size > 1)
         half = box.shape[dim] // 2
         first = Box(box.offsets, (*box.shape[:dim], half, *box.shape[dim + 1 :]))

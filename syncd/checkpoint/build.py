@@ -1,49 +1,53 @@
-"""From a whole save to a complete folder with its manifest: a Hugging Face model, or an adapter."""
+"""From a whole save to a complete folder with its manifest: a Hugging Face model, or an adapter.
+
+:class:`FreeSpace` looks whether there is room for it, before it is begun.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
-from syncd.checkpoint.cast import Caster
-from syncd.checkpoint.contents import Contents, look_inside
-from syncd.checkpoint.merge import Merged, Progress, digest_safetensors, run_plan, unheard
+from syncd.checkpoint.contents import SaveContents, look_inside
+from syncd.checkpoint.merging.cast import Caster
+from syncd.checkpoint.merging.merge import Merged, digest_safetensors, run_plan
+from syncd.checkpoint.merging.options import Checked, MergeOptions, Work
+from syncd.checkpoint.merging.source_reader import Source
 from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
-from syncd.checkpoint.save import Save, confirm_unchanged
+from syncd.checkpoint.save import Remote, Save, SavedWeights, Unfinished, confirm_unchanged
 from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
-from syncd.protocol.errors import CheckpointError, SaveNotReadyError
+from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
 from syncd.protocol.events import Event
 from syncd.protocol.names import ADAPTER_CONFIG, HUGGINGFACE, LORA_ADAPTER, MANIFEST, MODEL_CONFIG
 from syncd.protocol.records import Kind, Manifest, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
-from syncd.storage.fsio import Storage, signature
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
 log = logging.getLogger(__name__)
+
+#: Bytes for config, tokenizer and manifest; and how many files a version may well have.
+_SMALL_FILES: Final = 1024 * 1024
+_FEW_INODES: Final = 32
 
 
 def build_model_folder(
     storage: Storage,
     actor: Path,
-    save: Save,
+    save: Unfinished | SavedWeights,
     folder: Path,
     *,
-    sequence: int,
-    digests: bool,
-    max_file_size: int,
-    cast: Cast | None = None,
-    prefix: str | None = None,
-    threads: int = 1,
-    cancel: Callable[[], None],
-    progress: Progress = unheard,
-    clock: Callable[[], float] = time.monotonic,
+    options: MergeOptions,
+    work: Work,
+    sequence: int = 0,
 ) -> Manifest:
     """Merge a save into an empty folder, durably, the manifest last.
 
@@ -57,16 +61,9 @@ def build_model_folder(
         actor: the ``actor/`` folder of the save.
         save: as it was looked at last.
         folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
+        options: of the merge.
+        work: its ``cancel`` is called between chunks, its clock makes the manifest's timings.
         sequence: for the manifest; 0 for a folder that is not published.
-        digests: whether the manifest carries digests.
-        max_file_size: the most bytes of tensors in one file.
-        cast: what floating tensors are to become; None for what they are.
-        prefix: what the model's names begin with, in a save of ``torch.distributed.checkpoint``;
-            None to find out.
-        threads: how many files are written at a time, and no more than there are processors.
-        cancel: called between chunks; raises to stop.
-        progress: called with the bytes of tensors that are done, and those of all.
-        clock: seconds, monotonic, for the timings in the manifest.
 
     Returns:
         The manifest, as written to ``manifest.json``.
@@ -75,23 +72,24 @@ def build_model_folder(
         SaveNotReadyError: the save is not whole, or changed meanwhile.
         CheckpointError: it can never be merged as it is.
     """
-    if save.identity is None:
+    if isinstance(save, Unfinished):
         raise SaveNotReadyError(save.reason)
-    begun = clock()
+    cancel = work.cancel
+    begun = work.clock()
     try:
         with (
             _judged_at_rest(storage, actor, save),
-            open_save(storage, actor, save, prefix=prefix, cancel=cancel) as opened,
+            open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
             ExitStack() as stack,
         ):
             confirm_unchanged(storage, actor, save)
             checked = opened.checked
             contents = look_inside(opened, cancel)
             caster = None
-            if _has_to_cast(contents, cast):
+            if _has_to_cast(contents, options.cast):
                 # It imports torch, for seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
-            # The small files first: where one is not what was vouched for, no weights are copied.
+            # The small files first: if one differs from its receipt, no weights are copied.
             models = _copy_small_files(storage, actor, save, folder, contents.kind, cancel)
             bias, base_model = "none", None
             if contents.kind == "adapter":
@@ -99,56 +97,50 @@ def build_model_folder(
                 bias, base_model = config.bias, config.base_model
                 if base_model is None:
                     log.warning(
-                        "%s: %s names no base_model_name_or_path, so that the version does not say "
-                        "which model the adapter is for: whoever loads it has to know",
+                        "%s: %s has no base_model_name_or_path, so the version does not name the "
+                        "model that its adapter is for: load it only on the right one",
                         actor,
                         ADAPTER_CONFIG,
                         extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
                     )
-            copied = clock()
+            copied = work.clock()
             plan = contents.plan(
+                options,
                 bias=bias,
                 tied=ties_embeddings(storage, folder, models),
-                max_file_size=max_file_size,
-                cast=cast,
                 cancel=cancel,
             )
             if opened.full is not None and not plan.casts:
                 merged = _one_file(
-                    storage,
-                    opened.full,
-                    actor,
-                    save,
-                    folder,
-                    digests=digests,
-                    cancel=cancel,
-                    progress=progress,
+                    storage, opened.full, actor, save, folder, digests=options.digests, work=work
                 )
             else:
                 sources = contents.sources(opened, bias=bias)
+                # The plan has the needed part of it; of many tensors it takes much memory.
+                contents = replace(contents, indexes=())
+                opened.forget_tensors()
                 merged = run_plan(
                     storage,
                     plan,
                     sources,
                     folder,
-                    digests=digests,
-                    # Where one rank has none, the others' are checked all the same.
-                    check_crc=not save.receipts and any(source.has_crc for source in sources),
-                    shares=checked == "receipt",
-                    cancel=cancel,
-                    progress=progress,
-                    threads=threads,
+                    options=options,
+                    checked=_worth_checking(checked, sources),
+                    work=work,
                     caster=caster,
                 )
-            merge_seconds = clock() - copied
+                del sources
+            merge_seconds = work.clock() - copied
     except OSError as error:
         if is_gone(error) and storage.exists(folder):
-            raise SaveNotReadyError(f"{error.filename or actor} went while it was read") from error
+            told = f"{error.filename or actor} disappeared while it was read"
+            raise SaveNotReadyError(told) from error
         raise
+    del opened, plan  # the manifest takes much memory too
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
     if not save.receipts:
         confirm_unchanged(storage, actor, save)
-    if not digests:
+    if not options.digests:
         files = [file.model_copy(update={"digest": None}) for file in files]
     manifest = Manifest(
         sequence=sequence,
@@ -156,57 +148,44 @@ def build_model_folder(
         save_id=save.identity,
         kind=contents.kind,
         checked=checked,
-        digests="xxh3-128" if digests else "off",
+        digests="xxh3-128" if options.digests else "off",
         files=tuple(files),
         tensors=merged.tensors,
         base_model=base_model,
-        timings={"merge": round(merge_seconds, 6), "build": round(clock() - begun, 6)},
+        nonfinite=save.nonfinite,
+        timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
-    storage.write_new(folder / MANIFEST, encode(manifest))
+    content = encode(manifest)
+    if len(content) > LONG_RECORD_LIMIT:
+        raise CheckpointError(
+            f"{actor} has {len(manifest.tensors)} tensors, whose names make a {MANIFEST} of "
+            f"{len(content)} bytes, over the limit of {LONG_RECORD_LIMIT}: save the model's own "
+            "state dict"
+        )
+    storage.write_new(folder / MANIFEST, content)
     storage.sync_folder(folder)
     return manifest
 
 
-def _has_to_cast(contents: Contents, cast: Cast | None) -> bool:
-    """Whether any tensor of the save has another dtype than it is to have."""
-    return any(
+def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:
+    """If some ranks' files lack CRC-32s, those of the others are checked all the same."""
+    if checked == "stillness" and any(source.has_crc for source in sources):
+        return "crc32"
+    return checked
+
+
+def _has_to_cast(contents: SaveContents, cast: Cast | None) -> bool:
+    """True if any tensor of the save has another dtype than it is to have."""
+    return cast is not None and any(
         cast_dtype(tensor.dtype, cast) != tensor.dtype
         for index in contents.indexes
         for tensor in index.tensors.values()
     )
 
 
-def weights_size(
-    storage: Storage,
-    actor: Path,
-    save: Save,
-    *,
-    cast: Cast | None = None,
-    prefix: str | None = None,
-    cancel: Callable[[], None] = lambda: None,
-) -> int:
-    """How many bytes of weights are written for the version of a whole save.
-
-    Of a PEFT model they are the adapter's; what is linked is not written.
-
-    Raises:
-        SaveNotReadyError, CheckpointError, OSError: as :func:`build_model_folder`.
-    """
-    with (
-        _judged_at_rest(storage, actor, save),
-        open_save(storage, actor, save, prefix=prefix, cancel=cancel) as opened,
-    ):
-        contents = look_inside(opened, cancel)
-        plan = contents.plan(
-            bias="all", tied=False, max_file_size=sys.maxsize, cast=cast, cancel=cancel
-        )
-        linked = opened.full is not None and save.receipts and not plan.casts
-        return 0 if linked else plan.data_size
-
-
 @contextmanager
-def _judged_at_rest(storage: Storage, actor: Path, save: Save) -> Iterator[None]:
-    """What cannot be read may be what is being written: only a save at rest is judged."""
+def _judged_at_rest(storage: Storage, actor: Path, save: SavedWeights) -> Iterator[None]:
+    """Judge only a save at rest, because a file that cannot be read may still be being written."""
     try:
         yield
     except CheckpointError:
@@ -218,17 +197,16 @@ def _one_file(
     storage: Storage,
     file: SafetensorsFile,
     actor: Path,
-    save: Save,
+    save: SavedWeights,
     folder: Path,
     *,
     digests: bool,
-    cancel: Callable[[], None],
-    progress: Progress,
+    work: Work,
 ) -> Merged:
-    """The trainer's own file: linked where our hook wrote it, else copied."""
+    """The trainer's own file: linked if our hook wrote it, else copied."""
     (name,) = save.weights
     target = folder / file.path.name
-    # Our hook never writes in place, so that what is linked stays as it is.
+    # Our hook never writes in place, so linked files stay as they are.
     linked = bool(save.receipts) and storage.link_if_possible(actor / name, target)
     if linked:
         # The name may have been replaced since the file was opened and checked.
@@ -240,8 +218,8 @@ def _one_file(
         file,
         copy_to=None if linked else target,
         digests=digests,
-        cancel=cancel,
-        progress=progress,
+        cancel=work.cancel,
+        progress=work.progress,
     )
     if save.receipts and digests and (told := file.told_content) is not None:
         found = content_digest(bytes.fromhex(tensor.digest or "") for tensor in merged.tensors)
@@ -253,34 +231,29 @@ def _one_file(
 def _copy_small_files(
     storage: Storage,
     actor: Path,
-    save: Save,
+    save: SavedWeights,
     folder: Path,
     kind: Kind,
     cancel: Callable[[], None],
 ) -> tuple[VersionFile, ...]:
-    """Config and tokenizer, durably, each one as its receipt says where it has one."""
+    """Config and tokenizer, durably, each one as its receipt says if it has one."""
     copied: dict[str, tuple[VersionFile, ...]] = {}
     leave_out: set[str] = set()
-    try:
-        if kind == "adapter":
-            # PEFT's own files before the base model's. Folders inside are other adapters.
-            leave_out = {MODEL_CONFIG}
-            copied[LORA_ADAPTER] = copy_model_files(
-                storage,
-                actor / LORA_ADAPTER,
-                folder,
-                cancel=cancel,
-                leave_out=leave_out,
-                recursive=False,
-            )
-            leave_out.update(file.name for file in copied[LORA_ADAPTER])
-        copied[HUGGINGFACE] = copy_model_files(
-            storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+    if kind == "adapter":
+        # PEFT's own files before the base model's. Folders inside are other adapters.
+        leave_out = {MODEL_CONFIG}
+        copied[LORA_ADAPTER] = copy_model_files(
+            storage,
+            actor / LORA_ADAPTER,
+            folder,
+            cancel=cancel,
+            leave_out=leave_out,
+            recursive=False,
         )
-    except RecursionError:
-        raise CheckpointError(
-            f"{actor / HUGGINGFACE} has folders inside folders, hundreds deep: remove them"
-        ) from None
+        leave_out.update(file.name for file in copied[LORA_ADAPTER])
+    copied[HUGGINGFACE] = copy_model_files(
+        storage, actor / HUGGINGFACE, folder, cancel=cancel, leave_out=leave_out
+    )
     for source, files in copied.items():
         _check_small_files(storage, actor, save, f"{source}/", files)
     return tuple(file for files in copied.values() for file in files)
@@ -291,7 +264,7 @@ def _adapter_config(
     actor: Path,
     folder: Path,
     copied: Sequence[VersionFile],
-    contents: Contents,
+    contents: SaveContents,
 ) -> AdapterConfig:
     """The config of the adapter, as it was copied.
 
@@ -300,8 +273,8 @@ def _adapter_config(
     """
     if all(file.name != ADAPTER_CONFIG for file in copied):
         raise CheckpointError(
-            f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, which alone says how its "
-            f"weights are scaled: write it into {actor / LORA_ADAPTER} with "
+            f"{actor} holds a LoRA adapter without its {ADAPTER_CONFIG}, the only file with the "
+            f"scaling of its weights: write it into {actor / LORA_ADAPTER} with "
             "PeftConfig.save_pretrained"
         )
     try:
@@ -313,14 +286,14 @@ def _adapter_config(
     config = read_config(content, f"the {ADAPTER_CONFIG} of {actor}")
     if contents.adapter is not None and config.peft_type != "LORA":
         raise CheckpointError(
-            f"the {ADAPTER_CONFIG} of {actor} is of a {shown(config.peft_type)} adapter, and the "
-            "shards hold a LORA one: save both of one model"
+            f"the {ADAPTER_CONFIG} of {actor} is for a {shown(config.peft_type)} adapter, but "
+            "the shards hold a LORA one: save both from one model"
         )
     return config
 
 
 def _check_small_files(
-    storage: Storage, actor: Path, save: Save, prefix: str, copied: tuple[VersionFile, ...]
+    storage: Storage, actor: Path, save: SavedWeights, prefix: str, copied: tuple[VersionFile, ...]
 ) -> None:
     """The files of a folder must be those that rank 0 vouched for; all of them must be there."""
     found = {prefix + file.name: (file.size, file.digest) for file in copied}
@@ -329,10 +302,97 @@ def _check_small_files(
             continue
         if name not in found and not storage.exists(actor / name):
             raise SaveNotReadyError(
-                f"{actor / name} is gone, and the receipt of save {save.identity} vouches for it"
+                f"{actor / name} is gone, but the receipt of save {save.identity} lists it"
             )
         if found.get(name, (file.size, file.digest)) != (file.size, file.digest):
             raise SaveNotReadyError(
-                f"{actor / name} is not the file that the receipt of save {save.identity} vouches "
-                "for: it is being replaced, or was damaged"
+                f"{actor / name} is not the file that the receipt of save {save.identity} lists: "
+                "it is being replaced, or was damaged"
             )
+
+
+class FreeSpace:
+    """Looks whether the filesystem of a job has room.
+
+    What a save that does not fit would take is remembered: all of it is parsed for that, and it is
+    asked for again and again while the disk is full.
+
+    Args:
+        storage: the shared storage.
+        folder: where it is written.
+        root: of the job, for messages.
+        advice: the remedy if there is no room.
+    """
+
+    def __init__(self, storage: Storage, folder: Path, root: Path, *, advice: str) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._root = root
+        self._advice = advice
+        self._sized: tuple[tuple[str | None, Cast | None, str | None], int] | None = None
+
+    def check(
+        self,
+        actor: Path,
+        save: Save,
+        options: MergeOptions,
+        cancel: Callable[[], None],
+    ) -> None:
+        """Refuse a merge that has no room. A quota that the filesystem hides is met on the way.
+
+        Raises:
+            NoRoomError: there is no room for this save's version.
+            SaveNotReadyError, CheckpointError, OSError: as of ``build_model_folder``.
+        """
+        needed = 0
+        for name in save.weights:
+            status = self._storage.status(actor / name)
+            needed += status.st_size if status else 0
+        needed = _SMALL_FILES + (2 if options.cast == "fp32" else 1) * needed
+        free = self._storage.free(self._folder)
+        if (
+            free.bytes is not None
+            and free.bytes < needed
+            and not isinstance(save, Unfinished | Remote)
+        ):
+            # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
+            asked = (save.identity, options.cast, options.prefix)
+            if self._sized is None or self._sized[0] != asked:
+                size = _weights_size(self._storage, actor, save, options, cancel)
+                self._sized = asked, size
+            needed = _SMALL_FILES + self._sized[1]
+        if free.bytes is not None and free.bytes < needed:
+            raise NoRoomError(
+                f"step {save.step} needs {needed / 1e6:.1f} MB, and {free.bytes / 1e6:.1f} MB are "
+                f"free in {self._root}: {self._advice}"
+            )
+        if free.inodes is not None and free.inodes < _FEW_INODES:
+            raise NoRoomError(
+                f"only {free.inodes} more files can be made in {self._root} (its filesystem "
+                "is out of inodes): remove some"
+            )
+
+
+def _weights_size(
+    storage: Storage,
+    actor: Path,
+    save: SavedWeights,
+    options: MergeOptions,
+    cancel: Callable[[], None],
+) -> int:
+    """The bytes of weights that are written for the version of a whole save.
+
+    Of a PEFT model they are the adapter's; linked files are not written.
+
+    Raises:
+        SaveNotReadyError, CheckpointError, OSError: as :func:`build_model_folder`.
+    """
+    with (
+        _judged_at_rest(storage, actor, save),
+        open_save(storage, actor, save, prefix=options.prefix, cancel=cancel) as opened,
+    ):
+        contents = look_inside(opened, cancel)
+        one_file = replace(options, max_file_size=sys.maxsize)
+        plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
+        linked = opened.full is not None and save.receipts and not plan.casts
+        return 0 if linked else plan.data_size

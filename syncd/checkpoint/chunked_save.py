@@ -15,30 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.dcp_file import DcpFile, OneByOne
-from syncd.checkpoint.dcp_metadata import Chunk, Stored, StoredModel
-from syncd.checkpoint.hf_dcp import Chunked, whole_shapes
-from syncd.checkpoint.isolated import IsolatedParser
-from syncd.checkpoint.pieces import PICKLE_LIMIT
+from syncd.checkpoint.dcp.dcp_file import DcpFile, OneByOne
+from syncd.checkpoint.dcp.dcp_metadata import Chunk, Stored, StoredModel
+from syncd.checkpoint.dcp.hf_dcp import Chunked, whole_shapes
+from syncd.checkpoint.gc_pause import uncollected
+from syncd.checkpoint.merging.plan import ShardIndex
+from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
-from syncd.checkpoint.plan import ShardIndex
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.safetensors_header import Entry
-from syncd.checkpoint.source_reader import Source, SourceFile
+from syncd.checkpoint.safetensors_header import HeaderEntry
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
 from syncd.checkpoint.tensor_rules import shown
-from syncd.checkpoint.uncollected import uncollected
+from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT
 from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.names import DCP_METADATA
 from syncd.storage.fsio import Storage
 
 _METADATA_MIB: Final = PICKLE_LIMIT // (1024 * 1024)
-#: How a name begins that is no weight's, where nothing else says what was saved.
+#: The beginnings of names that are no weights', if nothing else says what was saved.
 _NO_MODEL: Final = ("optim.", "optimizer.", "optimizers.")
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedSave:
-    """What a merge is planned from, and reads.
+    """The input that a merge is planned from, and reads.
 
     Attributes:
         indexes: of each open file.
@@ -51,14 +51,14 @@ class ChunkedSave:
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What both kinds of save are opened with.
+    """The arguments that both kinds of save are opened with.
 
     Attributes:
-        storage: what is read through.
+        storage: reads the files.
         actor: the folder.
         files: the names of all of the save's files in it, ``.metadata`` aside, in rank order.
-        parser: reads what anyone may have written.
-        prefix: what the model's names begin with; None to find out.
+        parser: reads files that anyone may have written.
+        prefix: the beginning of the model's names; None to find out.
         tensor_limit: the most chunks of all files together.
         cancel: called often; it raises to stop.
         stack: closes the files.
@@ -79,7 +79,7 @@ def open_dcp(given: Opening) -> ChunkedSave:
     """Open a folder of ``.metadata`` and ``.distcp`` files, and look up all of the model's items.
 
     Raises:
-        ShardFormatError: a file cannot be read, or is not what the metadata says.
+        ShardFormatError: a file cannot be read, or contradicts the metadata.
         PlacementError, CoverageError: as the metadata, or an item, says.
         CheckpointError: which tensors are the model's cannot be told.
         OSError: as the storage says.
@@ -115,9 +115,9 @@ def open_dcp(given: Opening) -> ChunkedSave:
 def holds_model_only(
     storage: Storage, actor: Path, *, prefix: str | None, cancel: Callable[[], None]
 ) -> bool:
-    """Whether a folder of ``torch.distributed.checkpoint`` is known to hold nothing but a model.
+    """True if a folder of ``torch.distributed.checkpoint`` is known to hold nothing but a model.
 
-    False in any doubt, and where what is there cannot be read.
+    False in any doubt, and if a file there cannot be read.
 
     Raises:
         OSError: as the storage says, or no child can be started: nothing is known.
@@ -126,7 +126,7 @@ def holds_model_only(
         with IsolatedParser(cancel=cancel) as parser:
             return _read_metadata(storage, actor / DCP_METADATA, parser, prefix).is_model_only
     except CheckpointError:
-        return False  # whoever merges it says why
+        return False  # the merge says why
 
 
 def _read_metadata(
@@ -151,7 +151,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     Raises:
         ShardFormatError: a file is no whole safetensors file, or does not say where its chunks lie.
         PlacementError: a tensor is one of FSDP1's flat parameters.
-        CoverageError: files disagree on what a tensor is.
+        CoverageError: files disagree about a tensor.
         CheckpointError: no name begins with the prefix.
         OSError: as the storage says.
     """
@@ -162,7 +162,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
         given.cancel()
         offsets: dict[str, Shape] = {}
 
-        def parse(header: bytes, where: str, told: dict[str, Shape] = offsets) -> list[Entry]:
+        def parse(header: bytes, where: str, told: dict[str, Shape] = offsets) -> list[HeaderEntry]:
             chunked = given.parser.read_chunked_fields(header, where)
             told.update((entry.name, begin) for entry, begin in chunked)
             return [entry for entry, _ in chunked]
@@ -177,8 +177,8 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
         for entry, _ in found[label]:
             if given.prefix is None and entry.name.startswith(_NO_MODEL):
                 raise CheckpointError(
-                    f"{file.path} holds '{shown(entry.name)}' too, which is no weight: save the "
-                    "model alone, or say by --prefix (dcp_prefix) what its names begin with"
+                    f"{file.path} also holds '{shown(entry.name)}', which is not a weight: save "
+                    "the model alone, or give the prefix of its names: --prefix (dcp_prefix)"
                 )
         sources.append(SourceFile(file.path, file.fd))
         _check_count(file.path, sum(map(len, found.values())), given)
@@ -199,7 +199,7 @@ def open_hugging_face(given: Opening) -> ChunkedSave:
     return ChunkedSave(_indexes(given.files, parts, whole), sources)
 
 
-def _local(entry: Entry, begin: Shape, whole: Shape) -> Local:
+def _local(entry: HeaderEntry, begin: Shape, whole: Shape) -> Local:
     _, dtype, shape, at, end = entry
     return Local(dtype, shape, at, end - at, "", Position(whole, begin))
 
@@ -218,9 +218,9 @@ def _indexes(
     parts: Sequence[Mapping[str, Sequence[Local]]],
     whole: Mapping[str, tuple[str, Shape]],
 ) -> list[ShardIndex]:
-    """What each file has; the first has all names, in their order, be it with no part of them.
+    """The parts in each file; the first has all names, in their order, even with no part of them.
 
-    So the plan keeps the order, and misses what no file has a part of.
+    So the plan keeps the order, and misses tensors of which no file has a part.
     """
     return [
         ShardIndex(

@@ -1,4 +1,4 @@
-"""What a save holds: a full model, or a LoRA adapter alone or beside its base model."""
+"""The contents of a save: a full model, or a LoRA adapter alone or beside its base model."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
+from syncd.checkpoint.merging.options import MergeOptions
+from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, plan_merge
+from syncd.checkpoint.merging.source_reader import Source, SourceFile
 from syncd.checkpoint.open_save import OpenSave
 from syncd.checkpoint.placement import Chunks, Local
-from syncd.checkpoint.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.source_reader import Source, SourceFile
-from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.save import LoraAdapter
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import Kind
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What was found inside a save.
+class SaveContents:
+    """The content of a save.
 
     Attributes:
-        kind: what it becomes.
+        kind: the kind of its version.
         indexes: of the shards, or of the one file that the weights are.
         adapter: which of the shards' tensors are published, and by which names; None for all.
     """
@@ -35,41 +37,43 @@ class Contents:
 
     def plan(
         self,
+        options: MergeOptions,
         *,
         bias: str,
         tied: bool,
-        max_file_size: int,
-        cast: Cast | None,
         cancel: Callable[[], None],
     ) -> MergePlan:
         """The merge of the shards; an adapter is one file: PEFT reads no others.
 
         Args:
+            options: of the merge.
             bias: as in ``adapter_config.json``.
             tied: as in ``config.json``: ``tie_word_embeddings``.
-            max_file_size: how many bytes of tensors one file of a model may hold.
-            cast: what floating tensors are to become.
             cancel: called often; it raises to stop.
 
         Raises:
-            CoverageError: as :func:`~syncd.checkpoint.plan.plan_merge`.
+            CoverageError: as :func:`~syncd.checkpoint.merging.plan.plan_merge`.
         """
         adapter = self.adapter
         if self.kind == "full":
             return plan_merge(
-                self.indexes, max_file_size=max_file_size, tied=tied, cast=cast, cancel=cancel
+                self.indexes,
+                max_file_size=options.max_file_size,
+                tied=tied,
+                cast=options.cast,
+                cancel=cancel,
             )
         return plan_merge(
             self.indexes,
             max_file_size=sys.maxsize,
             rename=str if adapter is None else lambda name: adapter.saved_name(name, bias),
             stem=Path(ADAPTER_WEIGHTS).stem,
-            cast=cast,
+            cast=options.cast,
             cancel=cancel,
         )
 
     def sources(self, opened: OpenSave, *, bias: str) -> Sequence[Source]:
-        """What the plan reads: of an adapter beside its base model, the adapter's records alone."""
+        """The input of the plan: if an adapter lies beside its base model, only its records."""
         if opened.full is not None:
             return [SourceFile(opened.full.path, opened.full.fd)]
         if self.adapter is None:
@@ -99,24 +103,30 @@ def _records(index: ShardIndex, adapter: Adapter, bias: str) -> set[str]:
     }
 
 
-def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> Contents:
-    """Read what there is of tensors, and tell what the save is.
+def look_inside(opened: OpenSave, cancel: Callable[[], None]) -> SaveContents:
+    """Read the tensors, and tell the kind of the save.
 
     Raises:
         CheckpointError: it holds an adapter, and cannot be published as it is.
     """
     if opened.full is not None:
-        _check_one_file(opened.full, is_adapter=opened.save.is_adapter)
-        return Contents("adapter" if opened.save.is_adapter else "full", [_index(opened.full)])
+        is_adapter = isinstance(opened.save, LoraAdapter)
+        _check_one_file(opened.full, is_adapter=is_adapter)
+        return SaveContents("adapter" if is_adapter else "full", [_index(opened.full)])
     indexes = list(opened.chunked.indexes) if opened.chunked is not None else []
     for shard in opened.shards:
         cancel()
         indexes.append(ShardIndex(shard.path.name, opened.tensors(shard)))
     names = dict.fromkeys(name for index in indexes for name in index.tensors)
+    if len(names) > TENSOR_LIMIT:
+        raise CheckpointError(
+            f"{opened.sources[0].path.parent} has {len(names)} tensors in all, over the limit of "
+            f"{TENSOR_LIMIT}: save the model's own state dict"
+        )
     adapter = find_adapter(names)
     if adapter is None and is_peft_model(names):
         raise _of_another_method(opened.sources[0].path.parent)
-    return Contents("full" if adapter is None else "adapter", indexes, adapter)
+    return SaveContents("full" if adapter is None else "adapter", indexes, adapter)
 
 
 def _index(file: SafetensorsFile) -> ShardIndex:
@@ -133,7 +143,7 @@ def _check_one_file(file: SafetensorsFile, *, is_adapter: bool) -> None:
     found = find_adapter(entry.name for entry in file.entries)
     if is_adapter and not file.entries:
         raise CheckpointError(
-            f"{file.path} holds no tensors, as where they could not be gathered: save it again"
+            f"{file.path} holds no tensors; perhaps they could not be gathered: save it again"
         )
     if found is None and not is_adapter and is_peft_model(entry.name for entry in file.entries):
         raise _of_another_method(file.path)

@@ -18,12 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.free_space import FreeSpace
-from syncd.checkpoint.merge import Progress, unheard
-from syncd.checkpoint.model_folder import INDEX
-from syncd.checkpoint.save import Save, confirm_unchanged, look_at_save
-from syncd.checkpoint.tensor_rules import Cast
+from syncd.checkpoint.build import FreeSpace, build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
+from syncd.checkpoint.model_folder import FILE_LIMIT, INDEX
+from syncd.checkpoint.save import (
+    LoraAdapter,
+    SavedWeights,
+    Unfinished,
+    confirm_unchanged,
+    look_at_save,
+)
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.errors import (
     InvalidSettingsError,
@@ -31,15 +35,18 @@ from syncd.protocol.errors import (
     RecordError,
     SaveNotReadyError,
 )
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.events import Event
 from syncd.protocol.names import (
+    CHECKPOINT_POINTER,
     FULL,
     FULL_STATE_DICT,
     HUGGINGFACE,
     MANIFEST,
+    MODEL_CONFIG,
     RECEIPTS,
     RETIRED,
     SAVING,
+    STATE_POINTER,
     TEMPORARY,
     is_resumable_state,
     is_weights_name,
@@ -48,11 +55,12 @@ from syncd.protocol.names import (
 from syncd.protocol.records import Manifest
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.steps import step_folders
+from syncd.storage.job import Job, no_folder
+from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
-#: Where the merge is made, beside ``huggingface/``: the daemon collects what lies still there.
+#: The merge is made here, beside ``huggingface/``: the daemon collects leftovers there.
 _ROOM: Final = f"{TEMPORARY}{HUGGINGFACE}-"
 #: Seconds between two signs that a merge in such a room goes on; without one for three times as
 #: long, whoever made it is gone.
@@ -60,26 +68,28 @@ _SIGN: Final = 10.0
 #: How often such a room is begun: one may be taken away before anything is in it.
 _ATTEMPTS: Final = 5
 _INDEX_LIMIT: Final = 64 * 1024 * 1024
+#: Of a base model's config, tokenizer, chat template, and code.
+_MODEL_SUFFIXES: Final = frozenset({".json", ".jinja", ".model", ".py", ".tiktoken", ".txt"})
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """A full checkpoint, and what is to be done about it.
+class FoundCheckpoint:
+    """A full checkpoint, and the work that it needs.
 
     Attributes:
-        step: whose folder it is in.
+        step: the step whose folder it is in.
         save: the save, as it was looked at.
         has_weights: that its weights are in ``huggingface/`` already.
         why_not: why it is none to convert: its trainer writes it, or it is an adapter.
     """
 
     step: int
-    save: Save
+    save: Unfinished | SavedWeights
     has_weights: bool = False
     why_not: str = ""
 
 
-def full_steps(storage: Storage, layout: JobLayout) -> list[int]:
+def full_steps(job: Job) -> list[int]:
     """The steps that hold a full checkpoint, lowest first.
 
     With our hook's receipts that is said by ``.full_checkpoint`` alone; of another trainer also by
@@ -87,47 +97,121 @@ def full_steps(storage: Storage, layout: JobLayout) -> list[int]:
     trainer has retired is none any more.
 
     Raises:
-        JobUnavailableError: the job is not there.
+        JobUnavailableError: the job is not there, or is none.
         OSError: storage does not answer.
     """
-    if not storage.exists(layout.root):
-        raise JobUnavailableError(f"{layout.root} is not there: is its storage mounted?")
-    return [step for step in step_folders(storage, layout) if _is_full(storage, layout, step)]
+    if not job.storage.exists(job.layout.root):
+        raise no_folder(job.layout.root)
+    if not holds_job(job):
+        raise JobUnavailableError(
+            f"{job.layout.root} is no job: it has no global_step_N folder, no pointer "
+            f"({STATE_POINTER} or {CHECKPOINT_POINTER}), and no {job.layout.state.name}; name the "
+            "trainer's checkpoint folder, or one global_step_N in it"
+        )
+    return [step for step in step_folders(job) if _is_full(job, step)]
 
 
-def look_at_step(storage: Storage, layout: JobLayout, step: int) -> Found:
-    """What there is to convert in a step's folder.
+def holds_job(job: Job) -> bool:
+    """True if any trainer has saved a step in this folder, or syncd has served it.
 
     Raises:
-        InvalidSettingsError: it holds no full checkpoint.
+        OSError: storage does not answer.
+    """
+    at = job.layout
+    marks = (at.state, at.state_pointer, at.checkpoint_pointer)
+    return any(map(job.storage.exists, marks)) or bool(step_folders(job))
+
+
+def look_at_step(job: Job, step: int) -> FoundCheckpoint:
+    """The checkpoint to convert in a step's folder.
+
+    Raises:
+        InvalidSettingsError: it is not there, or holds no full checkpoint.
         SaveNotReadyError: its weights are not whole.
         OSError: storage does not answer.
     """
-    actor = layout.actor(step)
-    if not _is_full(storage, layout, step):
+    actor = job.layout.actor(step)
+    if not job.storage.exists(job.layout.step(step)):
+        raise InvalidSettingsError(f"there is no {job.layout.step(step)}")
+    if not _is_full(job, step):
         raise InvalidSettingsError(
-            f"{layout.step(step)} holds no full checkpoint: merge what is in it into a folder of "
-            f"your own with 'syncd merge {actor} FOLDER'"
+            f"{job.layout.step(step)} holds no full checkpoint: merge its shards into a folder "
+            f"of your own with 'syncd merge {actor} FOLDER'"
         )
-    save = look_at_save(storage, actor, step)
-    if storage.exists(layout.step(step) / SAVING):
-        return Found(step, save, why_not="its trainer is writing it, or was cut off")
+    save = look_at_save(job.storage, actor, step)
+    if job.storage.exists(job.layout.step(step) / SAVING):
+        return FoundCheckpoint(step, save, why_not="its trainer is writing it, or was cut off")
     if save.identity is None:
         raise SaveNotReadyError(save.reason)
-    if save.is_adapter:
-        return Found(step, save, why_not="it is a LoRA adapter, which PEFT loads as it is")
-    return Found(step, save, has_weights=_has_weights(storage, actor / HUGGINGFACE, save))
+    if isinstance(save, LoraAdapter):
+        return FoundCheckpoint(
+            step, save, why_not="it is a LoRA adapter, which PEFT loads as it is"
+        )
+    return FoundCheckpoint(
+        step, save, has_weights=_has_weights(job.storage, actor / HUGGINGFACE, save)
+    )
+
+
+def lacks_config(storage: Storage, actor: Path) -> bool:
+    """True if a step's ``huggingface/`` has no ``config.json``: its trainer left none."""
+    return not storage.exists(actor / HUGGINGFACE / MODEL_CONFIG)
+
+
+def take_model_files(storage: Storage, actor: Path, base: Path) -> list[str]:
+    """Copy the base model's config, tokenizer and code into a step's ``huggingface/``.
+
+    Only the files of ``base`` itself, links followed, and no weights. Existing files stay.
+    ``config.json`` comes last: cut off before it, the next call ends it.
+
+    Args:
+        storage: the shared storage.
+        actor: the ``actor/`` folder of the step.
+        base: the base model's folder, anywhere.
+
+    Returns:
+        The names of the files that were copied.
+
+    Raises:
+        SaveNotReadyError: the step was taken away meanwhile.
+        OSError: storage refused.
+    """
+    folder, source = actor / HUGGINGFACE, Storage()
+    names = [
+        path.name
+        for path in base.iterdir()
+        if path.suffix in _MODEL_SUFFIXES
+        and path.is_file()
+        and not is_weights_name(path.name)
+        and path.name not in {MANIFEST, MODEL_CONFIG}
+    ]
+    taken = []
+    with _gone_means_changed(storage, actor):
+        storage.make_folder(folder, below=actor)
+        for name in (*sorted(names), MODEL_CONFIG):
+            if storage.exists(folder / name):
+                continue
+            content = source.read((base / name).resolve(), FILE_LIMIT)
+            draft = folder / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
+            try:
+                storage.write_new(draft, content)
+                if name == MODEL_CONFIG:
+                    storage.sync_folder(folder)
+                if not storage.link_if_possible(draft, folder / name):
+                    storage.rename(draft, folder / name)
+                taken.append(name)
+            except FileExistsError:
+                pass  # the trainer's own, made just now
+            finally:
+                storage.unlink_if_there(draft)
+        storage.sync_folder(folder)
+    return taken
 
 
 def convert_step(
-    storage: Storage,
-    layout: JobLayout,
-    found: Found,
+    job: Job,
+    found: FoundCheckpoint,
+    options: MergeOptions,
     *,
-    max_file_size: int,
-    cast: Cast | None = None,
-    prefix: str | None = None,
-    threads: int = 1,
     progress: Progress = unheard,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
@@ -142,19 +226,15 @@ def convert_step(
     ``manifest.json`` names the save before, and the next call converts the new one.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
-        found: what :func:`look_at_step` found.
-        max_file_size: the most bytes of tensors in one file.
-        cast: what floating tensors are to become; None for what they are.
-        prefix: of names in a save of ``torch.distributed.checkpoint``; None to find out.
-        threads: how many files are written at a time.
+        job: the job.
+        found: the result of :func:`look_at_step`.
+        options: of the merge.
         progress: called with the bytes of tensors that are done, and those of all.
         sleep: waits so many seconds.
         clock: seconds, monotonic.
 
     Returns:
-        The manifest; None where the shards turned out to hold a LoRA adapter.
+        The manifest; None if the shards turned out to hold a LoRA adapter.
 
     Raises:
         NoRoomError: there is no room for it; nothing was begun.
@@ -163,60 +243,54 @@ def convert_step(
         CheckpointError: it cannot be merged.
         OSError: storage refused.
     """
-    actor = layout.actor(found.step)
+    actor = job.layout.actor(found.step)
     room = actor / f"{_ROOM}{secrets.token_hex(6)}"
-    _sweep(storage, actor, sleep)
+    _sweep(job.storage, actor, sleep)
     said_at = clock()
 
     def sign() -> None:
         nonlocal said_at
         if clock() - said_at >= _SIGN:
             said_at = clock()
-            _refresh_all(storage, room)
+            _refresh_all(job.storage, room)
 
-    FreeSpace(storage, actor, layout.root, advice="make room there").check(
-        actor, found.save, cast=cast, prefix=prefix, cancel=sign
+    FreeSpace(job.storage, actor, job.layout.root, advice="make room there").check(
+        actor, found.save, options, sign
     )
-    with _gone_means_changed(storage, layout.step(found.step)):
+    with _gone_means_changed(job.storage, job.layout.step(found.step)):
         try:
-            _make_room(storage, room, layout.step(found.step))
+            _make_room(job.storage, room, job.layout.step(found.step))
             manifest = build_model_folder(
-                storage,
+                job.storage,
                 actor,
                 found.save,
                 room,
-                sequence=0,
-                digests=True,
-                max_file_size=max_file_size,
-                cast=cast,
-                prefix=prefix,
-                threads=threads,
-                cancel=sign,
-                progress=progress,
+                options=options,
+                work=Work(sign, progress),
             )
             if manifest.kind != "full":
                 return None
-            confirm_unchanged(storage, actor, found.save)
-            if storage.exists(layout.step(found.step) / SAVING):
-                raise SaveNotReadyError(f"{layout.step(found.step)} is being saved again")
-            _put_in_place(storage, room, actor / HUGGINGFACE, manifest)
+            confirm_unchanged(job.storage, actor, found.save)
+            if job.storage.exists(job.layout.step(found.step) / SAVING):
+                raise SaveNotReadyError(f"{job.layout.step(found.step)} is being saved again")
+            _put_in_place(job.storage, room, actor / HUGGINGFACE, manifest)
         finally:
-            storage.remove_tree(room)
+            job.storage.remove_tree(room)
     return manifest
 
 
-def _is_full(storage: Storage, layout: JobLayout, step: int) -> bool:
-    names = storage.names(layout.step(step))
+def _is_full(job: Job, step: int) -> bool:
+    names = job.storage.names(job.layout.step(step))
     if FULL in names or RETIRED in names:
         return FULL in names
-    inside = storage.names(layout.actor(step))
+    inside = job.storage.names(job.layout.actor(step))
     return RECEIPTS not in inside and any(map(is_resumable_state, inside))
 
 
-def _has_weights(storage: Storage, folder: Path, save: Save) -> bool:
-    """Whether a ``huggingface/`` folder has the weights of a save.
+def _has_weights(storage: Storage, folder: Path, save: SavedWeights) -> bool:
+    """True if a ``huggingface/`` folder has the weights of a save.
 
-    Of what has no manifest, its trainer's own, it counts that it is whole.
+    If it has no manifest, and so is its trainer's own, it counts if it is whole.
     """
     try:
         manifest = read_manifest(storage, folder)
@@ -254,7 +328,7 @@ def _put_in_place(storage: Storage, room: Path, folder: Path, manifest: Manifest
     """Rename the weights into the folder: nobody finds files of two merges as one model.
 
     The old ones go first, and what a loader looks for first; the new ones come the other way round.
-    Those too that no manifest lists: engines load whatever has such a name, where no index says
+    Those too that no manifest lists: engines load whatever has such a name, if no index says
     what counts.
     """
     weights = [file.name for file in manifest.files if is_weights_name(file.name)]
@@ -294,7 +368,13 @@ def _sweep(storage: Storage, actor: Path, sleep: Callable[[float], None]) -> Non
     before = _rooms(storage, actor)
     if not before:
         return
-    log.debug("%s: what was left there is watched for %g s", actor, 3 * _SIGN)
+    log.info(
+        "%s has the draft of another conversion: watching it for %g s, to see if that conversion "
+        "is still running",
+        actor,
+        3 * _SIGN,
+        extra=Event.WATCHING(path=actor, seconds=3 * _SIGN),
+    )
     sleep(3 * _SIGN)
     now = _rooms(storage, actor)
     for room, seen in before.items():
@@ -327,7 +407,7 @@ def _busy(actor: Path) -> JobUnavailableError:
 
 
 def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int, int]]]:
-    """Each room, and what would change in it if someone were at work there."""
+    """Each room, and the facts in it that would change if someone were at work there."""
     found = {}
     for name in storage.names(actor):
         if not name.startswith(_ROOM):
@@ -343,7 +423,7 @@ def _rooms(storage: Storage, actor: Path) -> dict[Path, frozenset[tuple[str, int
 
 
 def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
-    """Through an open: what a client of a network filesystem remembers may be a minute old."""
+    """Through an open: a network filesystem's client may remember a state a minute old."""
     try:
         return storage.look_into(path, storage.fstat)
     except OSError as error:
@@ -353,7 +433,7 @@ def _fresh_status(storage: Storage, path: Path) -> os.stat_result | None:
 
 
 def _refresh_all(storage: Storage, room: Path) -> None:
-    """Say that this process is at work: what lies still for long is collected."""
+    """Show that this process is at work: rooms that lie still for long are collected."""
     for path in (room, *(room / name for name in storage.names(room))):
         try:
             storage.refresh(path)
@@ -369,5 +449,5 @@ def _gone_means_changed(storage: Storage, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if is_gone(error) and not storage.exists(folder):
-            raise SaveNotReadyError(f"{folder} went while it was converted") from error
+            raise SaveNotReadyError(f"{folder} disappeared while it was converted") from error
         raise

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import stat
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -10,7 +13,8 @@ from typing import Final
 import pydantic
 import xxhash
 
-from syncd.checkpoint.merge import Merged
+from syncd.checkpoint.merging.merge import Merged
+from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import MANIFEST, MODEL_CONFIG, TEMPORARY, is_weights_name
 from syncd.protocol.records import VersionFile
@@ -24,6 +28,18 @@ TOTAL_LIMIT: Final = 4 * 1024**3
 #: times its size in memory, and anyone may have written it.
 _CONFIG_LIMIT: Final = 4 * 1024 * 1024
 _BUFFER: Final = 1024 * 1024
+#: The most bytes of a config that is compared, how many differences are told, and how long a name
+#: or a value among them.
+_COMPARED: Final = 1024 * 1024
+_CHANGES: Final = 8
+_SHOWN: Final = 80
+#: Keys that name the writer of the file and its folder.
+_NO_SETTINGS: Final = frozenset(
+    {"transformers_version", "_name_or_path", "_commit_hash", "_attn_implementation_autoset"}
+)
+_ABSENT: Final = object()
+#: Real ones have a folder or two inside each other.
+_DEPTH_LIMIT: Final = 64
 
 
 def copy_model_files(
@@ -51,13 +67,16 @@ def copy_model_files(
         The files, by paths relative to ``folder``, sorted.
 
     Raises:
-        CheckpointError: a file over 1 GiB, over 4 GiB in all, or a name that no manifest can hold.
+        CheckpointError: a file over 1 GiB, over 4 GiB in all, a name that no manifest can hold, or
+            ``source_hf`` is there and no folder, or folders inside folders, over 64 deep.
         OSError: as the storage says, e.g. ``ENOSPC``, or ``ENOENT`` for a file that went away.
     """
     copied = []
     folders = {folder}
     left = TOTAL_LIMIT
-    for path in sorted(_regular_files(storage, source_hf, PurePosixPath(), recursive=recursive)):
+    found = _regular_files(storage, source_hf, PurePosixPath(), cancel, recursive=recursive)
+    for path in sorted(found, key=lambda path: path.parts):
+        cancel()
         if str(path) in leave_out:
             continue
         target = folder / path
@@ -73,12 +92,13 @@ def copy_model_files(
                 f"{source_hf}: {str(path)!r} cannot be the name of a published file: rename it"
             ) from error
     for made in folders:
+        cancel()
         storage.sync_folder(made)
     return tuple(copied)
 
 
 def ties_embeddings(storage: Storage, folder: Path, copied: Iterable[VersionFile]) -> bool:
-    """Whether ``config.json``, as it was copied, says ``tie_word_embeddings``.
+    """True if ``config.json``, as it was copied, says ``tie_word_embeddings``.
 
     Of a model that holds a text model, both must say so that do say it: those that read it are not
     of one mind which one counts. Silence says nothing, since a default of the model's class is left
@@ -94,7 +114,7 @@ def ties_embeddings(storage: Storage, folder: Path, copied: Iterable[VersionFile
 
 
 def says_tied(config: object) -> bool:
-    """Whether what a ``config.json`` holds says ``tie_word_embeddings``, as above."""
+    """True if the content of a ``config.json`` says ``tie_word_embeddings``, as above."""
     told = []
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))
@@ -103,11 +123,51 @@ def says_tied(config: object) -> bool:
     return any(said is True for said in told) and all(said is True or said is None for said in told)
 
 
-def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:
-    """Write ``model.safetensors.index.json``, durably, where there are several weight files.
+def changed_settings(storage: Storage, before: Path, after: Path) -> list[str]:
+    """The settings of ``config.json`` that differ between two versions, in words.
+
+    Formatting, the order of keys, and keys that say nothing of the model do not count.
+
+    Args:
+        storage: the shared storage.
+        before: the folder of a version.
+        after: the folder of the next one.
 
     Returns:
-        The file; nothing where one weight file needs no index.
+        For example ``rope_scaling.factor (2.0 → 4.0)``, the first few; nothing if one of the two
+        versions has no ``config.json``, or none that can be read.
+    """
+    try:
+        contents = [storage.read(folder / MODEL_CONFIG, _COMPARED) for folder in (before, after)]
+        if contents[0] == contents[1]:
+            return []
+        old, new = (json.loads(content) for content in contents)
+        changes = list(itertools.islice(_changes(old, new, ""), _CHANGES + 1))
+    except (OSError, ValueError, RecursionError):
+        return []  # the version is published, whatever its config is
+    return changes if len(changes) <= _CHANGES else [*changes[:_CHANGES], "and more"]
+
+
+def _changes(old: object, new: object, name: str) -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new} - _NO_SETTINGS):
+            # Cut at once: there may be many long keys inside long keys.
+            inner = f"{name}.{key}" if name else key
+            yield from _changes(old.get(key, _ABSENT), new.get(key, _ABSENT), inner[: _SHOWN + 1])
+    elif old != new and repr(old) != repr(new):  # NaN is not equal to itself
+        yield f"{shown(name, _SHOWN)} ({_told(old)} → {_told(new)})"
+
+
+def _told(value: object) -> str:
+    told = "absent" if value is _ABSENT else json.dumps(value, ensure_ascii=False)
+    return shown(told, _SHOWN)
+
+
+def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[VersionFile, ...]:
+    """Write ``model.safetensors.index.json``, durably, if there are several weight files.
+
+    Returns:
+        The file; nothing if one weight file needs no index.
     """
     if len(merged.files) == 1:
         return ()
@@ -123,18 +183,34 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
 
 
 def _regular_files(
-    storage: Storage, root: Path, below: PurePosixPath, *, recursive: bool
+    storage: Storage,
+    root: Path,
+    below: PurePosixPath,
+    cancel: Callable[[], None],
+    *,
+    recursive: bool,
 ) -> Iterator[PurePosixPath]:
     """The regular files under a folder that are no weights, relative to ``root``."""
-    if not storage.exists(root / below):
+    status = storage.status(root / below)
+    if status is None:
         return
+    if not below.parts and not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(
+            f"{root} is a {_kind(status)}, and not the folder of the model's config and tokenizer: "
+            "remove it, and save the step again"
+        )
+    if len(below.parts) > _DEPTH_LIMIT:
+        raise CheckpointError(
+            f"{root} has folders inside folders, over {_DEPTH_LIMIT} deep: remove them"
+        )
     for name, kind in storage.kinds(root / below).items():
+        cancel()
         path = below / name
         # Weights are the merge's to write, and temporaries are nobody's.
         if path == PurePosixPath(MANIFEST) or is_weights_name(name) or name.startswith(TEMPORARY):
             continue
         if kind is Kind.FOLDER and recursive:
-            yield from _regular_files(storage, root, path, recursive=True)
+            yield from _regular_files(storage, root, path, cancel, recursive=True)
         elif kind is Kind.FILE:
             yield path
 
@@ -154,8 +230,8 @@ def _copy(
                 size += len(data)
                 if size > limit:
                     raise CheckpointError(
-                        f"{source} is over 1 GiB, or its folder over 4 GiB: remove what is no "
-                        "config or tokenizer from it"
+                        f"{source} is over 1 GiB, or its folder over 4 GiB: remove all "
+                        "but the config and the tokenizer"
                     )
                 hasher.update(data)
                 storage.write_all(writing, data)
@@ -163,3 +239,10 @@ def _copy(
     finally:
         storage.release(reading)
     return size, hasher.hexdigest()
+
+
+def _kind(status: os.stat_result) -> str:
+    """The word for something that is no folder."""
+    if stat.S_ISLNK(status.st_mode):
+        return "link"
+    return "file" if stat.S_ISREG(status.st_mode) else "pipe, socket or device"

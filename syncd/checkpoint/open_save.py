@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from syncd.checkpoint.chunked_save import ChunkedSave, Opening, open_dcp, open_hugging_face
-from syncd.checkpoint.isolated import IsolatedParser, Limits
-from syncd.checkpoint.pieces import read_pieces
+from syncd.checkpoint.merging.options import Checked
+from syncd.checkpoint.merging.source_reader import Source
 from syncd.checkpoint.placement import Chunks, Local
 from syncd.checkpoint.safetensors_file import ReadFields, SafetensorsFile
 from syncd.checkpoint.safetensors_header import read_fields
-from syncd.checkpoint.save import PICKLED_ADAPTER, Save
-from syncd.checkpoint.shard_file import ReadPieces, ShardFile
-from syncd.checkpoint.source_reader import Source
+from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits
+from syncd.checkpoint.save import (
+    PICKLED_ADAPTER,
+    Dcp,
+    FullStateDict,
+    HuggingFaceParts,
+    LoraAdapter,
+    SavedWeights,
+    Shards,
+)
+from syncd.checkpoint.torch_files.pieces import read_pieces
+from syncd.checkpoint.torch_files.shard_file import ReadPieces, ShardFile
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
 from syncd.protocol.names import DCP_METADATA
+from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
@@ -29,29 +38,29 @@ class OpenSave:
 
     Attributes:
         save: which.
-        shards: the open shards, in rank order; none where the weights are something else.
+        shards: the open shards, in rank order; none if the weights are something else.
         chunked: the open files of a save of ``torch.distributed.checkpoint``.
         full: the one file, open: a full state dict or an adapter.
         parse: reads the shards' pickles: those of another trainer in a child process.
         limits: what reading may take.
     """
 
-    save: Save
+    save: SavedWeights
     shards: list[ShardFile] = field(default_factory=list)
     chunked: ChunkedSave | None = None
     full: SafetensorsFile | None = None
     parse: ReadPieces = read_pieces
-    limits: Limits = field(default_factory=Limits)
+    limits: ParseLimits = field(default_factory=ParseLimits)
     _found: int = 0
 
     @property
     def sources(self) -> Sequence[Source]:
-        """The open files of several ranks, whatever they are."""
+        """The open files of several ranks, of any kind."""
         return self.shards if self.chunked is None else self.chunked.sources
 
     @property
-    def checked(self) -> Literal["receipt", "crc32", "stillness"]:
-        """How the merge can tell that these bytes are what the trainer wrote."""
+    def checked(self) -> Checked:
+        """The merge's means to tell that these bytes are the trainer's."""
         if self.save.receipts:
             return "receipt"
         has_crc = bool(self.sources) and all(source.has_crc for source in self.sources)
@@ -74,26 +83,33 @@ class OpenSave:
             raise _too_many(shard.path, self.limits, "tensors")
         return found
 
+    def forget_tensors(self) -> None:
+        """Let go of the index of tensors; the sources stay open."""
+        for shard in self.shards:
+            shard.forget_tensors()
+        if self.chunked is not None:
+            self.chunked = replace(self.chunked, indexes=())
+
 
 @contextmanager
 def open_save(
     storage: Storage,
     actor: Path,
-    save: Save,
+    save: SavedWeights,
     *,
     prefix: str | None = None,
     cancel: Callable[[], None] = lambda: None,
-    limits: Limits | None = None,
+    limits: ParseLimits | None = None,
 ) -> Iterator[OpenSave]:
     """Open all files of a whole save, and check each against its receipt.
 
-    What a save without receipts holds is parsed in a child process, which ends with it.
+    A child process, which ends with the save, parses the files of a save without receipts.
 
     Args:
         storage: the shared storage.
         actor: the ``actor/`` folder of the save.
         save: as it was looked at last.
-        prefix: what the model's names begin with, in a save of ``torch.distributed.checkpoint``;
+        prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
             None to find out.
         cancel: called often; it raises to stop.
         limits: what reading may take.
@@ -104,13 +120,13 @@ def open_save(
         CheckpointError: the adapter is a pickle; or as :mod:`~syncd.checkpoint.chunked_save` says.
         OSError: as the storage says, or no child can be started.
     """
-    if save.weights == (PICKLED_ADAPTER,):
+    if isinstance(save, LoraAdapter) and save.weights == (PICKLED_ADAPTER,):
         raise CheckpointError(
             f"{actor / PICKLED_ADAPTER} is a pickle, which is never loaded: save the adapter with "
             "PeftModel.save_pretrained, which writes adapter_model.safetensors, and remove this one"
         )
     vouched = save.vouched()
-    limits = limits or Limits()
+    limits = limits or ParseLimits()
     opened = OpenSave(save, limits=limits)
     records = 0
     with ExitStack() as stack:
@@ -119,40 +135,42 @@ def open_save(
             parser = stack.enter_context(IsolatedParser(cancel=cancel, limits=limits))
             opened.parse, read_header = parser.read_pieces, parser.read_fields
         try:
-            if save.is_dcp or save.is_in_parts:  # which never have receipts
-                given = Opening(
-                    storage=storage,
-                    actor=actor,
-                    files=tuple(name for name in save.weights if name != DCP_METADATA),
-                    parser=parser,
-                    prefix=prefix,
-                    tensor_limit=limits.tensors,
-                    cancel=cancel,
-                    stack=stack,
-                )
-                opened.chunked = (open_dcp if save.is_dcp else open_hugging_face)(given)
-            for name in () if opened.chunked else save.weights:
-                cancel()
-                file: ShardFile | SafetensorsFile
-                if save.is_one_file:
-                    file = SafetensorsFile.open(storage, actor / name, parse=read_header)
-                    stack.callback(file.close)
-                    opened.full, digest = file, file.header_digest
-                else:
-                    file = ShardFile.open(storage, actor / name, cancel=cancel)
-                    stack.callback(file.close)
-                    opened.shards.append(file)
-                    digest = file.directory_digest
-                    records += len(file.records)
-                    # Some of each are no tensor's.
-                    if records > limits.tensors + 100 * len(save.weights):
-                        raise _too_many(file.path, limits, "records")
-                told = vouched.get(name)
-                if told is not None and (told.size, told.digest) != (file.size, digest):
-                    raise SaveNotReadyError(
-                        f"{actor / name} is not the file that its receipt of save "
-                        f"{save.identity} vouches for: it is being replaced, or was damaged"
+            match save:
+                case Dcp() | HuggingFaceParts():  # which never have receipts
+                    given = Opening(
+                        storage=storage,
+                        actor=actor,
+                        files=tuple(name for name in save.weights if name != DCP_METADATA),
+                        parser=parser,
+                        prefix=prefix,
+                        tensor_limit=limits.tensors,
+                        cancel=cancel,
+                        stack=stack,
                     )
+                    open_files = open_dcp if isinstance(save, Dcp) else open_hugging_face
+                    opened.chunked = open_files(given)
+                case FullStateDict() | LoraAdapter():
+                    cancel()
+                    (name,) = save.weights
+                    full = SafetensorsFile.open(storage, actor / name, parse=read_header)
+                    stack.callback(full.close)
+                    opened.full = full
+                    _check_vouched(
+                        save, vouched.get(name), full.path, full.size, full.header_digest
+                    )
+                case Shards():
+                    for name in save.weights:
+                        cancel()
+                        shard = ShardFile.open(storage, actor / name, cancel=cancel)
+                        stack.callback(shard.close)
+                        opened.shards.append(shard)
+                        records += len(shard.records)
+                        # Some of each are no tensor's.
+                        if records > limits.tensors + 100 * len(save.weights):
+                            raise _too_many(shard.path, limits, "records")
+                        _check_vouched(
+                            save, vouched.get(name), shard.path, shard.size, shard.directory_digest
+                        )
         except OSError as error:
             if is_gone(error):
                 raise SaveNotReadyError(f"{error.filename or actor} is gone") from error
@@ -160,7 +178,18 @@ def open_save(
         yield opened
 
 
-def _too_many(path: Path, limits: Limits, what: str) -> ShardFormatError:
+def _check_vouched(
+    save: SavedWeights, told: ReceiptFile | None, path: Path, size: int, digest: str
+) -> None:
+    """An open file must be the one that its receipt describes, if there is a receipt."""
+    if told is not None and (told.size, told.digest) != (size, digest):
+        raise SaveNotReadyError(
+            f"{path} is not the file that the receipt of save {save.identity} lists: it is being "
+            "replaced, or was damaged"
+        )
+
+
+def _too_many(path: Path, limits: ParseLimits, what: str) -> ShardFormatError:
     return ShardFormatError(
         f"{path}: the shards up to this one have over {limits.tensors} {what}, which would take "
         "gigabytes of memory to merge: save the model's own state dict, from fewer ranks"

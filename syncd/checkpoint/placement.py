@@ -1,4 +1,4 @@
-"""Where a rank's local tensor lies in the global one. Pure.
+"""Placements: the part of a global tensor that a rank's local one is. Pure.
 
 A tensor is placed by its own recorded mesh coordinate, never by the order of files or the names of
 mesh dimensions. The rules are those of ``torch.distributed.tensor`` (``placement_types.py`` and
@@ -73,16 +73,16 @@ _PARTIAL: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor is laid out over a device mesh, seen from one rank.
+    """The layout of a tensor over a device mesh, seen from one rank.
 
     Attributes:
         global_shape: the shape of the whole tensor.
         mesh_shape: ranks along each mesh dimension.
         coordinate: this rank's place, one index a mesh dimension.
         placements: one a mesh dimension.
-        order: which mesh dimension cuts first, where that is said apart (``shard_order`` of a
-            ``DTensorSpec`` of torch 2.10 and later); None where the placements alone say it.
-        mesh: what tells the mesh from others of the same shape; None where that is unknown.
+        order: which mesh dimension cuts first, if that is said apart (``shard_order`` of a
+            ``DTensorSpec`` of torch 2.10 and later); None if the placements alone say it.
+        mesh: the mesh's identity among those of the same shape; None if that is unknown.
     """
 
     global_shape: Shape
@@ -94,12 +94,12 @@ class Sharding:
 
 
 class Position(NamedTuple):
-    """Where a part of a tensor lies.
+    """The position of a part of a tensor.
 
     Attributes:
         global_shape: of the whole tensor.
         offsets: the part's first index of each dimension.
-        mesh: of which device mesh it is a part; None where there is none, or it is unknown. What
+        mesh: of which device mesh it is a part; None if there is none, or it is unknown. What
             two ranks of one mesh have of the same part is the same by torch's own account.
     """
 
@@ -131,7 +131,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """What a rank holds of a tensor in any number of parts, of a ShardedTensor say.
+    """A rank's holding of a tensor in any number of parts, of a ShardedTensor say.
 
     Attributes:
         dtype: safetensors' name.
@@ -145,7 +145,7 @@ class Chunks:
 
 
 def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Position:
-    """Where a DTensor's local tensor lies in the global one.
+    """The position of a DTensor's local tensor in the global one.
 
     Each mesh dimension that shards a tensor dimension cuts it by ``torch.chunk``'s rule: n rows
     over r ranks are blocks of ceil(n / r), the last ones shorter or empty. Where several cut the
@@ -161,7 +161,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
     Raises:
         PlacementError: a placement other than Shard, Replicate, or a ``_StridedShard`` that says an
             order of cuts; or one of a dimension that the tensor has not.
-        CoverageError: the local shape is not what the placements say.
+        CoverageError: the local shape contradicts the placements.
     """
     cuts, fault = _cuts(layout)
     if fault:
@@ -176,7 +176,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
             start = min(layout.coordinate[mesh_dim] * block, sizes[dim])
             sizes[dim] = min(start + block, sizes[dim]) - start
             offsets[dim] += start
-    # What has no elements may be of any such shape: FSDP2 leaves (0, 0) where (2, 0) belongs.
+    # A tensor without elements may be of any such shape: FSDP2 leaves (0, 0) where (2, 0) belongs.
     if local_shape != tuple(sizes) and not (0 in local_shape and 0 in sizes):
         raise CoverageError(
             f"{file}: {tensor} has local shape ({_told(*local_shape)}), but its placement in "
@@ -193,7 +193,7 @@ def _told(*values: object) -> str:
 
 
 def _cuts(layout: Sharding) -> tuple[dict[int, list[int]], str]:
-    """For each tensor dimension the mesh dimensions that cut it, in order; or what is wrong."""
+    """For each tensor dimension the mesh dimensions that cut it, in order; or the fault."""
     found: dict[int, list[int]] = {}
     for mesh_dim in reversed(range(len(layout.placements))):
         match layout.placements[mesh_dim]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.save import Save, look_at_save
+from syncd.checkpoint.save import Remote, Save, Unfinished, look_at_save
 from syncd.protocol.errors import SaveNotReadyError
 from syncd.protocol.names import ACTOR, MANIFEST, REMOTE_PATH, SAVING
 from syncd.protocol.records import Manifest, encode
@@ -18,12 +18,12 @@ _LONGEST: Final = 4096
 
 
 def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
-    """The save in a step's folder: its weights, or where they are. What is in it never raises.
+    """The save in a step's folder: its weights, or their path. Its content never raises.
 
     Args:
         storage: the shared storage.
-        folder: the step's folder, by whatever name it has now.
-        step: whose it is.
+        folder: the step's folder, by its present name.
+        step: the step.
     """
     actor = folder / ACTOR
     save = look_at_save(storage, actor, step)
@@ -38,11 +38,11 @@ def look_at_weights(storage: Storage, folder: Path, step: int) -> Save:
             return save
         return _look_at_path(storage, folder / REMOTE_PATH, step)
     except OSError as error:
-        return Save(step, None, f"{folder} cannot be looked at now: {error}")
+        return Unfinished(step, f"{folder} cannot be looked at now: {error}")
 
 
 def write_remote(
-    storage: Storage, source: Path, save: Save, folder: Path, *, sequence: int
+    storage: Storage, source: Path, save: Remote, folder: Path, *, sequence: int
 ) -> Manifest:
     """Make a version of kind ``remote``: a folder with nothing but its manifest.
 
@@ -57,7 +57,7 @@ def write_remote(
         SaveNotReadyError: it is another save by now.
     """
     now = look_at_weights(storage, source, save.step)
-    if now.identity is None or now.identity != save.identity:
+    if not isinstance(now, Remote) or now.identity != save.identity:
         raise SaveNotReadyError(f"{source / REMOTE_PATH} changed while it was published")
     manifest = Manifest(
         sequence=sequence,
@@ -68,14 +68,14 @@ def write_remote(
         digests="off",
         files=(),
         tensors=(),
-        remote=now.remote,
+        remote=now.path,
     )
     storage.write_new(folder / MANIFEST, encode(manifest))
     storage.sync_folder(folder)
     return manifest
 
 
-def _look_at_path(storage: Storage, path: Path, step: int) -> Save:
+def _look_at_path(storage: Storage, path: Path, step: int) -> Unfinished | Remote:
     """Two writes of the same line are two saves: the weights there may be others by now."""
     try:
         content, (_, inode, size, mtime, _) = storage.read_with_signature(path, _LONGEST)
@@ -86,14 +86,14 @@ def _look_at_path(storage: Storage, path: Path, step: int) -> Save:
             why = f"{path} is no file of at most {_LONGEST} bytes"
         else:
             raise
-        return Save(step, None, why, awaits_path=True)
+        return Unfinished(step, why, awaits_path=True)
     try:
         text = content.decode().strip()
     except UnicodeDecodeError:
-        return Save(step, None, f"{path} is not UTF-8", awaits_path=True)
+        return Unfinished(step, f"{path} is not UTF-8", awaits_path=True)
     if not text:
-        return Save(step, None, f"{path} is empty", awaits_path=True)
+        return Unfinished(step, f"{path} is empty", awaits_path=True)
     if not text.isprintable():
-        return Save(step, None, f"{path} is not one line of text", awaits_path=True)
+        return Unfinished(step, f"{path} is not one line of text", awaits_path=True)
     digest = xxhash.xxh3_128_hexdigest(f"{text}\0{size}\0{mtime}\0{inode}".encode())
-    return Save(step, f"remote-{digest}", remote=text)
+    return Remote(step, f"remote-{digest}", path=text)

@@ -24,14 +24,14 @@ def republish(
 ) -> None:
     """Fill a folder with the files of a published version, durably, the manifest last.
 
-    They are linked, or copied where this storage has no hard links. Nothing of a version is ever
+    They are linked, or copied if this storage has no hard links. Nothing of a version is ever
     changed, so that it does not matter which of the two goes first.
 
     Args:
         storage: the shared storage.
         source: the version's folder.
         folder: an empty folder that nobody else looks at; its own entry is the caller's to sync.
-        manifest: what is to be written; it lists the files.
+        manifest: the manifest to write; it lists the files.
         cancel: called between chunks; raises to stop.
 
     Raises:

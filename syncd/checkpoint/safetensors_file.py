@@ -12,7 +12,7 @@ import xxhash
 
 from syncd.checkpoint.safetensors_header import (
     HEADER_LIMIT,
-    Entry,
+    HeaderEntry,
     arrange,
     broken,
     read_fields,
@@ -27,7 +27,7 @@ _TOLD: Final = re.compile(
     rf'{{"{METADATA}":{{"format":"pt","{CONTENT}":"([0-9a-f]{{32}})"'.encode()
 )
 #: How a header becomes values: in this process, or in a child.
-ReadFields = Callable[[bytes, str], Sequence[Entry]]
+ReadFields = Callable[[bytes, str], Sequence[HeaderEntry]]
 
 
 def file_digest(header: bytes, tensor_digests: Iterable[bytes]) -> str:
@@ -65,7 +65,7 @@ class SafetensorsFile:
     size: int
     signature: Signature
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
 
     @classmethod
     def open(cls, storage: Storage, path: Path, *, parse: ReadFields = read_fields) -> Self:
@@ -74,7 +74,7 @@ class SafetensorsFile:
         Args:
             storage: what it is read through.
             path: its name.
-            parse: reads the header; :class:`~syncd.checkpoint.isolated.IsolatedParser` for a file
+            parse: reads the header; ``IsolatedParser`` for a file
                 that anyone may have written.
 
         Raises:
@@ -93,12 +93,12 @@ class SafetensorsFile:
 
     @property
     def header_digest(self) -> str:
-        """xxh3-128 of the header's bytes, as 32 hexadecimal digits: what receipts bind."""
+        """xxh3-128 of the header's bytes, as 32 hexadecimal digits: receipts bind it."""
         return xxhash.xxh3_128_hexdigest(self.header)
 
     @property
     def told_content(self) -> str | None:
-        """What the header says that the :func:`content_digest` is, in hexadecimal digits.
+        """The :func:`content_digest` according to the header, in hexadecimal digits.
 
         Where it is written as :func:`header_bytes` does it: a header of anyone is not parsed here.
         """

@@ -2,7 +2,7 @@
 
 Reading has two halves. :func:`read_fields` makes text into values, and its cost is not bounded by
 what the values are: for a file of somebody else it runs in a child process
-(:mod:`~syncd.checkpoint.isolated`). :func:`arrange` compares the values with the file.
+(:mod:`~syncd.checkpoint.sandbox.isolated`). :func:`arrange` compares the values with the file.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from syncd.checkpoint.tensor_rules import (
@@ -25,11 +26,13 @@ from syncd.protocol.errors import ShardFormatError
 
 #: The limit of the safetensors library itself.
 HEADER_LIMIT: Final = 100_000_000
+#: So many entries of a header are made into text at a time.
+_PART: Final = 1000
 #: Where the data section begins is a multiple of this, in bytes.
 PAGE: Final = 4096
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor of a safetensors file.
 
     ``begin`` and ``end`` are byte offsets: in the data section when a header is built, in the whole
@@ -43,7 +46,9 @@ class Entry(NamedTuple):
     end: int
 
 
-def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+def header_bytes(
+    entries: Iterable[HeaderEntry], metadata: Mapping[str, str] | None = None
+) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
     Padded with spaces so that the data section behind it starts at a page: its blocks can be shared
@@ -51,25 +56,38 @@ def header_bytes(entries: Iterable[Entry], metadata: Mapping[str, str] | None = 
 
     Args:
         entries: the tensors.
-        metadata: what is said about the file besides its format.
+        metadata: facts about the file besides its format.
 
     Raises:
-        ShardFormatError: it would be longer than what the safetensors library reads.
+        ShardFormatError: it would be longer than the safetensors library reads.
     """
-    header: dict[str, object] = {METADATA: {"format": "pt", **(metadata or {})}}
-    for name, dtype, shape, begin, end in entries:
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    if len(text) > HEADER_LIMIT:
-        raise ShardFormatError(
-            f"{len(header) - 1} tensors in one file make a header of {len(text)} bytes, and "
-            f"safetensors reads at most {HEADER_LIMIT}: set a smaller max_shard_size"
-        )
-    return len(text).to_bytes(8, "little") + text
+    text = bytearray(8) + b"{" + _members({METADATA: {"format": "pt", **(metadata or {})}})
+    count = 0
+    left = iter(entries)
+    # A part at a time: as objects of Python a million entries take many times their text.
+    while part := {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+        for name, dtype, shape, begin, end in islice(left, _PART)
+    }:
+        text += b"," + _members(part)
+        count += len(part)
+        if len(text) > HEADER_LIMIT:
+            raise ShardFormatError(
+                f"the first {count} tensors of one file make a header of {len(text)} bytes, and "
+                f"safetensors reads at most {HEADER_LIMIT}: set a smaller max_shard_size"
+            )
+    text += b"}"
+    text += b" " * (-len(text) % PAGE)
+    text[:8] = (len(text) - 8).to_bytes(8, "little")
+    return bytes(text)
 
 
-def read_fields(header: bytes, where: str) -> list[Entry]:
+def _members(entries: Mapping[str, object]) -> bytes:
+    """Entries of a JSON object, without its braces."""
+    return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()[1:-1]
+
+
+def read_fields(header: bytes, where: str) -> list[HeaderEntry]:
     """The tensors that a header lists, by offsets in the data section.
 
     Args:
@@ -94,7 +112,7 @@ def read_fields(header: bytes, where: str) -> list[Entry]:
     return [_field(name, field, where) for name, field in fields.items()]
 
 
-def _field(name: str, field: object, where: str) -> Entry:
+def _field(name: str, field: object, where: str) -> HeaderEntry:
     match field:
         case {"dtype": dtype, "shape": shape, "data_offsets": [begin, end], **rest} if not rest:
             entry = checked_entry(name, dtype, shape, begin, end)
@@ -106,7 +124,7 @@ def _field(name: str, field: object, where: str) -> Entry:
 
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
-) -> Entry | None:
+) -> HeaderEntry | None:
     """An entry of these values, or None where they are not of the kinds that they must be."""
     sizes = shape_of(shape)
     if (
@@ -119,11 +137,13 @@ def checked_entry(
         and is_offset(end)
         and end - begin == math.prod(sizes) * ITEMSIZE[dtype]
     ):
-        return Entry(name, dtype, sizes, begin, end)
+        return HeaderEntry(name, dtype, sizes, begin, end)
     return None
 
 
-def arrange(fields: Sequence[Entry], base: int, size: int, where: str) -> tuple[Entry, ...]:
+def arrange(
+    fields: Sequence[HeaderEntry], base: int, size: int, where: str
+) -> tuple[HeaderEntry, ...]:
     """The entries in the order of their bytes, by offsets in the file, which they fill.
 
     Args:

@@ -1,21 +1,23 @@
-"""Which files make a save, and whether it is whole.
+"""The look at a trainer's save: the files that make it, whether it is whole, and its identity.
 
 Two kinds of save are served. One written by ``trainer_hooks`` carries receipts, and its identity is
 the save_id that all of them name. One written by another trainer has none: its identity is made of
-the names, sizes, inodes and times of its files, and it must not change.
+the names, sizes, inodes and times of its files (:func:`fingerprint`), and it must not change.
 """
 
 from __future__ import annotations
 
+import errno
+import stat
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final, TypeAlias
 
 import pydantic
+import xxhash
 
-from syncd.checkpoint.fingerprint import fingerprint
 from syncd.protocol.errors import RecordError, SaveNotReadyError
 from syncd.protocol.names import (
     ADAPTER_PICKLE,
@@ -25,20 +27,27 @@ from syncd.protocol.names import (
     DCP_UNFINISHED,
     FSDP_CONFIG,
     FULL_STATE_DICT,
+    HUGGINGFACE,
     LORA_ADAPTER,
+    MANIFEST,
     RECEIPTS,
+    TEMPORARY,
     distcp_order,
     is_dcp_file,
     is_rank_metadata,
+    is_weights_name,
     parse_part_name,
     parse_shard_name,
     receipt_name,
     shard_name,
 )
-from syncd.protocol.records import Receipt, ReceiptFile, parse
+from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import RECORD_LIMIT, Storage
 
+#: How the identity of a folder of ``torch.distributed.checkpoint`` begins; then come those of its
+#: ``.metadata``, of its ``.distcp`` files, and of all.
+_DCP: Final = "foreign-dcp-"
 #: The most ranks of a save with receipts, and the most bytes of all of these: they are read at
 #: every look.
 RANK_LIMIT: Final = 100_000
@@ -49,92 +58,138 @@ _MIXED: Final = (
     "holds model_world_size_*.pt shards and files of torch.distributed.checkpoint, and nothing "
     "says which of them are of an older save: remove those"
 )
+#: The names that a folder may hold its weights by, for messages.
+LOOKED_FOR: Final = (
+    f"model_world_size_N_rank_R.pt, {FULL_STATE_DICT}, model-N-of-M.safetensors, {DCP_METADATA} "
+    f"(torch.distributed.checkpoint) or {LORA_ADAPTER}/"
+)
 PICKLED_ADAPTER: Final = f"{LORA_ADAPTER}/{ADAPTER_PICKLE}"
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    """A save as it was last looked at.
+class Unfinished:
+    """A step's folder without a whole save.
 
     Attributes:
-        step: whose folder it is in.
-        identity: what tells this save from every other one; None while it is not whole.
-        reason: what is missing, while it is not whole.
-        weights: the files that hold the weights, by name inside ``actor/``, in rank order.
-        receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
-        remote: where the weights are, of a save that has none itself (:mod:`.remote`).
-        awaits_path: that even this is missing, in a step folder without weights.
+        step: the step of the folder.
+        reason: the missing part.
+        awaits_path: that the folder has neither weights nor a line that says where they are.
     """
 
     step: int
-    identity: str | None
-    reason: str = ""
-    weights: tuple[str, ...] = ()
-    receipts: tuple[Receipt, ...] = ()
-    remote: str | None = None
+    reason: str
     awaits_path: bool = False
+    identity: ClassVar[None] = None
+    weights: ClassVar[tuple[str, ...]] = ()
+    receipts: ClassVar[tuple[Receipt, ...]] = ()
 
     @property
     def known_as(self) -> str | None:
-        """What it is on record as: its identity; what awaits a path is all one."""
-        return "no-remote-path" if self.awaits_path else self.identity
+        """The key it is recorded under: all saves that wait for a remote path share one."""
+        return "no-remote-path" if self.awaits_path else None
+
+
+@dataclass(frozen=True, slots=True)
+class _WholeSave:
+    """The base of all saves that are whole.
+
+    Attributes:
+        step: the step of the folder.
+        identity: tells this save from every other one.
+        weights: the files that hold the weights, by name inside ``actor/``, in rank order.
+        receipts: the receipts of all ranks, in rank order; empty for a foreign trainer's save.
+    """
+
+    step: int
+    identity: str
+    weights: tuple[str, ...] = ()
+    receipts: tuple[Receipt, ...] = ()
+    reason: ClassVar[str] = ""
 
     @property
-    def is_full_state_dict(self) -> bool:
-        """Whether the weights are one ``model.safetensors`` instead of shards."""
-        return self.weights == (FULL_STATE_DICT,)
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether the weights are those in ``lora_adapter/``, whatever else is beside them.
-
-        Shards may turn out to hold an adapter too.
-        """
-        return self.weights in {(ADAPTER,), (PICKLED_ADAPTER,)}
-
-    @property
-    def is_dcp(self) -> bool:
-        """Whether the weights are in a folder of ``torch.distributed.checkpoint``.
-
-        Then the first file is its ``.metadata``.
-        """
-        return self.weights[:1] == (DCP_METADATA,)
-
-    @property
-    def is_in_parts(self) -> bool:
-        """Whether the weights are several safetensors files, of whole tensors or of chunks."""
-        return bool(self.weights) and parse_part_name(self.weights[0]) is not None
-
-    @property
-    def is_one_file(self) -> bool:
-        """Whether the weights are one safetensors file, to be published as it is."""
-        return self.is_full_state_dict or self.is_adapter
+    def known_as(self) -> str:
+        """The key it is recorded under."""
+        return self.identity
 
     def vouched(self) -> dict[str, ReceiptFile]:
-        """What the receipts say of each file, by its name inside ``actor/``."""
+        """The files that the receipts list, by their names inside ``actor/``."""
         return {file.name: file for receipt in self.receipts for file in receipt.files}
 
+    @property
+    def nonfinite(self) -> NonFinite | None:
+        """The weights that hold NaN or Inf, as the receipts say; None if no rank has looked."""
+        vouched = self.vouched()
+        told = [vouched[name].nonfinite for name in self.weights if name in vouched]
+        found = [one for one in told if one is not None]
+        if len(found) < len(told) and not any(one.count for one in found):
+            return None
+        return NonFinite.of_all(found) if found else None
 
-def look_at_save(storage: Storage, actor: Path, step: int) -> Save:
-    """Look whether the save in an ``actor/`` folder is whole. What is in it never raises."""
+
+@dataclass(frozen=True, slots=True)
+class Shards(_WholeSave):
+    """A ``torch.save`` file of each rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class FullStateDict(_WholeSave):
+    """One ``model.safetensors``, to be published as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraAdapter(_WholeSave):
+    """The adapter in ``lora_adapter/``, whatever else is beside it; shards may hold one too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dcp(_WholeSave):
+    """A folder of ``torch.distributed.checkpoint``; the first file is its ``.metadata``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HuggingFaceParts(_WholeSave):
+    """Several safetensors files, of whole tensors or of chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remote(_WholeSave):
+    """No weights, but a line that says where they are (:mod:`.remote`).
+
+    Attributes:
+        path: that line.
+    """
+
+    path: str = ""
+
+
+#: A whole save that has its weights in ``actor/``.
+SavedWeights: TypeAlias = Shards | FullStateDict | LoraAdapter | Dcp | HuggingFaceParts
+#: A save that can be published.
+WholeSave: TypeAlias = SavedWeights | Remote
+#: A step's folder as it was last looked at.
+Save: TypeAlias = Unfinished | WholeSave
+
+
+def look_at_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
+    """Look whether the save in an ``actor/`` folder is whole. Its content never raises."""
     try:
         names = storage.names(actor)
         if not names:
-            return Save(step, None, f"{actor} is not there, or empty")
+            return Unfinished(step, f"{actor} is not there, or empty")
         if RECEIPTS in names:
             return _vouched_save(storage, actor, step)
         return _foreign_save(storage, actor, step, names)
     except RecordError as error:
-        return Save(step, None, str(error))
+        return Unfinished(step, str(error))
     except OSError as error:
         if is_gone(error):
-            return Save(step, None, f"{error.filename or actor} went while it was looked at")
+            return Unfinished(step, f"{error.filename or actor} disappeared while it was read")
         # One folder that cannot be read (a link, a name too long, no permission) must not keep the
         # daemon from the others.
-        return Save(step, None, f"{actor} cannot be looked at now: {error}")
+        return Unfinished(step, f"{actor} cannot be looked at now: {error}")
 
 
-def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
+def confirm_unchanged(storage: Storage, actor: Path, save: Unfinished | SavedWeights) -> None:
     """Look at a save again, by name and through fresh opens.
 
     Raises:
@@ -148,16 +203,15 @@ def confirm_unchanged(storage: Storage, actor: Path, save: Save) -> None:
         )
 
 
-def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
+def _vouched_save(storage: Storage, actor: Path, step: int) -> Unfinished | SavedWeights:
     """A save of our own hook: rank 0's receipt says how many others there must be."""
     try:
         first, left = _receipt(storage, actor, 0, RECEIPTS_LIMIT)
     except FileNotFoundError:
-        return Save(step, None, f"{actor}: rank 0 has not written its receipt yet")
+        return Unfinished(step, f"{actor}: rank 0 has not written its receipt yet")
     if first.world_size > RANK_LIMIT or not first.save_id.isprintable():
-        return Save(
+        return Unfinished(
             step,
-            None,
             f"{actor}: rank 0's receipt is of over {RANK_LIMIT} ranks, or has a save_id that is no "
             "text: it is not one of trainer_hooks; save again",
         )
@@ -172,9 +226,8 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
             first.world_size,
             rank,
         ):
-            return Save(
+            return Unfinished(
                 step,
-                None,
                 f"{actor}: rank {rank} of {first.world_size} has not written its "
                 f"receipt of save {first.save_id} yet",
             )
@@ -189,12 +242,10 @@ def _vouched_save(storage: Storage, actor: Path, step: int) -> Save:
     elif FULL_STATE_DICT in told:
         weights = (FULL_STATE_DICT,)
     else:
-        return Save(
-            step,
-            None,
-            f"{actor}: the receipts of save {first.save_id} vouch for no weights",
+        return Unfinished(
+            step, f"{actor}: the receipts of save {first.save_id} vouch for no weights"
         )
-    return Save(step, first.save_id, weights=weights, receipts=tuple(receipts))
+    return _whole(step, first.save_id, weights, tuple(receipts))
 
 
 def _receipt(storage: Storage, actor: Path, rank: int, left: int) -> tuple[Receipt, int]:
@@ -209,8 +260,10 @@ def _adapter_of(names: Container[str]) -> str | None:
     return next((name for name in (ADAPTER, PICKLED_ADAPTER) if name in names), None)
 
 
-def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) -> Save:
-    """A save of another trainer: all shards of one world size, or one file, or what DCP writes.
+def _foreign_save(
+    storage: Storage, actor: Path, step: int, names: list[str]
+) -> Unfinished | SavedWeights:
+    """A save of another trainer: all shards of one world size, or one file, or DCP's files.
 
     An adapter beside shards stands for them, but it counts only when they are whole too: its
     trainer may be writing both.
@@ -224,9 +277,8 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
         told = _told_world_size(storage, actor)
         sizes = " and ".join(map(str, sorted(whole)[:5]))
         if told not in whole:
-            return Save(
+            return Unfinished(
                 step,
-                None,
                 f"{actor} holds complete shards of world sizes {sizes}, and {FSDP_CONFIG} does not "
                 "say which one counts: remove the older set",
             )
@@ -236,7 +288,7 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     if whole and not is_mixed:
         shards = tuple(shard_name(whole[0], rank) for rank in range(whole[0]))
     elif ranks:
-        return Save(step, None, f"{actor} {_MIXED if is_mixed else _missing_shard(ranks)}")
+        return Unfinished(step, f"{actor} {_MIXED if is_mixed else _missing_shard(ranks)}")
     adapter = None
     if LORA_ADAPTER in names:
         adapter = _adapter_of([f"{LORA_ADAPTER}/{n}" for n in storage.names(actor / LORA_ADAPTER)])
@@ -244,7 +296,7 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     if not shards and FULL_STATE_DICT not in names:
         chunked = _dcp_files(names) or (() if adapter is not None else _parts(names))
         if isinstance(chunked, str):
-            return Save(step, None, f"{actor} {chunked}")
+            return Unfinished(step, f"{actor} {chunked}")
         beside = chunked
     if adapter is not None:
         weights: tuple[str, ...] = (adapter,)
@@ -253,13 +305,29 @@ def _foreign_save(storage: Storage, actor: Path, step: int, names: list[str]) ->
     else:
         weights = (FULL_STATE_DICT,)
     still = tuple(dict.fromkeys((*weights, *beside)))
-    return Save(step, fingerprint(storage, actor, still), weights=weights)
+    return _whole(step, fingerprint(storage, actor, still), weights)
+
+
+def _whole(
+    step: int, identity: str, weights: tuple[str, ...], receipts: tuple[Receipt, ...] = ()
+) -> SavedWeights:
+    """The save with these files, as the kind that their names tell."""
+    kind: type[SavedWeights] = Shards
+    if weights == (FULL_STATE_DICT,):
+        kind = FullStateDict
+    elif weights[0] in {ADAPTER, PICKLED_ADAPTER}:
+        kind = LoraAdapter
+    elif weights[0] == DCP_METADATA:
+        kind = Dcp
+    elif parse_part_name(weights[0]) is not None:
+        kind = HuggingFaceParts
+    return kind(step, identity, weights, receipts)
 
 
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a folder of ``torch.distributed.checkpoint``; or why it is none yet.
 
-    Nothing where there is no trace of one. All ``.distcp`` files count: which of them the metadata
+    Nothing if there is no trace of one. All ``.distcp`` files count: which of them the metadata
     names is only known once it is parsed.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
@@ -287,7 +355,7 @@ def _parts(names: Sequence[str]) -> tuple[str, ...] | str:
     whole = {name: parsed for name, parsed in found.items() if parsed[0] is None}
     used = whole or found  # chunks beside whole tensors are what these were made of
     if not used:
-        return "holds no weights yet"
+        return f"holds no weights yet: looked for {LOOKED_FOR}"
     counts = {files for _, _, files in used.values()}
     if len(counts) > 1:
         told = " and ".join(map(str, sorted(counts)[:5]))
@@ -307,7 +375,7 @@ def _missing_rank(world_size: int, found: set[int]) -> int | None:
 
 
 def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
-    """Which shard is missing, where none of several sets is complete."""
+    """The missing shard, if none of several sets is complete."""
     size = max(ranks)
     missing = _missing_rank(size, ranks[size]) or 0
     told = f"has no {shard_name(size, missing)} yet, of {size} ranks"
@@ -318,10 +386,75 @@ def _missing_shard(ranks: Mapping[int, set[int]]) -> str:
 
 
 def _told_world_size(storage: Storage, actor: Path) -> int | None:
-    """What ``fsdp_config.json`` says, or None where it says nothing of use."""
+    """The content of ``fsdp_config.json``, or None if it is of no use."""
     try:
         content = storage.read(actor / FSDP_CONFIG)
         told = pydantic.TypeAdapter(dict[str, object]).validate_json(content).get("world_size")
     except (OSError, pydantic.ValidationError):
         return None
     return told if type(told) is int else None  # True is no size
+
+
+def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
+    """The identity of the save that is there, through fresh opens of all its weights.
+
+    Args:
+        storage: the shared storage.
+        actor: the ``actor/`` folder.
+        weights: the names of the files in it that the save is made of.
+
+    Raises:
+        OSError: as the storage says; a FileNotFoundError if a file went meanwhile.
+    """
+    hasher = xxhash.xxh3_128()
+    parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others
+    for name in dict.fromkeys((*weights, *_model_files(storage, actor))):
+        path = actor / name
+        status = storage.status(path)
+        if status is not None and name in weights:
+            # An open makes a network filesystem ask the server; a bare stat may be stale.
+            fd = storage.open_read(path)
+            try:
+                status = storage.fstat(fd)
+            finally:
+                storage.release(fd)
+        if status is None:
+            raise FileNotFoundError(errno.ENOENT, "disappeared while it was read", str(path))
+        line = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0{status.st_ino}\n"
+        hasher.update(line.encode(errors="surrogateescape"))
+        if is_dcp_file(name):
+            parts[name == DCP_METADATA].update(line.encode(errors="surrogateescape"))
+    if DCP_METADATA in weights:
+        told = "-".join(parts[part].hexdigest() for part in (True, False))
+        return f"{_DCP}{told}-{hasher.hexdigest()}"
+    return f"foreign-{hasher.hexdigest()}"
+
+
+def _model_files(storage: Storage, actor: Path) -> Iterator[str]:
+    """The files beside the weights: config, tokenizer, and those of an adapter."""
+    for folder in (HUGGINGFACE, LORA_ADAPTER):
+        names = storage.names(actor / folder)
+        status = None if names else storage.status(actor / folder)
+        if status is not None and not stat.S_ISDIR(status.st_mode):
+            yield folder  # no save is published with it, and one without it is another save
+        for name in names:
+            # Merged weights in huggingface/, which 'syncd convert' may put there at any time, are
+            # made of the save, and no part of it.
+            merged = folder == HUGGINGFACE and (is_weights_name(name) or name == MANIFEST)
+            if not name.startswith(TEMPORARY) and not merged:
+                yield f"{folder}/{name}"
+
+
+def is_saved_over(identity: str, known: str) -> bool:
+    """True if a folder is being saved into again, by ``torch.distributed.checkpoint``.
+
+    That writes over the files where they are, each rank in its own time, and replaces
+    ``.metadata`` last: until then the folder looks whole, and has some files of each save.
+
+    Args:
+        identity: of the folder as it is now.
+        known: that of a save that was whole, and published.
+    """
+    now, before = (told.removeprefix(_DCP).split("-") for told in (identity, known))
+    both = identity.startswith(_DCP) and known.startswith(_DCP)
+    return both and now[0] == before[0] and now[1] != before[1]

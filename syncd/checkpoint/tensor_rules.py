@@ -1,6 +1,6 @@
-"""What a tensor's name, dtype and shape may be, whichever file says so. Pure, and quick to import.
+"""The rules for a tensor's name, dtype and shape, in any file. Pure, and quick to import.
 
-A file may be written by anyone. What passes here can be put into any header, record or message.
+Anyone may have written a file. Text that passes here can be put into any header, record or message.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final, Literal, TypeGuard
 
 from syncd.checkpoint.placement import Shape
+from syncd.protocol.names import has_control
 
 #: torch's dtype name -> (safetensors' name, bytes an element). No others are merged or read.
 DTYPES: Final = {
@@ -29,14 +30,14 @@ DTYPES: Final = {
 }
 #: safetensors' dtype name -> bytes an element.
 ITEMSIZE: Final = dict(DTYPES.values())
-#: What floating tensors can be cast to, by the name that users give.
+#: The dtypes that floating tensors can be cast to, by the name that users give.
 Cast = Literal["bf16", "fp16", "fp32"]
 _CASTS: Final = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-#: What is cast. fp8 is a quantization: it means nothing without the scales that are beside it.
+#: The dtypes that are cast. fp8 is a quantization: it means nothing without the scales beside it.
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 #: The key under which safetensors keeps text about a file.
 METADATA: Final = "__metadata__"
-#: The most tensors in one file: ten times what the largest models have.
+#: The most tensors in one file: ten times as many as the largest models have.
 TENSOR_LIMIT: Final = 1_000_000
 #: The most characters of a name.
 NAME_LIMIT: Final = 1000
@@ -47,12 +48,12 @@ NUMBER_LIMIT: Final = 2**63
 
 
 def cast_dtype(dtype: str, cast: Cast | None) -> str:
-    """What a dtype becomes, by safetensors' names; integers, bool and fp8 stay what they are."""
+    """The dtype after a cast, by safetensors' names; integers, bool and fp8 stay as they are."""
     return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
 
 
 def shape_of(value: object) -> Shape | None:
-    """A sequence of sizes as a tuple, or None where it is not one that a tensor can have."""
+    """A sequence of sizes as a tuple, or None if it is not one that a tensor can have."""
     if not isinstance(value, tuple | list) or len(value) > DIMENSION_LIMIT:
         return None
     for size in value:  # not all(): this runs six times a tensor
@@ -62,12 +63,12 @@ def shape_of(value: object) -> Shape | None:
 
 
 def is_offset(value: object) -> TypeGuard[int]:
-    """Whether a value is a number of bytes or elements that a file can have."""
+    """True if a value is a number of bytes or elements that a file can have."""
     return type(value) is int and 0 <= value < NUMBER_LIMIT
 
 
 def name_fault(name: object) -> str | None:
-    """What is wrong with a tensor's name, as the rest of a sentence; None where nothing is."""
+    """The fault of a tensor's name, as the rest of a sentence; None if it has none."""
     if not isinstance(name, str):
         return "is a key that is not text"
     if name.isascii() and name.isprintable() and len(name) <= NAME_LIMIT and name != METADATA:
@@ -78,13 +79,15 @@ def name_fault(name: object) -> str | None:
         fault = f"is a name of {len(name)} characters, over the limit of {NAME_LIMIT}"
     elif any("\ud800" <= letter <= "\udfff" for letter in name):
         fault = "is a key that is not text"  # a pickle, and JSON, can hold half a surrogate pair
+    elif has_control(name):
+        fault = "is a name with control characters"
     else:
         return None
     return fault
 
 
 def shown(value: object, limit: int = 200) -> str:
-    """Text of a file, or the kind of what is no text, so that a message can hold it."""
+    """Text of a file, or the kind of a value that is no text, so that a message can hold it."""
     if not isinstance(value, str):
         return f"a {type(value).__name__}"
     cut = value[:limit] + ("…" if len(value) > limit else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,17 +12,18 @@ from typing import Final
 
 import xxhash
 
-from syncd.checkpoint.merge import Progress, digest_safetensors, unheard
+from syncd.checkpoint.merging.merge import digest_safetensors
+from syncd.checkpoint.merging.options import Progress, unheard
+from syncd.checkpoint.parallel import Check, run_side_by_side, threads_here
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.side_by_side import Check, run_side_by_side, threads_here
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
-from syncd.protocol.names import MANIFEST
+from syncd.protocol.names import MANIFEST, is_weights_name, printable
 from syncd.protocol.records import Manifest, TensorEntry, VersionFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Draft, Storage
 
-#: What :meth:`Storage.open_read` says of a link, a pipe, a device or a folder.
+#: The errors of :meth:`Storage.open_read` for a link, a pipe, a device or a folder.
 _NOT_A_FILE: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO})
 WEIGHTS: Final = ".safetensors"
 _BUFFER: Final = 1024 * 1024
@@ -48,7 +49,10 @@ def verify_version(
     cancel: Callable[[], None] = lambda: None,
     progress: Progress = unheard,
 ) -> None:
-    """Compare sizes, headers and, where the manifest has them, digests with the bytes on disk.
+    """Compare sizes, headers and, if the manifest has them, digests with the bytes on disk.
+
+    A manifest that says that it has digests must have one of each file. The folder of a published
+    version must hold no weights besides those that its manifest lists.
 
     Args:
         storage: what the files are read through.
@@ -59,7 +63,7 @@ def verify_version(
         progress: called in this thread with the bytes that are done, and those of all.
 
     Raises:
-        VerificationError: a file is missing, or not what the manifest says.
+        VerificationError: a file is missing, not what the manifest says, or not in it.
         OSError: storage failed while it was read; nothing is known.
     """
     total = sum(file.size for file in manifest.files)
@@ -77,7 +81,7 @@ def verify_version(
         if progress is not unheard:
             progress(sum(done.copy().values()), total)
 
-    _each_file(verify, folder, manifest, threads, look)
+    _each_file(verify, storage, folder, manifest, threads, look)
 
 
 def copy_version(
@@ -105,14 +109,14 @@ def copy_version(
         cancel: called often, in this thread; it raises to stop.
 
     Raises:
-        VerificationError: a file is missing, or not what the manifest says; or the target's folder
-            is, which says nothing about the version.
+        VerificationError: a file is missing, not what the manifest says, or not in it; or the
+            target's folder is missing, which says nothing about the version.
         OSError: one of the two storages failed.
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
         to.make_folder((target / name).parent, below=target.parent)
     copy = partial(_copy, storage, folder, to, target)
-    _each_file(copy, folder, manifest, threads, cancel)
+    _each_file(copy, storage, folder, manifest, threads, cancel)
 
 
 #: Looks at one file of a version, of which it is given what the manifest says, and a check.
@@ -121,6 +125,7 @@ _Work = Callable[[VersionFile, Mapping[str, TensorEntry], Check], None]
 
 def _each_file(
     work: _Work,
+    storage: Storage,
     folder: Path,
     manifest: Manifest,
     threads: int,
@@ -135,11 +140,39 @@ def _each_file(
                 "which it does not list"
             )
         told[entry.file][entry.name] = entry
+    for listed_file in manifest.files:
+        if manifest.digests != "off" and listed_file.digest is None:
+            raise VerificationError(
+                f"the manifest of {folder} promises digests but has none for "
+                f"{shown(listed_file.name)}: it is damaged, or somebody has changed it"
+            )
+    _check_nothing_else(storage, folder, manifest, listed)
     run_side_by_side(
         [partial(work, file, told[file.name]) for file in manifest.files],
         threads=threads_here(threads),
         look=cancel,
     )
+
+
+def _check_nothing_else(
+    storage: Storage, folder: Path, manifest: Manifest, listed: Container[str]
+) -> None:
+    """Refuse weights beside those of the manifest: a server loads all that it finds in the folder.
+
+    A folder that was never published (sequence 0) may be the trainer's own ``huggingface/``, with
+    files like ``training_args.bin``.
+
+    Raises:
+        VerificationError: there are such.
+    """
+    if manifest.sequence == 0:
+        return
+    for name in storage.names(folder):
+        if name not in listed and is_weights_name(name):
+            raise VerificationError(
+                f"{folder / printable(name)} is not in the version's manifest, and a server would "
+                "load it: remove it, and find out who put it there"
+            )
 
 
 def _copy(
@@ -158,13 +191,13 @@ def _copy(
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """Where the copy of a file goes that is verified."""
+    """The destination of the copy of a verified file."""
 
     storage: Storage
     path: Path
 
     def shares(self, fd: int, size: int) -> bool:
-        """Whether it could be made by sharing all blocks of an open file; else nothing is there."""
+        """True if it could be made by sharing all blocks of an open file; else nothing is there."""
         made = self.storage.create(self.path)
         with self.storage.closing(made):
             if self.storage.share_range(fd, made, size, 0, 0):
@@ -193,7 +226,7 @@ def _verify(
         raise VerificationError(str(error)) from error
     except OSError as error:
         if is_gone(error) or error.errno in _NOT_A_FILE:
-            raise VerificationError(f"{path} is not there, or no file: {error}") from error
+            raise VerificationError(f"{path} is missing or not a file: {error}") from error
         raise
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
@@ -12,32 +13,56 @@ import click
 from syncd import __version__
 from syncd.cli import log_lines
 from syncd.protocol.errors import InvalidSettingsError, SyncdError
+from syncd.storage.errnos import unwritable_storage
 
-_COMMANDS: Final = {
-    "run": "Serve a job: merge, publish, signal, prune.",
-    "status": "Show what is published, who serves what, and what is being waited for.",
-    "history": "Show what became of each version: saved, merged, live, pruned.",
-    "web": "Show all that on a page in a browser.",
-    "convert": "Merge all full checkpoints into their huggingface/ folders.",
-    "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
-    "verify": "Read versions again and compare them with their manifests.",
-    "prune": "Delete what a daemon would delete, where none is running.",
-    "pin": "Keep a version or a step folder from being pruned.",
-    "unpin": "Let a pinned version or step folder go by the usual rules.",
-    "rollback": "Let an old version be served again, under a new sequence.",
-    "pause": "Stop publishing and pruning, until resume.",
-    "resume": "Go on with publishing and pruning.",
-    "doctor": "Measure what a job's storage really does, and say what is wrong with it.",
-    "unit": "Services of systemd: print or install the units for a job.",
-    "config": "Check a configuration file, or show what a daemon would be told by it.",
-    "demo": "Train, merge, publish, reload and prune on this machine, to see it work.",
+_GROUPS: Final = {
+    "Serve": {
+        "run": "Serve a job: merge, publish, signal, prune.",
+    },
+    "Look": {
+        "status": "Show the published versions, the explorers that serve them, and current waits.",
+        "history": "Show each version's history: saved, merged, live, pruned.",
+        "web": "Show status and history in a browser.",
+        "verify": "Read versions again and compare them with their manifests.",
+    },
+    "Steer": {
+        "pin": "Keep a version or a step folder from being pruned.",
+        "unpin": "Remove a pin: the usual pruning rules apply again.",
+        "rollback": "Publish an old version again, under a new sequence.",
+        "pause": "Stop publishing and pruning until 'syncd resume'.",
+        "resume": "Resume publishing and pruning.",
+    },
+    "Offline": {
+        "convert": "Merge all full checkpoints into their huggingface/ folders.",
+        "merge": "Merge one checkpoint into a Hugging Face folder, without a daemon.",
+        "prune": "Prune by the daemon's rules while no daemon runs.",
+    },
+    "Set up": {
+        "doctor": "Test a job's storage, and report problems with it.",
+        "config": "Check a configuration file, or show the settings that a daemon would use.",
+        "unit": "Print or install systemd units for a job.",
+        "demo": "Watch it work: train, merge, publish, reload and prune on this machine.",
+    },
 }
+_COMMANDS: Final = {name: said for group in _GROUPS.values() for name, said in group.items()}
 #: Entry points of commands that other packages add: the hooks, which syncd never imports itself.
 _ADDED: Final = "syncd.commands"
+#: The groups of those that are known; all others come last.
+_GROUP_OF: Final = {"follow": "Serve"}
+_OTHERS: Final = "From other packages"
+#: The exit status of a command that Ctrl-C ended, as a shell says it.
+_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 class _Lazy(click.Group):
     """A group that imports a command's module only to run it: the daemon stays small."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo(err=True)  # below the ^C of the terminal
+            ctx.exit(_INTERRUPTED)
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 # click's signature
         return [*_COMMANDS, *_added()]
@@ -53,12 +78,18 @@ class _Lazy(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002 # click's signature
-        with formatter.section("Commands"):
-            formatter.write_dl([*_COMMANDS.items(), *map(_described, _added().values())])
+        groups = {group: list(commands.items()) for group, commands in _GROUPS.items()}
+        for name, point in _added().items():
+            groups.setdefault(_GROUP_OF.get(name, _OTHERS), []).append(_described(point))
+        # In one column, though each group is a list of its own.
+        widest = max(len(name) for commands in groups.values() for name, _ in commands)
+        for group, commands in groups.items():
+            with formatter.section(group):
+                formatter.write_dl([(name.ljust(widest), said) for name, said in commands])
 
 
 def _added() -> dict[str, EntryPoint]:
-    """The commands of other packages by name; none of them replaces one of ours."""
+    """The commands of other packages by name; none of them replaces a command of syncd."""
     found = entry_points(group=_ADDED)
     return {point.name: point for point in found if point.name not in _COMMANDS}
 
@@ -79,7 +110,7 @@ def _loaded(point: EntryPoint) -> Any:
 
 
 def _described(point: EntryPoint) -> tuple[str, str]:
-    """A line of help; one package that is broken keeps nobody from the others."""
+    """A line of help. If a package is broken, its line says so, and the others are shown."""
     try:
         return point.name, _loaded(point).get_short_help_str(limit=100)
     except InvalidSettingsError as error:
@@ -89,11 +120,15 @@ def _described(point: EntryPoint) -> tuple[str, str]:
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="syncd")
 def cli() -> None:
-    """Move RL weights from trainers to explorers over shared storage."""
+    """Move RL weights from trainers to explorers over shared storage.
+
+    Options that take SECONDS or BYTES take plain numbers, or numbers with a unit: 500ms, 30s, 5min,
+    2h; 500MB, 64GB, 1GiB.
+    """
 
 
 def main() -> None:
-    """Run the command line. An error of ours ends it with one line and that error's exit code."""
+    """Run the command line. A syncd error ends it with one line and that error's exit code."""
     log_lines.set_up()
     log_lines.name_faults()
     try:
@@ -102,8 +137,10 @@ def main() -> None:
         log_lines.last_words(error, error.exit_code)
         sys.exit(error.exit_code)
     except OSError as error:
-        log_lines.last_words(error, 1)
-        sys.exit(1)
+        told = unwritable_storage(error, "the files of this command") or error
+        code = told.exit_code if isinstance(told, SyncdError) else 1
+        log_lines.last_words(told, code)
+        sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from syncd.checkpoint.merge import Progress, unheard
+from syncd.checkpoint.merging.options import Progress, unheard
 
 
 @contextmanager
 def bar(name: str) -> Iterator[Progress]:
-    """A bar of bytes on standard error; nothing where that is no terminal."""
+    """A bar of bytes on standard error; nothing if that is not a terminal."""
     if not sys.stderr.isatty():
         yield unheard
         return
@@ -35,7 +35,7 @@ def bar(name: str) -> Iterator[Progress]:
 
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
-    """A word on standard error for as long as it takes; nothing where that is no terminal."""
+    """A status line on standard error during the work; nothing if that is not a terminal."""
     if not sys.stderr.isatty():
         yield
         return

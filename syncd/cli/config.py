@@ -1,4 +1,4 @@
-"""``syncd config``: what a configuration file says, before a daemon reads it."""
+"""``syncd config``: check and show a configuration file before a daemon reads it."""
 
 from __future__ import annotations
 
@@ -10,50 +10,61 @@ import click
 
 from syncd.cli import options
 from syncd.daemon.configuration import DEFAULT, Configuration, load, misspelt, to_toml, written
+from syncd.protocol.errors import InvalidSettingsError
 
 _file = click.argument("file", type=click.Path(path_type=Path, dir_okay=False))
 
 
 @click.group("config", epilog="Example: syncd config check /etc/syncd/qwen-grpo.toml")
 def command() -> None:
-    """Check a configuration file, or show what a daemon would be told by it.
+    """Check a configuration file, or show the settings that a daemon would use.
 
-    A value is the default, unless FILE has another, unless the environment has another
-    (SYNCD_KEEP for keep), unless the command line of 'syncd run' has another.
+    For each key the first of these counts: the command line of 'syncd run', the environment
+    (SYNCD_KEEP for keep), FILE, the default.
     """
 
 
 @command.command(
     "check",
-    short_help="Say what in a file cannot be used.",
+    short_help="Report the errors in a configuration file.",
     epilog="Example: syncd config check /etc/syncd/qwen-grpo.toml",
 )
 @_file
-def check(file: Path) -> None:
-    """Say what in FILE, or in the environment, cannot be used: a line for each.
+@options.as_json
+def check(file: Path, *, as_json: bool) -> None:
+    """Report the errors in FILE and in the environment, one a line.
 
-    Exits with 2 where there is anything. Nothing is looked for on disk but FILE.
+    Exits with 2 if there are any. Reads only FILE: it does not check whether the paths in it exist.
     """
-    found = _load(file)
+    try:
+        found = _load(file)
+    except InvalidSettingsError as error:
+        if as_json:
+            wrong = str(error).split("\n")
+            click.echo(json.dumps({"file": str(file), "usable": False, "wrong": wrong}, indent=2))
+        raise
     said = sum(source != DEFAULT for source in found.sources.values())
+    if as_json:
+        click.echo(json.dumps({"file": str(file), "usable": True, "wrong": []}, indent=2))
+        return
     if found.root is not None:
         served = f"all jobs in {found.root}"
     else:
-        served = f"the job {found.config.job or 'that the command line names'}"
+        served = f"the job {found.config.job or 'named on the command line'}"
     click.echo(f"{file} can be used: {said} keys, for {served}")
 
 
 @command.command(
     "show",
-    short_help="Print every key, its value, and where that comes from.",
+    short_help="Print every key, its value, and the source of the value.",
     epilog="Example: syncd config show /etc/syncd/qwen-grpo.toml",
 )
 @click.argument("file", required=False, type=click.Path(path_type=Path, dir_okay=False))
 @options.as_json
 def show(file: Path | None, *, as_json: bool) -> None:
-    """Print every key with its value, and where that comes from, as TOML that could be read again.
+    """Print every key, its value and the source of the value, as TOML that syncd can read.
 
-    Without FILE: defaults and environment alone.
+    Without FILE: the defaults and the environment only.
     """
     found = _load(file)
     if as_json:
@@ -68,5 +79,5 @@ def show(file: Path | None, *, as_json: bool) -> None:
 
 def _load(file: Path | None) -> Configuration:
     for name, meant in misspelt(os.environ).items():
-        click.echo(f"the environment: {name} is not read; did you mean {meant}?", err=True)
+        click.echo(f"environment: ignoring {name}; did you mean {meant}?", err=True)
     return load(file, os.environ)

@@ -9,26 +9,39 @@ from pathlib import Path
 
 import click
 
-from syncd.checkpoint.convert import Found, convert_step, full_steps, look_at_step
-from syncd.checkpoint.merge import Progress
+from syncd.checkpoint.convert import (
+    FoundCheckpoint,
+    convert_step,
+    full_steps,
+    holds_job,
+    lacks_config,
+    look_at_step,
+    take_model_files,
+)
+from syncd.checkpoint.merging.options import MergeOptions, Progress
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.cli.amounts import size, span
 from syncd.cli.bars import bar
 from syncd.cli.signals import cleaned_up
 from syncd.protocol.errors import SaveNotReadyError, SyncdError
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import HUGGINGFACE, MODEL_CONFIG, is_weights_name, printable
+from syncd.protocol.names import (
+    MODEL_CONFIG,
+    is_weights_name,
+    parse_step_folder,
+    printable,
+)
 from syncd.protocol.records import Manifest
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+from syncd.torch_extra import require_torch
 
-#: Merges one step, and says how far it is.
-_Convert = Callable[[Found, Progress], Manifest | None]
+#: Merges one step, and reports progress.
+_Convert = Callable[[FoundCheckpoint, Progress], Manifest | None]
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
-    """What became of one full checkpoint; ``outcome`` is one of the words in docs/cli.md."""
+class _Converted:
+    """The outcome for one full checkpoint; ``outcome`` is one of the words in docs/cli.md."""
 
     step: int
     outcome: str
@@ -40,13 +53,22 @@ class _Result:
 @click.command("convert", epilog="Example: syncd convert /shared/jobs/qwen-grpo --dtype bf16")
 @options.job
 @click.option(
+    "--base-model-dir",
+    "base",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    default=None,
+    help=f"Take {MODEL_CONFIG} and tokenizer from here if the trainer saved none.",
+)
+@click.option(
     "--step",
     type=click.IntRange(min=0),
     default=None,
-    help="Only this one, which must be there.  [default: all full checkpoints]",
+    help="Convert only this step; it must exist.  [default: all full checkpoints]",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be converted.")
-@click.option("--again", is_flag=True, help="Replace weights that are there already.")
+@click.option("--dry-run", is_flag=True, help="Print what would be converted, and convert nothing.")
+@click.option(
+    "--again", is_flag=True, help="Convert again, replacing weights that were converted before."
+)
 @options.dtype
 @options.max_shard_size
 @options.copy_threads
@@ -57,6 +79,7 @@ def command(
     ctx: click.Context,
     /,
     job: Path,
+    base: Path | None,
     step: int | None,
     cast: Cast | None,
     max_shard_size: int,
@@ -69,72 +92,106 @@ def command(
 ) -> None:
     """Merge every full checkpoint of JOB into its own actor/huggingface/ folder.
 
-    With the config and the tokenizer that its trainer left there it is a whole Hugging Face model.
-    What was converted before is left out, as is what its trainer writes at this moment; trainer and
-    daemon may work meanwhile. Exits with the number of the first error's class, once all others
-    were tried.
+    JOB may also be the folder of one step, global_step_N.
+
+    Together with the config and the tokenizer that the trainer left there, the folder becomes a
+    complete Hugging Face model. Checkpoints that were converted before, and checkpoints that the
+    trainer is writing now, are skipped. Trainer and daemon may run meanwhile. If a checkpoint
+    fails, the others are still tried; the exit code is that of the first error.
     """
-    storage, layout = Storage(job), JobLayout(job)
+    if base is not None and not (base / MODEL_CONFIG).is_file():
+        raise click.UsageError(f"--base-model-dir: {base} has no {MODEL_CONFIG}.")
+    if cast is not None:
+        require_torch("--dtype")
+    job, step = _alone(job, step)
+    source = Job.at(job)
+    merging = MergeOptions(
+        max_file_size=max_shard_size, cast=cast, prefix=prefix, threads=copy_threads
+    )
 
-    def convert(found: Found, progress: Progress) -> Manifest | None:
-        return convert_step(
-            storage,
-            layout,
-            found,
-            max_file_size=max_shard_size,
-            cast=cast,
-            prefix=prefix,
-            threads=copy_threads,
-            progress=progress,
-        )
+    def convert(found: FoundCheckpoint, progress: Progress) -> Manifest | None:
+        return convert_step(source, found, merging, progress=progress)
 
-    results: list[_Result] = []
+    def complete(found: FoundCheckpoint) -> str:
+        """Copy the files that the trainer did not leave; returns their description for the log."""
+        actor = source.layout.actor(found.step)
+        if base is None or not lacks_config(source.storage, actor):
+            return ""
+        taken = [MODEL_CONFIG] if dry_run else take_model_files(source.storage, actor, base)
+        return f"with {', '.join(taken)} of {base}"
+
+    results: list[_Converted] = []
     code = 0
     with cleaned_up():
-        for one in full_steps(storage, layout) if step is None else [step]:
+        for one in full_steps(source) if step is None else [step]:
             try:
-                found = look_at_step(storage, layout, one)
+                found = look_at_step(source, one)
                 if found.why_not and step is not None:
-                    raise SaveNotReadyError(f"{layout.step(one)} is left out: {found.why_not}")
-                result = _result(found, convert, dry_run=dry_run, again=again)
+                    raise SaveNotReadyError(
+                        f"{source.layout.step(one)} is left out: {found.why_not}"
+                    )
+                completed = "" if found.why_not else complete(found)
+                if completed and not dry_run:
+                    found = look_at_step(source, one)  # it may count as another save now
+                result = _result(found, convert, completed, dry_run=dry_run, again=again)
             except (SyncdError, OSError) as error:
                 code = code or (error.exit_code if isinstance(error, SyncdError) else 1)
-                result = _Result(one, "failed", str(error))
+                result = _Converted(one, "failed", str(error))
             results.append(result)
             if not as_json:
-                click.echo(_line(storage, layout, result), err=result.outcome == "failed")
+                click.echo(_line(source, result), err=result.outcome == "failed")
     if as_json:
         told = [asdict(result) for result in results]
         click.echo(json.dumps({"job": str(job), "steps": told}, indent=2))
     elif not results:
-        click.echo(f"{job} holds no full checkpoint")
+        click.echo(f"{job} has no full checkpoint")
     ctx.exit(code)
 
 
-def _result(found: Found, convert: _Convert, *, dry_run: bool, again: bool) -> _Result:
+def _alone(folder: Path, step: int | None) -> tuple[Path, int | None]:
+    """The job and the step to convert, also if the folder is the folder of one step."""
+    found = parse_step_folder(folder.resolve().name)
+    if found is None or holds_job(Job.at(folder)):
+        return folder, step
+    if step not in {None, found}:
+        raise click.UsageError(f"{folder} is the folder of one step: leave out --step {step}.")
+    return folder.resolve().parent, found
+
+
+def _result(
+    found: FoundCheckpoint, convert: _Convert, completed: str, *, dry_run: bool, again: bool
+) -> _Converted:
     if found.why_not:
-        return _Result(found.step, "left out", found.why_not)
-    if found.has_weights and not again:
-        return _Result(found.step, "done before")
+        return _Converted(found.step, "left out", found.why_not)
+    is_done = found.has_weights and not again
+    if is_done and not completed:
+        return _Converted(found.step, "done before")
     if dry_run:
-        return _Result(found.step, "to do")
+        return _Converted(found.step, "to do", completed)
+    if is_done:
+        return _Converted(found.step, "converted", completed)
     with bar(f"step {found.step}") as progress:
         manifest = convert(found, progress)
     if manifest is None:
-        return _Result(found.step, "left out", "its shards hold a LoRA adapter")
+        return _Converted(found.step, "left out", "its shards hold a LoRA adapter")
     written = sum(file.size for file in manifest.files if is_weights_name(file.name))
-    return _Result(
-        found.step, "converted", bytes=written, seconds=round(manifest.timings["build"], 3)
+    return _Converted(
+        found.step,
+        "converted",
+        completed,
+        bytes=written,
+        seconds=round(manifest.timings["build"], 3),
     )
 
 
-def _line(storage: Storage, layout: JobLayout, result: _Result) -> str:
+def _line(job: Job, result: _Converted) -> str:
     told = f"step {result.step}: {result.outcome}"
     if result.why:
         told += f": {printable(result.why)}"
     if result.bytes is not None and result.seconds is not None:
         told += f", {size(result.bytes)} in {span(result.seconds)}"
-        folder = layout.actor(result.step) / HUGGINGFACE
-        if not storage.exists(folder / MODEL_CONFIG):
-            told += f" (no {MODEL_CONFIG} there: copy the base model's)"
+    if result.outcome in {"converted", "done before"} and lacks_config(
+        job.storage, job.layout.actor(result.step)
+    ):
+        told += f" (no {MODEL_CONFIG} there: give the base model's folder with --base-model-dir)"
     return told

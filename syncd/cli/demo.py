@@ -1,9 +1,10 @@
-"""``syncd demo``: the whole of it on one machine, with real processes, in under a minute."""
+"""``syncd demo``: the whole loop on one machine, with real processes, in under a minute."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -11,27 +12,30 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import click
 from rich.console import Console, Group
 from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import read_manifest
+from syncd.cli import options
 from syncd.cli.signals import cleaned_up
-from syncd.daemon.job_state import look
+from syncd.operate.job_state import look
 from syncd.protocol.errors import JobUnavailableError, RecordError, VerificationError
-from syncd.protocol.journal import AuditLine
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+from syncd.torch_extra import require_torch
 
 _WORLD_SIZE: Final = 2
 #: name → seconds of rollouts between two pulls
@@ -39,6 +43,17 @@ _EXPLORERS: Final = {"quick": 0.2, "slow": 2.5}
 #: A guard against hanging, on a machine that does much else too; a run takes half a minute.
 _DEADLINE: Final = 600.0
 _LOOK: Final = 0.2
+_LEASE_TIME: Final = 6.0
+#: Seconds after which the same line is printed again, on no terminal.
+_SILENCE: Final = 10.0
+_STARTING: Final = "importing torch in 4 processes"
+#: What an explorer does, by its status.
+_DOES: Final = {
+    "starting": "starts",
+    "running": "rollouts",
+    "require_sync": "waits for weights",
+    "stopped": "done",
+}
 
 
 @click.command("demo", epilog="Example: syncd demo --no-tty --keep")
@@ -51,19 +66,31 @@ _LOOK: Final = 0.2
 )
 @click.option("--keep", is_flag=True, help="Leave the job directory and the logs.")
 @click.option("--no-tty", is_flag=True, help="Plain lines, as when stdout is no terminal.")
-def command(steps: int, *, keep: bool, no_tty: bool) -> None:
+@options.as_json
+def command(steps: int, *, keep: bool, no_tty: bool, as_json: bool) -> None:
     """Train on 2 FSDP ranks, merge, publish, reload in 2 explorers, prune; then compare the bits.
 
     Exits with 0 if both explorers hold exactly the trainer's last weights.
     """
-    console = Console(force_terminal=False) if no_tty else Console()
-    begun = time.monotonic()
+    require_torch("syncd demo")
+    console = Console(force_terminal=False if no_tty else None, stderr=as_json)
     with cleaned_up(), _room(console, keep=keep) as room:
         run = _Run(room, steps)
-        with run.processes():
-            _watch(run, console)
-        run.compare()
-        _summary(run, console, time.monotonic() - begun)
+        _introduce(run, console, keep=keep)
+        run.job.layout.root.mkdir()
+        # So that those who look from another terminal find a job, also before the daemon has begun.
+        run.job.open(lease_time=_LEASE_TIME)
+        with _Screen(console) as screen:
+            with run.processes():
+                _watch(run, screen)
+                screen.show("stopping the daemon")
+            screen.show("comparing every bit of the weights")
+            run.compare()
+            screen.show("done", ends=True)
+        if as_json:
+            click.echo(json.dumps(_as_json(run, screen.elapsed), indent=2))
+        else:
+            _summary(run, console, screen.elapsed, keep=keep)
 
 
 @contextmanager
@@ -81,25 +108,23 @@ def _room(console: Console, *, keep: bool) -> Iterator[Path]:
 
 @dataclass
 class _Run:
-    """The processes of one demo, and what was seen of them."""
+    """The processes of one demo, and the observations of them."""
 
     room: Path
     steps: int
-    storage: Storage = field(default_factory=Storage)
     programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     merges: dict[int, float] = field(default_factory=dict)
 
     @property
-    def layout(self) -> JobLayout:
-        return JobLayout(self.room / "job")
+    def job(self) -> Job:
+        return Job.at(self.room / "job")
 
     @contextmanager
     def processes(self) -> Iterator[None]:
-        """Everything runs while this is open, and has ended when it closes."""
-        self.layout.root.mkdir()
-        job = str(self.layout.root)
+        """Run all processes while this is open; all have ended when it closes."""
+        job = str(self.job.layout.root)
         try:
-            self._start("daemon", "syncd", "run", job, keep=1, tick=0.5, lease_time=6)
+            self._start("daemon", "syncd", "run", job, keep=1, tick=0.5, lease_time=_LEASE_TIME)
             for rank in range(_WORLD_SIZE):
                 self._start(
                     f"rank-{rank}",
@@ -144,30 +169,29 @@ class _Run:
         for name, program in self.programs.items():
             if program.poll() not in {None, 0}:
                 tail = self._log(name).read_text(errors="replace").strip().splitlines()[-12:]
-                raise JobUnavailableError(
-                    f"{name} ended with {program.returncode}:\n" + "\n".join(tail)
-                )
+                error = JobUnavailableError(f"{name} ended with {program.returncode}:")
+                for line in tail:
+                    error.add_note(line)
+                raise error
         return any(
             program.poll() is None for name, program in self.programs.items() if name != "daemon"
         )
 
     def seen(self) -> dict[str, Any]:
-        """What ``syncd status`` would show, and what was pruned."""
-        if not self.storage.exists(self.layout.format):
-            return {}
-        found = look(self.storage, self.layout)
+        """The state that ``syncd status`` would show, and the pruned versions and steps."""
+        found = look(self.job)
         for version in found["versions"]:
             self._note_merge(version["sequence"])
         found["pruned"] = self._pruned()
         return found
 
     def said(self, name: str) -> dict[str, Any]:
-        """What a program printed at its end."""
+        """The output that a program printed at its end."""
         told: dict[str, Any] = json.loads((self.room / f"{name}.out").read_text())
         return told
 
     def compare(self) -> None:
-        """Compare what the explorers hold with what the trainer had, bit by bit.
+        """Compare the explorers' weights with the trainer's, bit by bit.
 
         Raises:
             VerificationError: they differ.
@@ -198,109 +222,187 @@ class _Run:
         if sequence in self.merges:
             return
         try:
-            manifest = read_manifest(self.storage, self.layout.version(sequence))
+            manifest = read_manifest(self.job.storage, self.job.layout.version(sequence))
         except (OSError, RecordError):
             return  # pruned meanwhile
         self.merges[sequence] = manifest.timings["build"]
 
     def _pruned(self) -> list[str]:
         try:
-            lines = self.storage.read(self.layout.audit).splitlines()
+            lines = self.job.storage.read(self.job.layout.audit).splitlines()
         except FileNotFoundError:
             return []
-        return [parse(AuditLine, line, self.layout.audit).name for line in lines if line]
+        return [parse(AuditLine, line, self.job.layout.audit).name for line in lines if line]
 
 
-def _watch(run: _Run, console: Console) -> None:
-    """Show what happens until all is done."""
+class _Screen:
+    """The display of the demo: a table that updates on a terminal, else a line per change."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._begun = time.monotonic()
+        # A pipe is no terminal, also if FORCE_COLOR asks for its colours.
+        is_lively = console.is_interactive and console.file.isatty()
+        self._live = Live(console=console, refresh_per_second=8) if is_lively else None
+        spinner = "line" if console.options.ascii_only else "dots"
+        self._spinner = Spinner(spinner, style="green")
+        self._seen: dict[str, Any] = {}
+        self._said = ""
+        self._said_at = 0.0
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._begun
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        self.show(_STARTING)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, phase: str, seen: dict[str, Any] | None = None, *, ends: bool = False) -> None:
+        """Show a phase and an observation of the job; by default the last one."""
+        self._seen = seen or self._seen
+        if self._live is not None:
+            words = Text.assemble((phase, "bold green"), f"   {self.elapsed:.1f} s")
+            self._spinner.update(text=words)
+            head = words if ends else self._spinner
+            self._live.update(Group(head, Text(), _table(self._seen)), refresh=ends)
+            return
+        line = " | ".join([phase, *_brief(self._seen)])
+        if line != self._said or self.elapsed > self._said_at + _SILENCE:
+            self._said, self._said_at = line, self.elapsed
+            self._console.print(f"{self.elapsed:5.1f} s  {line}", highlight=False, soft_wrap=True)
+
+
+def _introduce(run: _Run, console: Console, *, keep: bool) -> None:
+    """Print an introduction, and the commands to look at the demo meanwhile."""
+    job = shlex.quote(str(run.job.layout.root))
+    stays = "" if keep else "  (--keep leaves it there)"
+    for line in (
+        Text("syncd demo: train on 2 ranks, merge, publish, reload in 2 explorers", "bold"),
+        Text.assemble("job: ", (job, "cyan"), stays),
+        Text("in another terminal:"),
+        Text(f"  syncd status --watch {job}", "cyan"),
+        Text(f"  syncd web {job}", "cyan"),
+        Text(),
+    ):
+        console.print(line, soft_wrap=True)
+
+
+def _watch(run: _Run, screen: _Screen) -> None:
+    """Show the progress until all is done."""
     deadline = time.monotonic() + _DEADLINE
-    live = Live(console=console, refresh_per_second=8) if console.is_terminal else nullcontext()
-    if not console.is_terminal:
-        console.print(f"starting {len(run.programs)} processes in {run.room}", soft_wrap=True)
-    before = ""
-    with live as screen:
-        while True:
-            going = run.going()
-            seen = run.seen()
-            if screen is not None:
-                screen.update(_table(run, seen))
-            elif (line := _line(seen)) != before:
-                before = line
-                console.print(line, highlight=False, soft_wrap=True)
-            if not going:
-                return
-            if time.monotonic() > deadline:
-                raise JobUnavailableError(f"the demo did not end within {_DEADLINE:g} s")
-            time.sleep(_LOOK)
+    while True:
+        going = run.going()
+        seen = run.seen()
+        screen.show(_phase(seen, run.steps), seen)
+        if not going:
+            return
+        if time.monotonic() > deadline:
+            raise JobUnavailableError(f"the demo did not end within {_DEADLINE:g} s")
+        time.sleep(_LOOK)
 
 
-def _facts(seen: dict[str, Any]) -> dict[str, str]:
-    """What both ways of showing have in common."""
-    latest, trainer, daemon = (seen.get(name) or {} for name in ("latest", "trainer", "daemon"))
-    merged = daemon.get("counters", {}).get("merged_bytes", 0)
-    return {
-        "trainer step": str(trainer.get("step") or "-"),
-        "published": f"v{latest['sequence']} (step {latest['step']})" if latest else "-",
-        "merged": f"{merged / 1e6:.1f} MB",
-        "on disk": ", ".join(f"v{v['sequence']}" for v in seen.get("versions", ())) or "-",
-        "pruned": f"{len(seen.get('pruned', ()))}: {', '.join(seen.get('pruned', ())[-3:])}",
-    }
+def _phase(seen: dict[str, Any], steps: int) -> str:
+    if seen["trainer"] is None:
+        return _STARTING
+    step = seen["trainer"]["step"] or 0
+    if step < steps:
+        return f"training step {step + 1} of {steps}"
+    if (seen["latest"] or {"step": 0})["step"] < steps:
+        return f"merging step {steps}"
+    if any(report["step"] != steps for report in seen["explorers"]):
+        return f"loading step {steps} into the explorers"
+    return "ending the trainer and the explorers"
 
 
-def _line(seen: dict[str, Any]) -> str:
-    facts = " | ".join(f"{name} {value}" for name, value in _facts(seen).items())
-    explorers = " | ".join(
-        f"{report['name']} {'v' + str(report['sequence']) if report['sequence'] else '-'} "
-        f"({report['behind']} behind)"
-        for report in seen.get("explorers", ())
-    )
-    return f"{facts} | {explorers}"
+def _brief(seen: dict[str, Any]) -> list[str]:
+    if not seen.get("latest"):
+        return []
+    explorers = [
+        f"{report['name']} {'v' + str(report['sequence']) if report['sequence'] else '-'}"
+        for report in seen["explorers"]
+    ]
+    return [f"v{seen['latest']['sequence']} published", ", ".join(explorers)]
 
 
-def _table(run: _Run, seen: dict[str, Any]) -> Group:
+def _table(seen: dict[str, Any]) -> Group:
+    latest, daemon = (seen.get(name) or {} for name in ("latest", "daemon"))
+    pruned = seen.get("pruned", [])
     facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(seen).items():
-        facts.add_row(Text(name, style="bold"), value)
-    explorers = Table("explorer", "serves", "step", "behind", "status")
+    for name, value in {
+        "published": f"v{latest['sequence']}, step {latest['step']}" if latest else "-",
+        "merged": f"{daemon.get('counters', {}).get('merged_bytes', 0) / 1e6:.1f} MB",
+        "on disk": ", ".join(f"v{version['sequence']}" for version in seen.get("versions", ())),
+        "pruned": f"{len(pruned)}, the last: {', '.join(pruned[-2:])}" if pruned else "-",
+    }.items():
+        facts.add_row(Text(name, "bold"), value or "-")
+    explorers = Table("explorer", "serves", "step", "behind", "does", box=None, pad_edge=False)
     found = {report["name"]: report for report in seen.get("explorers", ())}
     for name in _EXPLORERS:
         report = found.get(name)
-        if report is None or not report["sequence"]:
-            explorers.add_row(name, "-", "-", "-", "starting")
-        else:
-            explorers.add_row(
-                name,
-                f"v{report['sequence']}",
-                str(report["step"]),
-                str(report["behind"]),
-                report["status"],
-            )
-    return Group(Text(f"syncd demo, {run.steps} steps", style="bold"), facts, explorers)
+        if report is None:
+            explorers.add_row(name, "-", "-", "-", "starts")
+            continue
+        serves = report["sequence"]
+        explorers.add_row(
+            name,
+            Text(f"v{serves}", "green") if serves else "-",
+            str(report["step"]) if serves else "-",
+            str(report["behind"]),
+            _DOES.get(report["status"], report["status"]),
+        )
+    return Group(facts, Text(), explorers)
 
 
-def _summary(run: _Run, console: Console, seconds: float) -> None:
+def _as_json(run: _Run, seconds: float) -> dict[str, Any]:
+    return {
+        "steps": run.steps,
+        "seconds": round(seconds, 3),
+        "merge_seconds": list(run.merges.values()),
+        "trainer": run.said("rank-0"),
+        "explorers": {name: run.said(name) for name in _EXPLORERS},
+    }
+
+
+def _summary(run: _Run, console: Console, seconds: float, *, keep: bool) -> None:
     trainer = run.said("rank-0")
-    lines = [
-        f"both explorers hold the trainer's step {run.steps}, bit for bit",
-        f"trainer: {run.steps} saves on {_WORLD_SIZE} ranks, median stall "
-        f"{1e3 * trainer['stall']:.1f} ms; loss {trainer['losses'][0]:.2f} at first, "
-        f"{trainer['losses'][-1]:.2f} at last",
-        f"daemon: {len(run.merges)} merges seen, median "
-        f"{1e3 * statistics.median(run.merges.values()):.1f} ms each",
-    ]
+    merges = statistics.median(run.merges.values())
+    rows = {
+        "trainer": f"{run.steps} saves on {_WORLD_SIZE} ranks, median stall "
+        f"{1e3 * trainer['stall']:.1f} ms; loss {trainer['losses'][0]:.2f} to "
+        f"{trainer['losses'][-1]:.2f}",
+        "daemon": f"{len(run.merges)} merges seen, median {1e3 * merges:.1f} ms each",
+    }
     for name in _EXPLORERS:
         told = run.said(name)
-        lines.append(
-            f"explorer {name}: {told['reloads']} reloads, median {1e3 * told['load']:.1f} ms to "
-            "verify and load"
-        )
-    lines.append(f"all in {seconds:.1f} s")
+        took = f"median {1e3 * told['load']:.1f} ms to verify and load"
+        rows[name] = f"{told['reloads']} reloads, {took}"
+    rows["in all"] = f"{seconds:.1f} s"
+    job = shlex.quote(str(run.job.layout.root))
+    kept = [f"syncd history {job}", f"syncd web {job}"]
+    following = [
+        "your own model, in ten minutes: docs/getting-started.md",
+        *(kept if keep else ["syncd demo --keep     leaves the job, to be looked at"]),
+        "syncd doctor FOLDER   measures the storage that is to be used",
+        "syncd --help          all commands",
+    ]
+    proved = f"both explorers hold the trainer's step {run.steps}, bit for bit"
+    lines = [Text(), Text(proved, "bold green")]
+    lines += [Text.assemble((f"  {name:<9}", "bold"), text) for name, text in rows.items()]
+    lines += [Text(), Text("next:", "bold"), *(Text(f"  {line}") for line in following)]
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _differences(truth: Path, held: Path) -> list[str]:
-    """The names of tensors that are not the same bytes under the same dtype and shape."""
+    """The names of tensors that differ in bytes, dtype or shape."""
     left, right = _tensors(truth), _tensors(held)
     return sorted(name for name in left.keys() | right.keys() if left.get(name) != right.get(name))
 

@@ -18,7 +18,7 @@ _HEADS: Final = 6
 _LAYERS: Final = 4
 
 
-class Block(nn.Module):
+class DecoderLayer(nn.Module):
     """Attention and a feed-forward layer, each behind a norm."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class TinyTransformer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, _WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(_LAYERS))
+        self.blocks = nn.ModuleList(DecoderLayer() for _ in range(_LAYERS))
         self.norm = nn.RMSNorm(_WIDTH)
         self.head = nn.Linear(_WIDTH, VOCABULARY, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""``syncd doctor``: what a job's storage really does."""
+"""``syncd doctor``: test a job's storage."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from rich.text import Text
 
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
-from syncd.doctor.examination import Examination, Limits, Watching, join
-from syncd.doctor.finding import Finding, Verdict, worst
+from syncd.doctor.examination import Deadlines, Examination, Watching, join
+from syncd.doctor.finding import Finding, Severity, worst
 from syncd.protocol.errors import UnfitStorageError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import printable
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
-_STYLES: Final = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.FAIL: "bold red"}
-_LIMITS: Final = Limits()
+_STYLES: Final = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
+_LIMITS: Final = Deadlines()
 #: Of the words, on a line that begins with verdict and name.
 _INDENT: Final = 18
 
@@ -36,52 +35,51 @@ _INDENT: Final = 18
     type=click.IntRange(min=0, max=1),
     default=None,
     metavar="HOST_NUMBER",
-    help="0 here and 1 on another host, at the same time: measure between the two.",
+    help="Measure between two hosts: run with 0 here, and with 1 on the other host meanwhile.",
 )
 @click.option(
     "--wait",
-    type=click.FloatRange(min=1),
+    type=options.SecondsRange(min=1),
     default=_LIMITS.meeting,
     show_default=True,
-    metavar="SECONDS",
-    help="How long the other host is waited for.",
+    help="How long to wait for the other host.",
 )
 @click.option(
     "--limit",
-    type=click.FloatRange(min=1, max=600),
+    type=options.SecondsRange(min=1, max=600),
     default=_LIMITS.look,
     show_default=True,
-    metavar="SECONDS",
-    help="How long a change is looked for that does not show.",
+    help="How long to look for a change before it counts as not visible.",
 )
 @options.as_json
 def command(job: Path, peer: int | None, wait: float, limit: float, *, as_json: bool) -> None:
-    """Measure what the storage of JOB really does, between processes of this host or of two.
+    """Test the storage of JOB, between processes of one host or of two hosts.
 
-    JOB is a job directory, or an empty one that is to become one. Only files below .syncd/doctor
-    are made, and they go again. Takes less than a minute on storage that works; needs no daemon,
-    and disturbs none.
+    JOB is a job directory, or an empty directory that will become one. The command creates files
+    only below .syncd/doctor, and removes them at the end. It takes less than a minute if the
+    storage works. It needs no daemon, and does not disturb a running one.
 
-    Exits with 19 where a promise of syncd's cannot hold; a warning is no failure.
+    Exits with 19 if syncd cannot keep one of its promises here. A warning is not a failure.
     """
     root = job.resolve()
-    storage, layout = Storage(root), JobLayout(root)
-    limits = Limits(look=limit, meeting=wait)
+    examined = Job.at(root)
+    limits = Deadlines(look=limit, meeting=wait)
     with cleaned_up(), _Shown(quiet=as_json) as shown:
         if peer == 1:
-            findings = join(storage, layout, shown, limits)
+            findings = join(examined, shown, limits)
         else:
-            examination = Examination(storage, layout, shown, limits)
+            examination = Examination(examined, shown, limits)
             findings = examination.alone() if peer is None else examination.with_peer()
-    failed = [finding.name for finding in findings if finding.verdict is Verdict.FAIL]
+    failed = [finding.name for finding in findings if finding.verdict is Severity.FAIL]
     if as_json:
         click.echo(json.dumps(_as_json(root, findings), indent=2))
     else:
         counts = Counter(finding.verdict for finding in findings)
-        click.echo(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Verdict))
+        click.echo(", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity))
     if failed:
         raise UnfitStorageError(
-            f"{printable(root)}: promises of syncd's cannot hold here: {', '.join(failed)}"
+            f"{printable(root)}: syncd cannot keep its promises on this storage: "
+            f"{', '.join(failed)}"
         )
 
 
@@ -95,7 +93,7 @@ def _as_json(root: Path, findings: list[Finding]) -> dict[str, object]:
 
 
 class _Shown(Watching):
-    """Prints each finding as it comes, and on a terminal what is being looked at.
+    """Prints each finding as it comes, and on a terminal also the current probe.
 
     Args:
         quiet: whether findings are printed elsewhere.

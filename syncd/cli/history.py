@@ -1,4 +1,4 @@
-"""``syncd history``: what became of each version."""
+"""``syncd history``: the history of each version."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from rich.text import Text
 
 from syncd.cli import options
 from syncd.cli.amounts import moment, span
-from syncd.daemon.history import Live, VersionHistory, history, told
-from syncd.protocol.layout import JobLayout
+from syncd.operate.history import Live, VersionHistory, history, told
 from syncd.protocol.names import printable
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 #: How many explorers of a version are shown; JSON has all.
 _EXPLORERS: Final = 4
@@ -31,22 +30,24 @@ _GAP: Final = "  "
     type=click.IntRange(min=1),
     default=20,
     show_default=True,
-    help="How many versions, the newest.",
+    help="Show this many versions, the newest ones.",
 )
 @options.as_json
 def command(job: Path, limit: int, *, as_json: bool) -> None:
-    """Show what became of the versions of JOB, those that were pruned too.
+    """Show the history of the versions of JOB, including pruned ones.
 
-    'published' is when LATEST began to name a version; 'after' is the time from the first look that
-    found its save whole, and 'merge' the part of that in which it was merged. 'live on' says which
-    explorers served it, and how long after it was published; 'pruned', how long after that it was
-    deleted. All by the daemon's clock, which looks at explorers once a tick.
+    'published' is when LATEST began to name the version. 'after' is the time until then since the
+    daemon first found the save complete; 'merge' is the part of it in which the daemon merged.
+    'live on' lists the explorers that served the version, and how long after it was published.
+    'pruned' is how long after it was published the daemon deleted it.
+
+    All times are by the daemon's clock. The daemon reads the explorers' reports once a tick.
     """
-    storage, layout = Storage(job), JobLayout(job)
+    opened = Job.at(job)
     if as_json:
-        click.echo(json.dumps(told(storage, layout, limit), indent=2))
+        click.echo(json.dumps(told(opened, limit), indent=2))
         return
-    found = history(storage, layout, limit)
+    found = history(opened, limit)
     if not found:
         click.echo("nothing is published yet")
         return
@@ -75,7 +76,7 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
 
 
 def _live(live: list[Live], room: int) -> str:
-    """The explorers, below each other; of a name that is too long, its end."""
+    """The explorers, one a line; a name that is too long is cut at its beginning."""
     shown = [(printable(one.explorer), one.seconds) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
         shown.append((f"and {len(live) - _EXPLORERS} more", live[-1].seconds))

@@ -1,4 +1,4 @@
-"""What a line of the log looks like: one for people, or one JSON object for machines."""
+"""Log lines: text for people, or one JSON object a line for machines."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Final
 
-from syncd.protocol.errors import SyncdError
+from syncd.protocol.errors import InvalidSettingsError, SyncdError
 from syncd.protocol.events import JOB_THREAD, Event
+from syncd.protocol.names import printable
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ _BURST: Final = 10
 
 
 def _job_of(record: logging.LogRecord) -> str:
-    """The directory of the job that a line is about, where its thread is one job's of many."""
+    """The directory of the job that a line is about, if one process serves many jobs."""
     thread = record.threadName or ""
     return thread.removeprefix(JOB_THREAD) if thread.startswith(JOB_THREAD) else ""
 
@@ -34,19 +35,23 @@ def _job_of(record: logging.LogRecord) -> str:
 class HumanLines(logging.Formatter):
     """``2026-01-31 12:00:00,123 INFO published step 7 as version 3: 980.2 MB in 1.31 s``.
 
-    Where a process serves many jobs the message begins with the name of its job, in brackets.
+    Where a process serves many jobs the message begins with the name of its job, in brackets. A
+    message is one line, and escaped as :func:`.printable` does it, because names and errors in it
+    may be anyone's. The lines of a traceback are escaped too, and indented.
     """
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 # logging's name
-        """The line, and how often it was held back."""
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, how often it was held back, and the traceback."""
+        line = f"{self.formatTime(record)} {record.levelname} "
         if job := _job_of(record):
-            record.message = f"[{os.path.basename(job)}] {record.message}"
-        line = super().formatMessage(record)
-        held_back = getattr(record, "held_back", 0)
-        return f"{line} (and {held_back} times before)" if held_back else line
+            line += f"[{os.path.basename(job)}] "
+        line += record.getMessage()
+        if held_back := getattr(record, "held_back", 0):
+            line += f" (and {held_back} times before)"
+        below = [self.formatException(record.exc_info)] if record.exc_info else []
+        below += [record.stack_info] if record.stack_info else []
+        traces = (f"  {printable(one)}" for text in below for one in text.split("\n"))
+        return "\n".join([printable(line), *traces])
 
 
 class JsonLines(logging.Formatter):
@@ -77,11 +82,13 @@ class JsonLines(logging.Formatter):
         text = json.dumps(line, default=str, ensure_ascii=False)
         # Half a surrogate, which a name that is no UTF-8 becomes, is for many readers no JSON.
         text = _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)
-        return text if text.isascii() else json.dumps(json.loads(text))
+        text = text if text.isascii() else json.dumps(json.loads(text))
+        # The one control character that JSON leaves as it is.
+        return text.replace("\x7f", "\\u007f")
 
 
 class Flood(logging.Filter):
-    """Holds back a line that came ten times in a minute, and lets it come again ever more seldom.
+    """Holds back a line that came ten times in a minute, then lets it pass ever more rarely.
 
     The next one that comes says how many were held back.
     """
@@ -100,7 +107,7 @@ class Flood(logging.Filter):
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg] # generic in its stub alone
-    """Ours, and so the one to change; it writes to whatever standard error is by then."""
+    """The handler that :func:`set_up` made, so that a later call changes it and no other."""
 
 
 def set_up(form: str = "human", level: str = "info") -> None:
@@ -108,7 +115,7 @@ def set_up(form: str = "human", level: str = "info") -> None:
 
     Args:
         form: ``human`` or ``json``.
-        level: the least that is logged: ``debug``, ``info``, ``warning`` or ``error``.
+        level: the lowest level to log: ``debug``, ``info``, ``warning`` or ``error``.
     """
     root = logging.getLogger()
     handler = next((one for one in root.handlers if isinstance(one, _Lines)), None)
@@ -124,7 +131,7 @@ def set_up(form: str = "human", level: str = "info") -> None:
 
 
 def name_faults() -> None:
-    """Let what nobody caught be a line of the log too: of this process, or of one of its threads.
+    """Log uncaught exceptions too, of this process and of all its threads.
 
     For a program that does nothing else: the hooks are Python's, and of the whole process.
     """
@@ -133,7 +140,11 @@ def name_faults() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            log.error("a fault of syncd", exc_info=(kind, error, trace), extra=Event.FAULT())
+            log.error(
+                "a bug in syncd; please report it",
+                exc_info=(kind, error, trace),
+                extra=Event.FAULT(),
+            )
         else:
             sys.__excepthook__(kind, error, trace)
 
@@ -145,11 +156,14 @@ def name_faults() -> None:
 
 
 def last_words(error: Exception, exit_code: int) -> None:
-    """Say why a command ends, in the form that was set up."""
+    """Log the error that ends a command, in the configured format."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _Lines) and isinstance(handler.formatter, JsonLines):
             kind = type(error).__name__ if isinstance(error, SyncdError) else "OSError"
             extra = Event.COMMAND_FAILED(error=kind, exit_code=exit_code)
             log.error("%s", error, extra=extra)
             return
-    print(f"syncd: {error}", file=sys.stderr)
+    # Only a configuration that cannot be used has several lines of its own: one for each mistake.
+    lines = str(error).split("\n") if isinstance(error, InvalidSettingsError) else [str(error)]
+    lines += getattr(error, "__notes__", ())
+    print("syncd:", "\n".join(map(printable, lines)), file=sys.stderr)

@@ -9,15 +9,17 @@ from pathlib import Path
 import click
 
 from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import LOOKED_FOR, SavedWeights, Unfinished, look_at_save
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli import options
 from syncd.cli.bars import bar
 from syncd.cli.signals import cleaned_up
-from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.names import TEMPORARY, parse_step_folder, printable
+from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
+from syncd.protocol.names import ACTOR, TEMPORARY, parse_step_folder, printable
 from syncd.storage.errnos import NOT_EMPTY
 from syncd.storage.fsio import Storage
+from syncd.torch_extra import require_torch
 
 
 @click.command("merge", epilog="Example: syncd merge global_step_100/actor /tmp/step-100")
@@ -32,7 +34,7 @@ from syncd.storage.fsio import Storage
     "--fsync/--no-fsync",
     default=True,
     show_default=True,
-    help="Wait until the result would survive a power loss.",
+    help="Wait until the result is durable: it survives a power loss.",
 )
 @options.as_json
 def command(
@@ -49,18 +51,21 @@ def command(
 ) -> None:
     """Merge the shards in ACTOR_DIR into OUT_DIR, a complete Hugging Face model folder.
 
-    ACTOR_DIR may be a folder of torch.distributed.checkpoint too.
+    ACTOR_DIR may also be a folder of torch.distributed.checkpoint.
 
-    Where they are of a PEFT model, or an adapter is beside them in lora_adapter/, OUT_DIR becomes
-    the folder of that LoRA adapter.
+    If the shards are of a PEFT model, or if lora_adapter/ beside them holds an adapter, OUT_DIR
+    becomes the folder of that LoRA adapter.
 
-    OUT_DIR must be new or empty; it appears whole or not at all.
+    OUT_DIR must be new or empty. It appears complete or not at all.
     """
+    if cast is not None:
+        require_torch("--dtype")
     storage = Storage(durable=fsync)
     actor = actor_dir.resolve()
     out = out_dir.resolve()
     if storage.names(out):
         raise InvalidSettingsError(f"{out_dir} is not empty: give a new folder")
+    save = _look(storage, actor)
     room = out.with_name(f"{TEMPORARY}{out.name}-{secrets.token_hex(6)}")
     storage.make_folder(room, below=Path(out.anchor))
     with cleaned_up():
@@ -69,22 +74,24 @@ def command(
                 manifest = build_model_folder(
                     storage,
                     actor,
-                    look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0),
+                    save,
                     room,
-                    sequence=0,
-                    digests=digest == "on",
-                    max_file_size=max_shard_size,
-                    threads=copy_threads,
-                    cast=cast,
-                    prefix=prefix,
-                    cancel=lambda: None,
-                    progress=progress,
+                    options=MergeOptions(
+                        max_file_size=max_shard_size,
+                        digests=digest == "on",
+                        cast=cast,
+                        prefix=prefix,
+                        threads=copy_threads,
+                    ),
+                    work=Work(lambda: None, progress),
                 )
             try:
                 storage.rename(room, out)
             except OSError as error:
                 if error.errno in NOT_EMPTY:
-                    raise InvalidSettingsError(f"{out_dir} was filled by someone else") from error
+                    raise InvalidSettingsError(
+                        f"another process has filled {out_dir} meanwhile"
+                    ) from error
                 raise
             storage.sync_folder(out.parent)
         finally:
@@ -111,3 +118,19 @@ def command(
         f"merged {len(manifest.tensors)} tensors, {merged / 1e6:.1f} MB, into {out_dir}{what} in "
         f"{manifest.timings['build']:.2f} s (checked by {manifest.checked})"
     )
+
+
+def _look(storage: Storage, actor: Path) -> SavedWeights:
+    """The complete save in a folder.
+
+    Raises:
+        SaveNotReadyError: there is none.
+    """
+    save = look_at_save(storage, actor, parse_step_folder(actor.parent.name) or 0)
+    if not isinstance(save, Unfinished):
+        return save
+    names = storage.names(actor)
+    reason = save.reason if names else f"{actor} is empty: looked for {LOOKED_FOR}"
+    if ACTOR in names:
+        reason += f"; merge its {ACTOR} folder: {actor / ACTOR}"
+    raise SaveNotReadyError(reason)

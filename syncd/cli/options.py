@@ -1,18 +1,19 @@
-"""Options that several commands share, and what they become."""
+"""Options that several commands share, and their types."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from syncd.daemon.config import RunConfig
-from syncd.daemon.configuration import KEYS, Given, load
+from syncd.daemon.config import BYTES, SECONDS, Quantity, RunConfig
+from syncd.daemon.configuration import KEYS, GivenValue, load
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, step_folder, version_folder
 
@@ -23,6 +24,53 @@ CONFIGURATIONS: Final = Path("/etc/syncd")
 job = click.argument("job", type=click.Path(path_type=Path, file_okay=False))
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 
+_Number = TypeVar("_Number", int, float)
+
+
+class SecondsRange(click.FloatRange):
+    """Seconds, or a duration with a unit as in the configuration: ``500ms``, ``5min``."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """A number of seconds, within the range."""
+        return super().convert(_amount(SECONDS, float, value, param, ctx), param, ctx)
+
+
+class BytesRange(click.IntRange):
+    """Bytes, or a size with a unit as in the configuration: ``64GB``, ``1GiB``."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """A number of bytes, within the range."""
+        return super().convert(_amount(BYTES, int, value, param, ctx), param, ctx)
+
+
+def _amount(
+    quantity: Quantity,
+    kind: type[_Number],
+    value: Any,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> _Number:
+    read: Any = quantity.read(value)
+    try:
+        found = kind(read)
+        if not math.isnan(found) and (isinstance(read, str) or found == read):  # no part of a byte
+            return found
+    except (ValueError, OverflowError):
+        pass
+    raise click.BadParameter(
+        f"{value!r} is neither a number of {quantity.unit} nor a number with a unit, such as "
+        f"{quantity.examples}",
+        ctx,
+        param,
+    )
+
+
 _VERSION = re.compile(r"v0*([1-9][0-9]{0,17})", re.ASCII)
 _STEP = re.compile(r"(?:global_step_)?(0|[1-9][0-9]{0,17})", re.ASCII)
 
@@ -32,7 +80,7 @@ _KEY_OF = {"digest": "digests"}
 
 
 def configured_folders() -> list[Path]:
-    """The jobs of this host's services, and the folders whose folders are jobs.
+    """The jobs of this host's services, and the folders that contain jobs (``root``).
 
     Raises:
         InvalidSettingsError: there are none, or a configuration cannot be used.
@@ -42,13 +90,13 @@ def configured_folders() -> list[Path]:
     found = list(dict.fromkeys(folder for folder in named if folder is not None))
     if not found:
         raise InvalidSettingsError(
-            f"which job? Name its directory: no configuration in {CONFIGURATIONS} does"
+            f"which job? Give its directory: no configuration in {CONFIGURATIONS} names one"
         )
     return found
 
 
-def given(ctx: click.Context) -> dict[str, Given]:
-    """What the command line says itself: key of the configuration → value and option."""
+def given(ctx: click.Context) -> dict[str, GivenValue]:
+    """The settings given on the command line: key of the configuration → value and option."""
     found = {}
     for parameter in ctx.command.params:
         name = parameter.name or ""
@@ -56,12 +104,12 @@ def given(ctx: click.Context) -> dict[str, Given]:
         source = ctx.get_parameter_source(name)
         if key in KEYS and source is ParameterSource.COMMANDLINE:
             option = parameter.opts[0] if isinstance(parameter, click.Option) else name.upper()
-            found[key] = Given(ctx.params[name], option, is_local=True)
+            found[key] = GivenValue(ctx.params[name], option, is_local=True)
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class VersionOrStep:
     """A version or a step, as it was named on the command line; one of the two is None."""
 
     sequence: int | None = None
@@ -78,15 +126,15 @@ def _version(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
         return int(found[1])
     hint = ""
     if found := _STEP.fullmatch(value):
-        hint = f"; it is a step, which may have been published more than once: say v{found[1]}?"
+        hint = f"; it is a step, and a step may have several versions: did you mean v{found[1]}?"
     raise click.BadParameter(f"{value!r} is not the name of a version, such as v17{hint}")
 
 
-def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -> Target:
+def _version_or_step(_ctx: click.Context, _param: click.Parameter, value: str) -> VersionOrStep:
     if found := _VERSION.fullmatch(value):
-        return Target(sequence=int(found[1]))
+        return VersionOrStep(sequence=int(found[1]))
     if found := _STEP.fullmatch(value):
-        return Target(step=int(found[1]))
+        return VersionOrStep(step=int(found[1]))
     raise click.BadParameter(f"{value!r} is neither a version, such as v17, nor a step, such as 17")
 
 
@@ -95,11 +143,10 @@ target = click.argument("target", metavar="STEP|vSEQUENCE", callback=_version_or
 version = click.argument("version", metavar="vSEQUENCE", callback=_version)
 timeout = click.option(
     "--timeout",
-    type=click.FloatRange(min=0),
+    type=SecondsRange(min=0),
     default=60.0,
     show_default=True,
-    metavar="SECONDS",
-    help="How long a working daemon's answer is waited for.",
+    help="How long to wait for an answer from the daemon, if one is running.",
 )
 
 _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
@@ -115,48 +162,45 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep,
         show_default=True,
-        help="Versions that stay published besides those that are leased.",
+        help="How many of the newest versions to keep, besides leased ones.",
     ),
     click.option(
         "--prune-steps/--no-prune-steps",
         default=_DEFAULTS.prune_steps,
         show_default=True,
-        help="Delete step folders that were published or skipped and are no full checkpoints.",
+        help="Delete published and skipped step folders, except full checkpoints.",
     ),
     click.option(
         "--prune-foreign/--no-prune-foreign",
         default=_DEFAULTS.prune_foreign,
-        help=f"That too for saves without receipts in a job without {STATE_POINTER}.",
+        help=f"Do so also for saves without receipts in a job without {STATE_POINTER}.",
     ),
     click.option(
         "--dead-reader-grace",
-        type=click.FloatRange(min=0),
+        type=SecondsRange(min=0),
         default=_DEFAULTS.dead_reader_grace,
         show_default=True,
-        metavar="SECONDS",
-        help="How long the lease of a dead explorer is kept.",
+        help="How long to keep the lease of a dead explorer.",
     ),
     click.option(
         "--leftover-grace",
-        type=click.FloatRange(min=0, min_open=True),
+        type=SecondsRange(min=0, min_open=True),
         default=_DEFAULTS.leftover_grace,
         show_default=True,
-        metavar="SECONDS",
-        help="How long a temporary file of a killed process lies still before it goes.",
+        help="How old an orphaned temporary file must be before it is deleted.",
     ),
     click.option(
         "--lease-time",
-        type=click.FloatRange(min=0, min_open=True, max=3600),
+        type=SecondsRange(min=0, min_open=True, max=3600),
         default=_DEFAULTS.lease_time,
         show_default=True,
-        metavar="SECONDS",
-        help="Without a heartbeat for so long a process counts as dead; only for a new job.",
+        help="A process without a heartbeat for this long counts as dead; only for a new job.",
     ),
 )
 
 
 def policy(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options of what is kept and what goes."""
+    """Add the options of the retention rules to a command."""
     for option in reversed(_POLICY):
         command = option(command)
     return command
@@ -165,55 +209,54 @@ def policy(command: Callable[..., Any]) -> Callable[..., Any]:
 prefix = click.option(
     "--prefix",
     default=None,
-    help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
+    help="The prefix of the model's names in torch.distributed.checkpoint.  [default: detect]",
 )
 config_file = click.option(
     "--config",
     metavar="FILE",
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
-    help="A TOML file with any of these, and the job; see docs/configuration.md.",
+    help="A TOML file with any of these settings, and the job; see docs/configuration.md.",
 )
 log_format = click.option(
     "--log-format",
     type=click.Choice(["human", "json"]),
     default=_DEFAULTS.log_format,
     show_default=True,
-    help="Lines for people, or one JSON object a line.",
+    help="Log lines as text for people, or as one JSON object a line.",
 )
 log_level = click.option(
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     default=_DEFAULTS.log_level,
     show_default=True,
-    help="The least that is logged.",
+    help="The lowest level to log.",
 )
 digest = click.option(
     "--digest",
     type=click.Choice(["on", "off"]),
     default="on",
     show_default=True,
-    help="Whether xxh3-128 digests are computed while copying.",
+    help="Compute xxh3-128 digests while copying.",
 )
 dtype = click.option(
     "--dtype",
     "cast",
     type=click.Choice(["bf16", "fp16", "fp32"]),
     default=None,
-    help="Cast floating tensors, as torch does; integers and fp8 stay.  [default: as saved]",
+    help="Cast floating-point tensors, as torch does, but not fp8.  [default: as saved]",
 )
 max_shard_size = click.option(
     "--max-shard-size",
-    type=click.IntRange(min=1),
+    type=BytesRange(min=1),
     default=_DEFAULTS.max_shard_size,
     show_default=True,
-    metavar="BYTES",
-    help="The most bytes of tensors in one file.",
+    help="The largest number of bytes of tensors in one file.",
 )
 copy_threads = click.option(
     "--copy-threads",
     type=click.IntRange(min=1, max=64),
     default=_DEFAULTS.copy_threads,
     show_default=True,
-    help="Files written at a time, and no more than there are processors.",
+    help="How many files to write at a time; never more than there are processors.",
 )

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 from syncd.cli import options
-from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
-from syncd.storage.job import lease_time_of
-from syncd.storage.pins import pin_step, pin_version
+from syncd.storage.job import Job
+from syncd.storage.leases import pin_step, pin_version
 
 
 @click.command("pin", epilog="Example: syncd pin /shared/jobs/qwen-grpo v17")
 @options.job
 @options.target
-def command(job: Path, target: options.Target) -> None:
+@options.as_json
+def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
     """Keep a version (v17) or a step folder (17) of JOB from being pruned, until it is unpinned.
 
-    It holds from the moment that this command ends well, whether a daemon is running or not. A
-    pinned step folder is kept by syncd; its trainer may still delete it.
+    The pin holds as soon as this command has succeeded, whether a daemon is running or not. It
+    keeps syncd from deleting a step folder; the trainer may still delete it.
     """
-    storage, layout = Storage(job), JobLayout(job)
-    lease_time_of(storage, layout)  # a job at all?
+    opened = Job.at(job)
+    opened.lease_time()  # a job at all?
     if target.sequence is not None:
-        pin_version(storage, layout, target.sequence)
+        pin_version(opened, target.sequence)
     elif target.step is not None:
-        pin_step(storage, layout, target.step)
-    click.echo(f"{target} is pinned")
+        pin_step(opened, target.step)
+    if as_json:
+        click.echo(json.dumps({"job": str(job), "folder": str(target), "pinned": True}, indent=2))
+    else:
+        click.echo(f"{target} is pinned")

@@ -1,4 +1,4 @@
-"""``syncd prune``: what the daemon would delete, by hand."""
+"""``syncd prune``: prune by the daemon's rules, without a daemon."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from syncd.cli import options
 from syncd.cli.bars import at_work
 from syncd.daemon.configuration import load
 from syncd.daemon.decide import DropLease, PruneStep, Pruning, RetireVersion
-from syncd.daemon.offline import prune_now, would_prune
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import step_folder, version_folder
+from syncd.operate.offline import prune_now, would_prune
+from syncd.protocol.names import printable, step_folder, version_folder
+from syncd.storage.job import Job
 
 
 @click.command("prune", epilog="Example: syncd prune /shared/jobs/qwen-grpo --dry-run --keep 1")
 @options.job
-@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--dry-run", is_flag=True, help="Print what would be deleted, and delete nothing.")
 @options.config_file
 @options.policy
 @options.as_json
@@ -35,15 +35,15 @@ def command(
     as_json: bool,
     **_options: Any,
 ) -> None:
-    """Delete versions and step folders of JOB by the daemon's rules, where no daemon runs.
+    """Delete versions and step folders of JOB by the daemon's rules, while no daemon runs.
 
-    They are its options, its configuration file and its environment, as 'syncd run' has them. Every
-    deletion is a line in .syncd/audit.jsonl.
+    The rules come from the same options, configuration file and environment as those of 'syncd
+    run'. Every deletion is recorded as a line in .syncd/audit.jsonl.
     """
     rules = load(config, os.environ, options.given(ctx)).config
-    layout = JobLayout(job)
+    pruned = Job.at(job)
     with at_work("looking" if dry_run else "pruning"):
-        actions = would_prune(layout, rules) if dry_run else prune_now(layout, rules)
+        actions = would_prune(pruned, rules) if dry_run else prune_now(pruned, rules)
     if as_json:
         told = [
             dict(zip(("what", "name", "why"), _told(action), strict=True)) for action in actions
@@ -51,7 +51,7 @@ def command(
         click.echo(json.dumps({"job": str(job), "dry_run": dry_run, "deleted": told}, indent=2))
         return
     for action in actions:
-        click.echo(f"{'would delete' if dry_run else 'deleted'} {_said(action)}")
+        click.echo(printable(f"{'would delete' if dry_run else 'deleted'} {_said(action)}"))
     if not actions:
         click.echo("nothing to delete")
 
@@ -62,7 +62,7 @@ def _said(action: Pruning) -> str:
 
 
 def _told(action: Pruning) -> tuple[str, str, str]:
-    """What kind of thing goes, its name and why: as the audit log has it."""
+    """The kind, the name and the reason of a deletion, as in the audit log."""
     match action:
         case DropLease():
             return "lease", f"{version_folder(action.sequence)}/{action.marker}", action.why

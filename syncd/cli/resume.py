@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 from syncd.cli import options
-from syncd.daemon.control import Control
-from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
+from syncd.operate.control import Control
+from syncd.storage.job import Job
 
 
 @click.command("resume", epilog="Example: syncd resume /shared/jobs/qwen-grpo")
 @options.job
-def command(job: Path) -> None:
-    """Publish the newest save of JOB, and go on with pruning, after 'syncd pause'."""
-    control = Control(Storage(job), JobLayout(job), timeout=0)
+@options.as_json
+def command(job: Path, *, as_json: bool) -> None:
+    """End 'syncd pause': publish the newest save of JOB, and prune again."""
+    control = Control(Job.at(job), timeout=0)
     was = control.resume()
-    waits = "" if control.working() else ", as soon as a daemon works on it"
+    is_working = control.working()
+    if as_json:
+        told = {"job": str(job), "paused": False, "was_paused": was, "daemon_works": is_working}
+        click.echo(json.dumps(told, indent=2))
+        return
+    waits = "" if is_working else "; takes effect when a daemon runs"
     click.echo(f"resumed{waits}" if was else "was not paused")

@@ -9,10 +9,9 @@ import click
 
 from syncd.cli import options
 from syncd.cli.bars import at_work
-from syncd.daemon.control import Control
-from syncd.protocol.layout import JobLayout
+from syncd.operate.control import Control
 from syncd.protocol.names import version_folder
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 
 @click.command("rollback", epilog="Example: syncd rollback /shared/jobs/qwen-grpo v12")
@@ -21,12 +20,12 @@ from syncd.storage.fsio import Storage
 @options.timeout
 @options.as_json
 def command(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
-    """Publish an old version of JOB again, under a new sequence, which explorers move on to.
+    """Publish an old version of JOB again, under a new sequence, so that explorers load it.
 
-    The next save of the trainer is published as ever, and replaces it: 'syncd pause' first, where
-    the old weights are to stay. Without a daemon the request waits for the next one.
+    The trainer's next save is published as usual, and replaces it. If the old weights should stay,
+    run 'syncd pause' first. If no daemon runs, the request waits for the next one.
     """
-    control = Control(Storage(job), JobLayout(job), timeout=timeout)
+    control = Control(Job.at(job), timeout=timeout)
     with at_work("waiting for the daemon"):
         made = control.roll_back(version)
     if as_json:
@@ -36,4 +35,4 @@ def command(job: Path, version: int, timeout: float, *, as_json: bool) -> None:
     elif isinstance(made, int):
         click.echo(f"{version_folder(version)} is served again, as {version_folder(made)}")
     else:
-        click.echo(f"{version_folder(version)} is asked for; {made}")
+        click.echo(f"rollback to {version_folder(version)} requested; {made}")

@@ -15,13 +15,20 @@ import click
 from syncd.cli import log_lines, options
 from syncd.cli.signals import stopped_by_signals
 from syncd.daemon.config import RunConfig
-from syncd.daemon.configuration import Reloader, load, misspelt
+from syncd.daemon.configuration import (
+    ConfigReloader,
+    Configuration,
+    GivenValue,
+    load,
+    misspelt,
+)
 from syncd.daemon.hang import HangGuard
-from syncd.daemon.meter import MeterOf, unmetered
+from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.notify import ServiceManager
-from syncd.daemon.root_services import RootServices
-from syncd.daemon.services import Services
+from syncd.daemon.telling.meter import MeterOf, unmetered
 from syncd.protocol.events import Event
+from syncd.protocol.names import printable
+from syncd.torch_extra import require_torch
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +40,10 @@ _DEFAULTS = RunConfig()
 @options.config_file
 @click.option(
     "--tick",
-    type=click.FloatRange(min=0, min_open=True, max=60),
+    type=options.SecondsRange(min=0, min_open=True, max=60),
     default=_DEFAULTS.tick,
     show_default=True,
-    metavar="SECONDS",
-    help="How often the job is looked at when no event says that something changed.",
+    help="How often to look at the job if no event reports a change.",
 )
 @click.option(
     "--memory-dir",
@@ -56,39 +62,42 @@ _DEFAULTS = RunConfig()
     type=click.IntRange(min=1),
     default=_DEFAULTS.concurrent_merges,
     show_default=True,
-    help="With --root: of how many jobs saves are merged at a time.",
+    help="With --root: how many jobs may merge saves at the same time.",
 )
 @click.option(
     "--exit-when-idle/--no-exit-when-idle",
     default=_DEFAULTS.exit_when_idle,
-    help="End once all trainers and explorers that were there are gone, and all is published.",
+    help="Exit once all trainers and explorers have come and gone, and all saves are published.",
+)
+@click.option(
+    "--refuse-nonfinite/--no-refuse-nonfinite",
+    default=_DEFAULTS.refuse_nonfinite,
+    help="Quarantine a save whose trainer found NaN or Inf in it, instead of warning.",
 )
 @click.option(
     "--remote-timeout",
-    type=click.FloatRange(min=0),
+    type=options.SecondsRange(min=0),
     default=_DEFAULTS.remote_timeout,
     show_default=True,
-    metavar="SECONDS",
-    help="How long a step without weights and without a remote path is waited for.",
+    help="How long to wait for a step that has neither weights nor a remote path.",
 )
 @click.option(
     "--dcp-prefix",
     default=None,
-    help="What the model's names begin with, of torch.distributed.checkpoint.  [default: find out]",
+    help="The prefix of the model's names in torch.distributed.checkpoint.  [default: detect]",
 )
 @click.option(
     "--hang-time",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.SecondsRange(min=0, min_open=True),
     default=_DEFAULTS.hang_time,
     show_default=True,
-    metavar="SECONDS",
-    help="Without an answer of storage for so long this process ends, for another to take over.",
+    help="Exit if storage has not answered for this long, so that another daemon can take over.",
 )
 @click.option(
     "--shared-group",
     default=None,
     metavar="GROUP",
-    help="A group of trainers, explorers and daemon, which what is made here is given to.",
+    help="Give new files to this group, which trainers, explorers and daemon all belong to.",
 )
 @options.digest
 @options.dtype
@@ -100,33 +109,36 @@ _DEFAULTS = RunConfig()
     type=click.IntRange(min=0, max=65535),
     default=_DEFAULTS.metrics_port,
     show_default=True,
-    help="Where on 127.0.0.1 Prometheus finds metrics; 0 for nowhere.",
+    help="Serve Prometheus metrics on this port of 127.0.0.1; 0 for none.",
 )
 @click.option(
     "--metrics-textfile",
     type=click.Path(path_type=Path, dir_okay=False),
     default=None,
-    help="A file of this host that the node exporter reads metrics from; it ends with .prom.",
+    help="Write metrics to this file for the node exporter; its name must end with .prom.",
 )
 @options.log_format
 @options.log_level
+@click.option("--json", "as_json", is_flag=True, help="The same as --log-format json.")
 @click.pass_context
-def command(ctx: click.Context, /, config: Path | None, **_options: Any) -> None:
+def command(ctx: click.Context, /, config: Path | None, *, as_json: bool, **_options: Any) -> None:
     """Serve JOB, or all jobs in the folder --root, until SIGTERM: merge, publish, signal, prune.
 
     A second daemon on the same job stands by, and takes over when the first one dies.
 
-    What is not said here is taken from the environment (SYNCD_KEEP for --keep), then from the
-    configuration file, which SIGHUP lets the daemon read again: see 'syncd config --help'.
+    Settings that are not given here come from the environment (SYNCD_KEEP for --keep), then from
+    the configuration file. On SIGHUP the daemon reads that file again. See 'syncd config --help'.
     """
     said = options.given(ctx)
-    configuration = Reloader(
-        lambda: load(config, os.environ, said),
+    if as_json:
+        said["log_format"] = GivenValue("json", "--json", is_local=True)
+    configuration = ConfigReloader(
+        lambda: _load(config, said),
         applied=lambda now: log_lines.set_up(now.log_format, now.log_level),
     )
     for name, meant in misspelt(os.environ).items():
         extra = Event.CONFIG_UNHEARD(key=name, value=os.environ[name], in_force=None)
-        log.warning("%s is not read; did you mean %s?", name, meant, extra=extra)
+        log.warning("ignoring %s; did you mean %s?", name, meant, extra=extra)
     # A save of a thousand ranks is a thousand open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -138,13 +150,25 @@ def command(ctx: click.Context, /, config: Path | None, **_options: Any) -> None
         stack.enter_context(stopped_by_signals(services.stop, reload=reload))
         ended = services.run()
     if not ended:
-        # A thread that storage holds would keep the interpreter from ending, for ever.
+        # A thread that waits for storage would keep the interpreter from ending, forever.
         logging.shutdown()
         os._exit(0)
 
 
-def _services(configuration: Reloader, stack: ExitStack) -> Services | RootServices:
-    """The daemons, and what is beside them while the stack is open."""
+def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
+    """The configuration, checked against this host too.
+
+    Raises:
+        InvalidSettingsError: it cannot be used, or it casts and torch is not installed.
+    """
+    configuration = load(file, os.environ, said)
+    if configuration.config.cast is not None:
+        require_torch(f"cast, set by {printable(configuration.sources['cast'])},")
+    return configuration
+
+
+def _services(configuration: ConfigReloader, stack: ExitStack) -> Services | RootServices:
+    """The daemons; their hang guard and metrics run while the stack is open."""
     config, root = configuration.current.config, configuration.current.root
     manager = ServiceManager.of_environment()
     guard = HangGuard(config.hang_time, manager, together=root is None)
@@ -154,9 +178,9 @@ def _services(configuration: Reloader, stack: ExitStack) -> Services | RootServi
     meter_of: MeterOf = unmetered
     forget: Callable[[Path], None] = _nothing
     if config.metrics_port or config.metrics_textfile is not None:
-        # Imported here: nobody else needs them, and a daemon without metrics is smaller.
-        from syncd.daemon.metrics import Metrics  # noqa: PLC0415
-        from syncd.daemon.metrics_export import Exporter  # noqa: PLC0415
+        # Imported here, so that a daemon without metrics needs less memory.
+        from syncd.daemon.telling.metrics import Metrics  # noqa: PLC0415
+        from syncd.daemon.telling.metrics_export import Exporter  # noqa: PLC0415
 
         metrics = Metrics()
         exporter = Exporter(metrics, port=config.metrics_port, textfile=config.metrics_textfile)
@@ -186,10 +210,12 @@ def _services(configuration: Reloader, stack: ExitStack) -> Services | RootServi
 
 
 def _nothing(*_: object) -> None:
-    """Nobody listens."""
+    """Do nothing."""
 
 
-def _noting(configuration: Reloader, note: Callable[[], None]) -> Callable[[], RunConfig | None]:
+def _noting(
+    configuration: ConfigReloader, note: Callable[[], None]
+) -> Callable[[], RunConfig | None]:
     def again() -> RunConfig | None:
         config = configuration.again()
         note()

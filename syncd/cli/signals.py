@@ -1,4 +1,4 @@
-"""What signals do to a command: end it between two steps, or at once and cleanly."""
+"""Signals end a command: between two steps, or at once and cleanly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def stopped_by_signals(
 ) -> Iterator[None]:
     """SIGTERM and SIGINT call ``stop`` while this is open, and SIGHUP ``reload``.
 
-    Without ``reload`` SIGHUP does what it did before: it ends the process.
+    Without ``reload`` SIGHUP keeps its effect: it ends the process.
     """
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
@@ -36,9 +36,9 @@ def stopped_by_signals(
 
 @contextmanager
 def cleaned_up() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP leave through the ``finally`` blocks, which remove what is half made.
+    """Let SIGTERM and SIGHUP run the ``finally`` blocks, which remove unfinished files.
 
-    The process ends as a shell says that it was killed: 128 and the signal's number.
+    The exit status is 128 plus the signal's number, as a shell reports a killed process.
     """
 
     def leave(number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""``syncd status``: what a job looks like now."""
+"""``syncd status``: the current state of a job."""
 
 from __future__ import annotations
 
@@ -15,39 +15,38 @@ from rich.live import Live
 from syncd.cli import options
 from syncd.cli.signals import cleaned_up
 from syncd.cli.status_page import page, table
-from syncd.daemon.job_state import jobs_at, look, look_anyway
+from syncd.operate.job_state import jobs_at, look, look_anyway
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 _INTERVAL: Final = 2.0
 
 
 @click.command("status", epilog="Example: syncd status /shared/jobs/qwen-grpo --watch")
 @click.argument("jobs", nargs=-1, type=click.Path(path_type=Path, file_okay=False))
-@click.option("--watch", is_flag=True, help="Show it again and again, in place, until Ctrl-C.")
+@click.option("--watch", is_flag=True, help="Refresh in place until Ctrl-C.")
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0, min_open=True),
+    type=options.SecondsRange(min=0, min_open=True),
     default=_INTERVAL,
     show_default=True,
-    metavar="SECONDS",
-    help="With --watch: how long it waits in between.",
+    help="With --watch: the time between two refreshes.",
 )
 @options.as_json
 def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bool) -> None:
-    """Show what is published in JOBS, who serves what, and what is being waited for.
+    """Show the published versions of JOBS, the explorers that serve them, and current waits.
 
-    JOBS are job directories, or folders of such; of several jobs each is a line. Without any: those
-    that the configurations in /etc/syncd name. With --watch and no terminal it is printed again
-    each time, as text or, with --json, as one JSON object a line.
+    JOBS are job directories, or folders that contain job directories. Several jobs are shown one a
+    line. Without JOBS: the jobs that the configurations in /etc/syncd name. With --watch and no
+    terminal each refresh is printed, as text or, with --json, as one JSON object a line.
 
-    Only reads; ages are by the clock of whoever wrote, and may be off by what clocks differ.
+    The command only reads. Ages come from the clocks of the hosts that wrote the files; if these
+    clocks differ, the ages are off by as much.
     """
     found, is_one = _found(jobs)
     every = interval if watch else None
     if is_one:  # what is no job is an error; one that goes away while it is watched is a line
-        look(Storage(found[0]), JobLayout(found[0]))
+        look(Job.at(found[0]))
     if as_json:
         _repeat(lambda: _print_json(found, is_one=is_one, indent=None if watch else 2), every)
         return
@@ -56,7 +55,9 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
     def shown() -> RenderableType:
         seen = [look_anyway(job) for job in found]
         now = time.time()
-        return page(seen[0], now, console.width) if is_one else table(seen, now)
+        if not is_one:
+            return table(seen, now)
+        return page(seen[0], now, console.width, console.height if console.is_terminal else None)
 
     if watch and console.is_terminal:
         with cleaned_up(), Live(console=console, auto_refresh=False) as screen:
@@ -66,11 +67,11 @@ def command(jobs: tuple[Path, ...], *, watch: bool, interval: float, as_json: bo
 
 
 def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
-    """The jobs that are meant, and whether it is just the one that was named.
+    """The jobs to show, and whether it is the one job that was named.
 
     Raises:
-        JobUnavailableError: a folder that was named is no job, and there is none in it.
-        InvalidSettingsError: no job is named, here or in a configuration.
+        JobUnavailableError: a given folder is not a job, and contains none.
+        InvalidSettingsError: neither the command line nor a configuration names a job.
     """
     if not given:
         named = [job for folder in options.configured_folders() for job in _jobs_or_itself(folder)]
@@ -80,7 +81,7 @@ def _found(given: Sequence[Path]) -> tuple[list[Path], bool]:
 
 
 def _jobs_or_itself(folder: Path) -> list[Path]:
-    """The jobs at a folder that nobody named just now: where it is away, itself, which says so."""
+    """The jobs at a folder of a configuration; the folder itself if it cannot be read."""
     try:
         return jobs_at(folder)
     except (JobUnavailableError, OSError):
@@ -93,7 +94,7 @@ def _print_json(found: list[Path], *, is_one: bool, indent: int | None) -> None:
 
 
 def _repeat(show: Callable[[], None], every: float | None) -> None:
-    """Show once, or again and again: then Ctrl-C is how it is meant to end."""
+    """Show once, or repeatedly until Ctrl-C, which is then the normal end."""
     try:
         show()
         while every is not None:

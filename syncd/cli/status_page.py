@@ -1,7 +1,8 @@
-"""What ``syncd status`` shows, as text for 80 columns that needs no colour."""
+"""The page of ``syncd status``: text for 80 columns that needs no colour."""
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from itertools import groupby
 from typing import Any, Final
@@ -16,25 +17,37 @@ from syncd.protocol.names import printable
 #: How many explorers, and events, are shown; JSON has more.
 _EXPLORERS: Final = 20
 _EVENTS: Final = 8
+#: How many explorers are shown at least, in however few lines; how many reasons of faulty ones; and
+#: how many rollbacks that are queued.
+_LEAST: Final = 4
+_FAULTS: Final = 4
+_ROLLBACKS: Final = 3
+#: Lines around the explorers: an empty one, their head, the rest's, and the prompt.
+_AROUND: Final = 4
+#: Lease times after which a daemon that still has its lock may be gone.
+_SILENT: Final = 3.0
 _LABEL: Final = 9
 
 
-def page(seen: dict[str, Any], now: float, width: int) -> RenderableType:
+def page(seen: dict[str, Any], now: float, width: int, height: int | None = None) -> RenderableType:
     """One job, and its second one.
 
+    Faults and events come before the explorers, of which a low terminal shows fewer.
+
     Args:
-        seen: as :func:`syncd.daemon.job_state.look` has it, or why that is not to be had.
+        seen: as :func:`syncd.operate.job_state.look` has it, or why that is not to be had.
         now: seconds since the epoch, by this host's clock.
         width: of the terminal, in columns.
+        height: of the terminal, in lines; None if it is none.
     """
-    parts = _job(seen, now, width)
+    parts = _job(seen, now, width, height)
     memory = seen.get("memory")
     if memory is not None:
         parts.append(Text())
         if "unseen" in memory:
             parts += _lines("memory", memory["unseen"], width)
         else:
-            parts += _job(memory, now, width)
+            parts += _job(memory, now, width, height)
     return Group(*parts)
 
 
@@ -63,16 +76,20 @@ def table(seen: list[dict[str, Any]], now: float) -> RenderableType:
     return Group(found, *notes)
 
 
-def _job(seen: dict[str, Any], now: float, width: int) -> list[RenderableType]:
+def _job(seen: dict[str, Any], now: float, width: int, height: int | None) -> list[RenderableType]:
     if "unseen" in seen:
         return [*_lines("job", seen["job"], width), *_lines("unseen", seen["unseen"], width)]
     parts: list[RenderableType] = []
     for label, text in _facts(seen, now):
         parts += _lines(label, text, width)
-    if seen["explorers"]:
-        parts += [Text(), *_explorers(seen["explorers"], now, width)]
+    explorers = sorted(seen["explorers"], key=lambda one: bool(one["status"] == "stopped"))
+    parts += _faults(explorers, width)
     if seen["events"]:
         parts += [Text(), *_events(seen["events"], width)]
+    if explorers:
+        left = _EXPLORERS if height is None else height - len(parts) - _AROUND
+        most = max(_LEAST, min(_EXPLORERS, left))
+        parts += [Text(), *_explorers(explorers, now, most)]
     return parts
 
 
@@ -89,12 +106,20 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         if daemon["merge"]:
             facts.append(("merge", _merge(daemon["merge"])))
         facts.append(("done", _done(daemon["counters"])))
+    if start := _how_to_start(seen, now):
+        facts.append(("start", start))
     kind = "" if latest is None or latest["kind"] == "full" else f" ({latest['kind']})"
     facts.append(
         ("latest", f"version {latest['sequence']}, step {latest['step']}{kind}")
         if latest
         else ("latest", "nothing is published yet")
     )
+    facts += [
+        ("rollback", f"to v{one['sequence']} is queued: {one['by']} asked {ago(now, one['time'])}")
+        for one in seen["rollbacks"][:_ROLLBACKS]
+    ]
+    if more := seen["rollbacks"][_ROLLBACKS:]:
+        facts.append(("", f"and {len(more)} more (--json)"))
     if trainer is not None:
         step = "" if trainer["step"] is None else f", announced step {trainer['step']}"
         ranks = f"{trainer['world_size']} rank{'' if trainer['world_size'] == 1 else 's'}"
@@ -119,6 +144,22 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     return facts
 
 
+def _how_to_start(seen: dict[str, Any], now: float) -> str:
+    """The command that starts a daemon, if none seems to work; empty otherwise."""
+    daemon = seen["daemon"]
+    if "memory" not in seen:
+        return ""  # a second job, which the daemon of the first one serves
+    if not seen["daemon_lock_held"]:
+        why = "no daemon works here; start one"
+    elif daemon is not None and now - daemon["time"] > _SILENT * (seen["lease_time"] or 0.0):
+        why = "if this daemon is gone, start another one"
+    else:
+        return ""
+    memory = daemon["memory_dir"] if daemon else None
+    more = ["--memory-dir", memory] if memory else []
+    return f"{why}: {shlex.join(['syncd', 'run', seen['job'], *more])}"
+
+
 def _state(seen: dict[str, Any]) -> str:
     state = seen["daemon"]["state"]
     return "paused" if seen["paused"] and state == "watching" else str(state)
@@ -140,36 +181,48 @@ def _done(counters: dict[str, int]) -> str:
     return ", ".join(told) or "nothing yet"
 
 
-def _explorers(reports: list[dict[str, Any]], now: float, width: int) -> list[RenderableType]:
-    """Those that are furthest behind first, if not all are shown."""
-    shown = reports
-    if len(reports) > _EXPLORERS:
-        shown = sorted(reports, key=lambda report: -report["behind"])[:_EXPLORERS]
+def _faults(reports: list[dict[str, Any]], width: int) -> list[RenderableType]:
+    """The reasons why explorers are faulty or refuse a version, each reason once."""
+    names: dict[str, list[str]] = {}
+    for report in reports:
+        for why in (report["fault"], report["refused"], report["starting"]):
+            if why:
+                names.setdefault(why, []).append(report["name"])
+    found: list[RenderableType] = []
+    for why, who in list(names.items())[:_FAULTS]:
+        found += _lines("explorer", f"{_few(who)}: {why}", width)
+    if len(names) > _FAULTS:
+        found += _lines("", f"and {len(names) - _FAULTS} more reasons (--json)", width)
+    return found
+
+
+def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[RenderableType]:
+    """The explorers: if not all are shown, the ones furthest behind first; stopped ones last."""
+    if len(reports) > most:
+        reports = sorted(reports, key=lambda one: (one["status"] == "stopped", -one["behind"]))
     found = _table("explorer", "status", "version", "step", "behind", "pause", "heard")
-    notes: list[RenderableType] = []
-    for report in shown:
+    for report in reports[:most]:
         found.add_row(
             *_cells(
                 report["name"],
                 "faulty" if report["fault"] else report["status"],
-                report["sequence"] or "-",
-                "-" if report["step"] is None else report["step"],
+                report["sequence"] or ("-" if report["bench"] is None else "bench"),
+                next((n for n in (report["step"], report["bench"]) if n is not None), "-"),
                 report["behind"],
                 _pause(report["reload"]),
                 ago(now, report["time"]),
             )
         )
-        for why in (report["fault"], report["refused"]):
-            if why:
-                notes += _lines("", f"{report['name']}: {why}", width)
-    if len(shown) < len(reports):
-        rest = len(reports) - len(shown)
-        notes.append(_text(f"and {rest} more, at most {shown[-1]['behind']} behind (--json)"))
-    return [found, *notes]
+    rest = reports[most:]
+    if not rest:
+        return [found]
+    behind = [one["behind"] for one in rest if one["status"] != "stopped"]
+    which = f"at most {max(behind)} behind" if behind else "all stopped"
+    return [found, _text(f"and {len(rest)} more, {which} (--json)")]
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """How long an engine did not serve at its last reload, and what of: a copy on its host?"""
+    """The pause of an engine at its last reload, and whether it loaded a staged copy."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]
@@ -199,7 +252,8 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             return "a daemon took over"
         case "published":
             took = f"{size(event.get('bytes', 0))} in {span(event.get('seconds', 0.0))}"
-            return f"published step {step} as {version}: {took}"
+            but = f", with {event['why']}" if event.get("why") else ""
+            return f"published step {step} as {version}: {took}{but}"
         case "adopted":
             return f"adopted {version} of step {step}, which a daemon before had finished"
         case "rolled_back":
@@ -220,7 +274,7 @@ def _by(event: dict[str, Any]) -> str:
 
 
 def _few(names: list[str]) -> str:
-    """Names, the first ones where there are many."""
+    """Names; only the first ones if there are many."""
     told = ", ".join(names[:4])
     return told if len(names) <= 5 else f"{told} and {len(names) - 4} more"
 
@@ -233,7 +287,7 @@ def _table(*heads: str) -> Table:
 
 
 def _cells(*cells: object) -> list[Text]:
-    """What others wrote is text, on one line: neither markup nor the terminal's commands."""
+    """Cells of plain text on one line: no markup or terminal commands from other programs."""
     return [_text(str(cell)) for cell in cells]
 
 
@@ -242,7 +296,7 @@ def _text(text: str) -> Text:
 
 
 def _lines(label: str, text: str, width: int, *, indent: int = _LABEL) -> list[RenderableType]:
-    """A label and its text, which goes on below itself; a path is never cut."""
+    """A label and its text, wrapped below itself; a path is never cut."""
     found = textwrap.wrap(
         printable(text),
         max(width - indent, 20),

@@ -1,7 +1,8 @@
-"""``syncd unit``: services of systemd for this host."""
+"""``syncd unit``: systemd units for this host."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -13,7 +14,9 @@ from syncd.daemon.config import RunConfig
 from syncd.daemon.configuration import load
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.names import checked_name
+from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.job import no_folder
 from syncd.units.files import FOLLOWER, Instance, is_untouched, owner_of, unit_files
 
 _SYSTEMD: Final = Path("/etc/systemd/system")
@@ -21,10 +24,10 @@ _SYSTEMD: Final = Path("/etc/systemd/system")
 
 @click.group("unit", epilog="Example: syncd unit install qwen-grpo")
 def command() -> None:
-    """Services of systemd: a daemon for a job, or an explorer beside a server.
+    """Print or install systemd units: a daemon for a job, or an explorer beside a server.
 
-    NAME is of the unit: syncd@NAME serves the job that /etc/syncd/NAME.toml names; with --follow,
-    syncd-follow@NAME is an explorer of that name.
+    NAME is the unit's instance name: syncd@NAME serves the job that /etc/syncd/NAME.toml names.
+    With --follow, syncd-follow@NAME is an explorer of that name.
     """
 
 
@@ -38,28 +41,32 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             default=None,
             help="The daemon's configuration.  [default: /etc/syncd/NAME.toml]",
         ),
-        click.option("--user", default=None, help="Who it runs as.  [default: the job's owner]"),
-        click.option("--group", default=None, help="Its group.  [default: the job's]"),
+        click.option("--user", default=None, help="The unit's user.  [default: the job's owner]"),
+        click.option("--group", default=None, help="The unit's group.  [default: the job's]"),
         click.option(
             "--follow",
             type=path,
             default=None,
             metavar="JOB",
-            help="Not a daemon, but an explorer of this job (syncd follow).",
+            help="Make a unit for an explorer of this job (syncd follow), not for a daemon.",
         ),
-        click.option("--stage", type=path, default=None, help="With --follow: where it copies to."),
-        click.option("--budget", default=None, help="With --follow: the most bytes there."),
-        click.option("--link", type=path, default=None, help="With --follow: the link it moves."),
-        click.option("--command", "run", default=None, help="With --follow: what it runs."),
+        click.option("--stage", type=path, default=None, help="With --follow: its --stage."),
         click.option(
-            "--memory-dir", type=path, default=None, help="With --follow: the job's second folder."
+            "--budget",
+            type=options.BytesRange(min=1),
+            help="With --follow: the most bytes that the copies in --stage may take.",
+        ),
+        click.option("--link", type=path, default=None, help="With --follow: its --link."),
+        click.option("--command", "run", default=None, help="With --follow: its --command."),
+        click.option(
+            "--memory-dir", type=path, default=None, help="With --follow: its --memory-dir."
         ),
         click.option(
             "--option",
             "more",
             multiple=True,
             metavar="OPTION",
-            help="With --follow: another of 'syncd follow', such as --option=--ask.",
+            help="With --follow: pass this option to 'syncd follow', such as --option=--ask.",
         ),
     )):  # fmt: skip
         command = option(command)
@@ -68,10 +75,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @command.command("print", epilog="Example: syncd unit print qwen-grpo --user trainer")
 @_options
-def print_(name: str, **given: Any) -> None:
-    """Print the unit's files, and where they would be written."""
-    for where, text in unit_files(_instance(name, **given)).items():
-        click.echo(f"# {_SYSTEMD / where}\n{text}")
+@options.as_json
+def print_(name: str, *, as_json: bool, **given: Any) -> None:
+    """Print the unit's files and the paths they would be written to."""
+    files = {_SYSTEMD / where: text for where, text in unit_files(_instance(name, **given)).items()}
+    if as_json:
+        told = {str(path): text for path, text in files.items()}
+        click.echo(json.dumps({"files": told}, indent=2))
+        return
+    for path, text in files.items():
+        click.echo(f"# {path}\n{text}")
 
 
 @command.command("install", epilog="Example: syncd unit install qwen-grpo --user trainer")
@@ -81,13 +94,14 @@ def print_(name: str, **given: Any) -> None:
     type=click.Path(path_type=Path, file_okay=False),
     default=_SYSTEMD,
     show_default=True,
-    help="Where units are.",
+    help="The folder to write the units to.",
 )
-@click.option("--force", is_flag=True, help="Replace files that someone has changed.")
-def install(name: str, to: Path, *, force: bool, **given: Any) -> None:
-    """Write the unit's files, and say what to run next.
+@click.option("--force", is_flag=True, help="Also replace files that were edited.")
+@options.as_json
+def install(name: str, to: Path, *, force: bool, as_json: bool, **given: Any) -> None:
+    """Write the unit's files, and print the commands to run next.
 
-    A file that someone has changed since is not replaced; write what is your own into another
+    A file that was edited since syncd wrote it is not replaced. Put your own settings into another
     drop-in beside it ('systemctl edit').
     """
     instance = _instance(name, **given)
@@ -98,19 +112,27 @@ def install(name: str, to: Path, *, force: bool, **given: Any) -> None:
             found = storage.read(path).decode(errors="replace")
             if found != text and not is_untouched(found):
                 raise InvalidSettingsError(
-                    f"{path} was changed since it was written: move the changes to another drop-in "
-                    f"('systemctl edit {instance.unit}') and remove it, or say --force"
+                    f"{path} was edited since syncd wrote it: move the changes to another drop-in "
+                    f"('systemctl edit {instance.unit}') and remove it, or give --force"
                 )
     for path, text in files.items():
         storage.make_folder(path.parent, below=Path(path.anchor))
         storage.replace(path, text.encode())
-        click.echo(f"wrote {path}")
-    click.echo("next:")
+        if not as_json:
+            click.echo(f"wrote {path}")
+    following = [
+        "systemctl daemon-reload",
+        f"systemctl enable --now {instance.unit}",
+        f"systemctl status {instance.unit}",
+    ]
     if instance.template != FOLLOWER:
-        click.echo(f"  syncd config check {_config_of(name, given['config'])}")
-    click.echo("  systemctl daemon-reload")
-    click.echo(f"  systemctl enable --now {instance.unit}")
-    click.echo(f"  systemctl status {instance.unit}")
+        following.insert(0, f"syncd config check {_config_of(name, given['config'])}")
+    if as_json:
+        click.echo(json.dumps({"wrote": [*map(str, files)], "next": following}, indent=2))
+        return
+    click.echo("next:")
+    for line in following:
+        click.echo(f"  {line}")
 
 
 def _instance(
@@ -120,14 +142,14 @@ def _instance(
     if follow is not None:
         return _follower(name, user, group, follow.absolute(), **given)
     if any(value for option, value in given.items() if option != "config"):
-        raise click.UsageError("only --config, --user and --group go without --follow")
+        raise click.UsageError("options other than --config, --user and --group need --follow")
     config = _config_of(name, given["config"])
     # Not by this shell's environment: the unit has one of its own.
     told = load(config, {}).config
     named = told.root or told.job
     if named is None:
         raise InvalidSettingsError(f'{config} names no job: add a line such as job = "/shared/job"')
-    # Where they are, and not what they are called: links on the way are not mounts.
+    # Resolved paths, because systemd needs the real mounts and not links to them.
     job = named.resolve()
     beside = [path.resolve() for path in (told.memory_dir, told.metrics_textfile) if path]
     writes = [job, *map(_folder_of, beside)]
@@ -154,7 +176,7 @@ def _follower(
     job: Path,
     *,
     stage: Path | None,
-    budget: str | None,
+    budget: int | None,
     link: Path | None,
     run: str | None,
     memory_dir: Path | None,
@@ -162,16 +184,16 @@ def _follower(
     config: Path | None,
 ) -> Instance:
     if config is not None:
-        raise click.UsageError("--config is a daemon's; an explorer has none")
+        raise click.UsageError("--config is for a daemon: leave it out with --follow")
     if (link is None) == (run is None):
-        raise click.UsageError("with --follow say --link PATH or --command CMD")
+        raise click.UsageError("with --follow give either --link PATH or --command CMD")
     words = ["follow", str(job), "--name", name]
     writes = [job.resolve()]
     if stage is not None:
         words += ["--stage", str(stage.absolute())]
         writes.append(_folder_of(stage.resolve()))
     if budget is not None:
-        words += ["--budget", budget]
+        words += ["--budget", str(budget)]
     if link is not None:
         words += ["--link", str(link.absolute())]
         writes.append(_folder_of(link.absolute()).resolve())
@@ -194,12 +216,13 @@ def _follower(
 
 
 def _folder_of(path: Path) -> Path:
-    """Where a name is made and replaced: a memory filesystem is empty after each start."""
+    """The folder that the unit must be able to write to; a mount itself, else the parent."""
     if path.is_mount():
         return path
     if path.parent == Path(path.anchor):
         raise InvalidSettingsError(
-            f"{path} is at the top: the unit would need to write everywhere; name one in a folder"
+            f"{path} is in the root folder, which the unit would need to write to: give a path in "
+            "a folder of its own"
         )
     return path.parent
 
@@ -208,10 +231,9 @@ def _owner(job: Path, user: str | None, group: str | None) -> tuple[str, str]:
     try:
         owner = owner_of(job)
     except OSError as error:
-        raise JobUnavailableError(
-            f"the job directory {job} is not there ({error.strerror}): create it, or mount its "
-            "storage"
-        ) from error
+        if is_gone(error):
+            raise no_folder(job) from error
+        raise JobUnavailableError(f"cannot access {job}: {error.strerror}") from error
     return user or owner[0], group or owner[1]
 
 

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import click
 
 from syncd.cli import options
-from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
-from syncd.storage.job import lease_time_of
-from syncd.storage.pins import unpin_step, unpin_version
+from syncd.storage.job import Job
+from syncd.storage.leases import unpin_step, unpin_version
 
 
 @click.command("unpin", epilog="Example: syncd unpin /shared/jobs/qwen-grpo v17")
 @options.job
 @options.target
-def command(job: Path, target: options.Target) -> None:
-    """Let a pinned version (v17) or step folder (17) of JOB go by the usual rules."""
-    storage, layout = Storage(job), JobLayout(job)
-    lease_time_of(storage, layout)  # a job at all?
+@options.as_json
+def command(job: Path, target: options.VersionOrStep, *, as_json: bool) -> None:
+    """Unpin a version (v17) or a step folder (17) of JOB: the usual pruning rules apply again."""
+    opened = Job.at(job)
+    opened.lease_time()  # a job at all?
     was = False
     if target.sequence is not None:
-        was = unpin_version(storage, layout, target.sequence)
+        was = unpin_version(opened, target.sequence)
     elif target.step is not None:
-        was = unpin_step(storage, layout, target.step)
-    click.echo(f"{target} {'is not pinned any more' if was else 'was not pinned'}")
+        was = unpin_step(opened, target.step)
+    if as_json:
+        told = {"job": str(job), "folder": str(target), "pinned": False, "was_pinned": was}
+        click.echo(json.dumps(told, indent=2))
+    else:
+        click.echo(f"{target} {'is no longer pinned' if was else 'was not pinned'}")

@@ -18,8 +18,8 @@ from syncd.storage.fsio import Storage
 
 
 @dataclass(frozen=True, slots=True)
-class _Result:
-    """What one folder is: ``whole``, ``damaged``, ``remote``, or ``pruned`` meanwhile."""
+class _Verified:
+    """The result for one folder: ``whole``, ``damaged``, ``remote``, or ``pruned`` meanwhile."""
 
     folder: str
     outcome: str
@@ -34,8 +34,8 @@ class _Result:
 def command(path: Path, *, as_json: bool) -> None:
     """Compare all versions of the job PATH, or the one folder PATH, with their manifests.
 
-    Reads every byte. Exits with 7 where something is not what its manifest says. A folder that
-    'syncd merge' made, or a huggingface/ that 'syncd convert' filled, has a manifest too.
+    Reads every byte. Exits with 7 if something differs from its manifest. Folders that 'syncd
+    merge' made, and huggingface/ folders that 'syncd convert' filled, have a manifest too.
     """
     storage = Storage(path)
     if storage.exists(path / MANIFEST):
@@ -48,32 +48,32 @@ def command(path: Path, *, as_json: bool) -> None:
             if parse_version_folder(name) is not None
         ]
     if not folders:
-        raise InvalidSettingsError(f"{path} is no version, and no job with published versions")
+        raise InvalidSettingsError(f"{path} is neither a version nor a job with published versions")
     results = []
     for folder in folders:
         results.append(_verified(storage, folder))
         if not as_json:
-            click.echo(f"{folder.name}: {results[-1].said}")
+            click.echo(printable(f"{folder.name}: {results[-1].said}"))
     if as_json:
         click.echo(json.dumps({"folders": [asdict(result) for result in results]}, indent=2))
     wrong = [result.folder for result in results if result.outcome == "damaged"]
     if wrong:
-        raise VerificationError(f"not what their manifests say: {', '.join(wrong)}")
+        raise VerificationError(f"differ from their manifests: {', '.join(wrong)}")
 
 
-def _verified(storage: Storage, folder: Path) -> _Result:
+def _verified(storage: Storage, folder: Path) -> _Verified:
     try:
         manifest = read_manifest(storage, folder)
         with bar(folder.name) as progress:
             verify_version(storage, folder, manifest, progress=progress)
     except (VerificationError, RecordError, OSError) as error:
         if not storage.exists(folder):
-            return _Result(folder.name, "pruned", "pruned meanwhile")
-        return _Result(folder.name, "damaged", str(error))
+            return _Verified(folder.name, "pruned", "pruned meanwhile")
+        return _Verified(folder.name, "damaged", str(error))
     if manifest.remote is not None:
-        said = f"step {manifest.step}, remote: {printable(manifest.remote)}"
-        return _Result(folder.name, "remote", said, manifest.step, manifest.kind)
+        said = f"step {manifest.step}, remote: {manifest.remote}"
+        return _Verified(folder.name, "remote", said, manifest.step, manifest.kind)
     how = "sizes, headers, digests" if manifest.digests != "off" else "sizes and headers alone"
     what = "" if manifest.kind == "full" else f" {manifest.kind}"
     said = f"step {manifest.step}, whole{what} ({how})"
-    return _Result(folder.name, "whole", said, manifest.step, manifest.kind)
+    return _Verified(folder.name, "whole", said, manifest.step, manifest.kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Final
@@ -9,6 +10,7 @@ from typing import Final
 import click
 
 from syncd.cli import options
+from syncd.protocol.errors import JobUnavailableError
 from syncd.web.jobs import Jobs
 from syncd.web.server import Server
 
@@ -22,29 +24,45 @@ _PORT: Final = 8460
     type=click.IntRange(0, 65535),
     default=_PORT,
     show_default=True,
-    help="Where on 127.0.0.1 the page is; 0 for a port that is free.",
+    help="The port of the page on 127.0.0.1; 0 for any free port.",
 )
 @click.option(
     "--limit",
     type=click.IntRange(min=1),
     default=200,
     show_default=True,
-    help="How many versions of each job, the newest.",
+    help="Show this many versions of each job, the newest ones.",
 )
-def command(jobs: tuple[Path, ...], port: int, limit: int) -> None:
-    """Show what status and history know of JOBS on a page that updates itself, until Ctrl-C.
+@options.as_json
+def command(jobs: tuple[Path, ...], port: int, limit: int, *, as_json: bool) -> None:
+    """Show status and history of JOBS on a web page that updates itself, until Ctrl-C.
 
-    JOBS are job directories, or folders of such, whose jobs may come and go. Without any: those
-    that the configurations in /etc/syncd name.
+    JOBS are job directories, or folders that contain job directories; jobs in these may come and
+    go. Without JOBS: the jobs that the configurations in /etc/syncd name.
 
-    Only reads, and only while someone has the page open. It is on this host's loopback alone; from
-    elsewhere: ssh -L 8460:127.0.0.1:8460 HOST.
+    The command only reads, and only while a browser has the page open. The page is served on this
+    host's loopback only. To see it from elsewhere: ssh -L 8460:127.0.0.1:8460 HOST.
     """
+    for job in jobs:
+        _check_is_there(job)
     shown = Jobs(jobs or options.configured_folders(), limit)
     with Server(shown, port) as server:
-        click.echo(f"{server.address} (Ctrl-C ends it)")
+        told = json.dumps({"address": server.address}) if as_json else ""
+        click.echo(told or f"{server.address} (Ctrl-C ends it)")
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
             pass  # how it is meant to end
+
+
+def _check_is_there(folder: Path) -> None:
+    """Refuse a mistyped path. If storage fails instead, the page itself shows that."""
+    try:
+        folder.stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise JobUnavailableError(
+            f"{folder}: no such folder. Give a job's directory, or a folder of jobs"
+        ) from error
+    except OSError:
+        pass

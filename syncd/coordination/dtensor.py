@@ -1,4 +1,4 @@
-"""Which part of a tensor a DTensor's rank has. Imports torch: imported where it is used alone."""
+"""The part of a DTensor that one rank has. Imports torch: imported where it is used alone."""
 
 from __future__ import annotations
 

@@ -1,46 +1,46 @@
-"""An explorer's methods of the Synchronizer, blocking: what a rollout worker's hook calls."""
+"""An explorer's methods of the Synchronizer, blocking: the calls of a rollout worker's hook."""
 
 from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from syncd.coordination.asking import Request
-from syncd.coordination.explorer_transfers import ExplorerTransfers
-from syncd.coordination.member import Seams
+from syncd.coordination.benching import Bench
+from syncd.coordination.broadcast.meeting import ExplorerGroup
+from syncd.coordination.broadcast.offer import ExplorerSide
+from syncd.coordination.leased_version import LeasedVersion
+from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
+from syncd.coordination.roster import served
 from syncd.coordination.waiting import Cancellation
-from syncd.protocol.errors import (
-    InvalidSettingsError,
-    JobUnavailableError,
-    WaitTimeoutError,
-)
-from syncd.protocol.participants import Offer
-from syncd.protocol.policy import (
-    RunningStatus,
-    SyncMethod,
-    SyncSettings,
-    Version,
-    after_broadcast,
-    may_produce,
-)
-from syncd.protocol.records import SaveId
-from syncd.protocol.reports import Reload
+from syncd.coordination.weight_waits import WeightWaits
+from syncd.protocol.errors import BroadcastError, SyncdError
+from syncd.protocol.participants import Offer, Rendezvous
+from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
+from syncd.protocol.reports import ExplorerReport, Load, Reload, SyncTerms, loads_with
+from syncd.torch_extra import require_torch
+
+if TYPE_CHECKING:
+    import torch
+
+    from syncd.coordination.broadcast.group import WeightGroup
 
 log = logging.getLogger(__name__)
 
 
-class ExplorerSynchronizer(ExplorerTransfers):
+class ExplorerSynchronizer(Member[ExplorerReport]):
     """One explorer of a job. See :class:`~syncd.coordination.member.Member`.
 
     Args:
         job_dir: the job directory.
         name: the explorer's, unique among the live ones.
-        settings: when who syncs, and how long a wait takes.
+        settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, where versions are (method ``memory``).
-        workers: how many ranks of a weight group it is; 0 where it takes no part in broadcasts, and
+        workers: how many ranks of a weight group it is; 0 if it takes no part in broadcasts, and
             no transfer waits for it.
         seams: for tests.
 
@@ -62,22 +62,45 @@ class ExplorerSynchronizer(ExplorerTransfers):
     ) -> None:
         super().__init__(
             job_dir,
+            "explorer",
             name,
             settings=settings,
             memory_dir=memory_dir,
-            workers=workers,
             seams=seams,
+            path=lambda layout: layout.explorer(name),
+            first=lambda session: ExplorerReport(
+                name=name,
+                session=session,
+                status=RunningStatus.STOPPED.value,
+                workers=workers,
+                loads=self._job.previous_loads(name),
+                sync=SyncTerms.of(settings),
+                time=0.0,
+            ),
         )
-        self._warned: Version | None = None
+        self._transfer = ExplorerSide(self._offers, self._roster, self._me)
+        self._met: Rendezvous | None = None
+        self._group = ExplorerGroup(self._meetings, self._offers, name, self._me.session.id)
+        self._stack.callback(self._group.close)
+        self._weights = WeightWaits(
+            self._me, self._roster, self._versions, self._transfer, compare=self._compare_settings,
+            terms=SyncTerms.of(self.settings), root=self._job.layout.root,
+            clock=self._clock, poll=self._poll,
+        )  # fmt: skip
+        if (trainer := self._trainer_there()) is not None:
+            self._weights.unlike = self._compare_settings(trainer, self._me.record, trainer.session)
+        self._counts_loads = memory_dir is None  # the versions of another job else
+        self._loading = threading.RLock()
+        self._bench = Bench(self._job, self._versions, name, self.session_id)
 
     def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None
     ) -> None:
-        """Say what this explorer does. With ``require_sync`` it asks for a sync once more.
+        """Set this explorer's status. With ``require_sync`` it asks for a sync once more.
 
         Args:
-            status: what it does now.
-            old_status: what the caller believes that it did.
+            status: the new one.
+            old_status: its status as the caller believes.
 
         Raises:
             InvalidTransitionError: the status cannot follow the one that it has, or that is not the
@@ -85,13 +108,21 @@ class ExplorerSynchronizer(ExplorerTransfers):
         """
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
-        become(me, status, old_status, requests=me.record.requests + asks)
+        become(me, status, old_status, requests=me.record.requests + asks, starting=None)
+
+    def close(self) -> None:
+        """As any member's; one that was starting is not starting any more."""
+        if self.is_ours and self._me.record.starting is not None:
+            try:
+                self._me.update(starting=None)
+            except (OSError, SyncdError) as error:
+                log.warning("%s cannot announce its stop: %s", self.name, error)
+        super().close()
 
     def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
         """Say which version this explorer serves, and which newer one it has refused, and why."""
-        self._me.update(
-            sequence=version.sequence, step=version.step, refused=refused, received=None
-        )
+        told = self._me.record.reload
+        self._serve(version, refused=refused, received=None, bench=None, reload=told)
 
     def report(
         self,
@@ -101,29 +132,94 @@ class ExplorerSynchronizer(ExplorerTransfers):
         reload: Reload | None = None,
         fault: str | None = None,
         received: str | None = None,
+        bench: int | None = None,
         workers: int | None = None,
         group: str | None = None,
+        starting: str | None = None,
     ) -> None:
-        """Say all of what an explorer's hook has to say; what is left out is taken back.
+        """Set all of an explorer's report; fields that are left out are taken back.
 
         Args:
-            version: what is served; None before the first.
+            version: the served version; None before the first.
             refused: which newer version was refused, and why.
-            reload: how the engine came to what it serves.
+            reload: how the engine came to that version.
             fault: why this explorer cannot be relied on.
-            received: the save id of what is served, where it came by a broadcast.
+            received: the save id of the served weights, if they came by a broadcast.
+            bench: the step that is evaluated, in place of a version.
             workers: how many ranks of a weight group it is from now on; None for as many as before.
             group: with that, the weight group that all of them have open.
+            starting: what it waits for before it runs; its next status takes that back too.
         """
-        self._me.update(
-            sequence=version.sequence if version else None,
-            step=version.step if version else None,
+        self._serve(
+            version,
             refused=refused,
             reload=reload,
             fault=fault,
             received=received,
+            bench=bench,
+            starting=starting,
             **({} if workers is None else {"workers": workers, "group": group}),
         )
+
+    def _serve(
+        self,
+        version: Version | None,
+        *,
+        received: str | None,
+        reload: Reload | None = None,
+        **changes: Any,
+    ) -> None:
+        self._me.check_process()
+        loaded = version if self._counts_loads and received is None else None
+        with self._loading:  # for no load of another thread to be lost
+            loads = self._me.record.loads or ()
+            if loaded is not None:
+                pause = reload.pause if reload and reload.sequence == loaded.sequence else None
+                load = Load(sequence=loaded.sequence, time=self._wall(), pause=pause)
+                loads = loads_with(loads, load)
+            self._me.update(
+                sequence=version.sequence if version else None,
+                step=version.step if version else None,
+                received=received,
+                reload=reload,
+                loads=loads,
+                **changes,
+            )
+
+    def hold_step(
+        self,
+        step: int,
+        *,
+        serves: LeasedVersion | None = None,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+    ) -> LeasedVersion:
+        """Hold a step that is on disk, to evaluate it here alone: nobody else is moved.
+
+        A step that is published already is leased; else the daemon builds it for this explorer,
+        and deletes the build once it is released. A step that is not whole yet is waited for.
+
+        Args:
+            step: the step.
+            serves: the version held already: it is returned as it is if it is of the step.
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Returns:
+            The version, to be released before this is closed; its sequence is 0 if it was built.
+
+        Raises:
+            SaveNotReadyError: the step is not on disk; says which ones are.
+            SaveFailedError: the daemon cannot build it; says why.
+            WaitTimeoutError: it was not built in time.
+            CancelledError: the wait was cancelled.
+            JobUnavailableError: the daemon is of a release that builds no steps; or the job is not
+                there now.
+        """
+        with self._wait(timeout, cancel) as wait:
+            if serves is not None and self._bench.is_of(serves.manifest, step):
+                return serves
+            return self._bench.hold(step, wait)
 
     def wait_new_model_state_dict(
         self,
@@ -135,55 +231,33 @@ class ExplorerSynchronizer(ExplorerTransfers):
     ) -> Version | None:
         """Require a sync, and wait until a newer version than ``current`` is published.
 
+        An explorer that holds nothing, in a job without a version, first waits for a trainer
+        (:meth:`wait_for_trainer`).
+
         Args:
             current: what this explorer serves; None before its first version.
-            no_wait: take what is there, and require nothing.
+            no_wait: take the newest version there, and require nothing.
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version; ``current`` where the trainer has said since that nothing newer will
-            come, or has stopped or died; the log says so, once for each. Never an older one.
+            The newest version; ``current`` if the trainer has said since that nothing newer will
+            come, or has stopped or died, and the save that it announced last was published, skipped
+            or quarantined, or no daemon has lived for a lease time; the log says so, once for each.
+            Never an older one.
 
         Raises:
             WaitTimeoutError: none of that in time.
             CancelledError: the wait was cancelled.
             JobUnavailableError: the job is not there now: unmounted, say. Wait again.
             InvalidTransitionError: this explorer is not running.
+            OSError: storage failed.
         """
         if no_wait:
             return self._versions.newest(current)
         with self._wait(timeout, cancel) as wait:
-            missed, request = False, self._request()
-            try:
-                newest = self._versions.newest(current)
-                if newest != current:
-                    return newest
-                # Before it is asked: what is said after this is said to us too.
-                said = request.said()
-                if self._roster.trainer_status() is RunningStatus.STOPPED:
-                    return self._versions.newest(current, sure=True)
-                request.require()
-                missed = True
-                while True:
-                    nothing_comes = request.said() not in {None, said} or (
-                        self._roster.trainer_status() is RunningStatus.STOPPED
-                    )
-                    newest = self._versions.newest(current, sure=nothing_comes)
-                    if newest != current:
-                        missed = False
-                        return newest
-                    if nothing_comes:
-                        self._warn_once(current)
-                        return current
-                    if not wait.more():
-                        raise WaitTimeoutError(
-                            f"nothing newer than {current or 'nothing'} was published in "
-                            f"{self._versions.layout.root} in time; see `syncd status` whether a "
-                            "daemon works, and what it waits for"
-                        )
-            finally:
-                request.end(missed=missed)
+            found = self._weights.newer(current, wait, ends_with_trainer=True)
+        return found if isinstance(found, Version) else current
 
     def wait_for_newer(
         self,
@@ -216,23 +290,9 @@ class ExplorerSynchronizer(ExplorerTransfers):
         """
         patience = math.inf if timeout is None else timeout
         with self._wait(patience, cancel) as wait:
-            missed, request = True, self._request()
-            try:
-                while True:
-                    newest = self._versions.newest(current)
-                    if newest is not None and newest != current:
-                        missed = False
-                        return newest
-                    look()
-                    if asks and patience > 0:
-                        request.repeat()
-                    if not wait.more():
-                        raise WaitTimeoutError(
-                            f"nothing newer than {current or 'nothing'} within {timeout:g} s in "
-                            f"{self._versions.layout.root}"
-                        )
-            finally:
-                request.end(missed=missed)
+            found = self._weights.newer(current, wait, asks=asks and patience > 0, look=look)
+        assert isinstance(found, Version)  # noqa: S101 - it joins nothing, nor ends otherwise
+        return found
 
     def wait_for_weights(
         self,
@@ -249,106 +309,192 @@ class ExplorerSynchronizer(ExplorerTransfers):
         Args:
             current: nothing at or below its sequence is taken; None for any version.
             joins: whether transfers are taken part in now.
-            ends_with_trainer: whether it ends, as :meth:`wait_new_model_state_dict` does, where the
-                trainer has stopped or says that nothing newer comes; else it asks again.
+            ends_with_trainer: whether it begins and ends as :meth:`wait_new_model_state_dict` does
+                if the trainer is not there, or says that nothing newer comes; else it asks again.
             timeout: seconds; None for as long as it takes.
             cancel: ends the wait from another thread.
             look: called each time that there is nothing newer; what it raises ends the wait.
 
         Returns:
             A version; or the offer of a transfer, which is decided: all its members have to meet
-            (:meth:`rendezvous`); None where it ends with the trainer.
+            (:meth:`rendezvous`); None if it ends with the trainer.
 
         Raises:
-            WaitTimeoutError: neither in time.
-            CancelledError: the wait was cancelled.
-            InvalidTransitionError: this explorer is not running.
+            WaitTimeoutError: neither in time; all else as :meth:`wait_for_newer`.
             OSError: LATEST or the offer cannot be read.
         """
         with self._wait(math.inf if timeout is None else timeout, cancel) as wait:
-            missed, request = True, self._request()
-            said = request.said() if ends_with_trainer else None
-            try:
-                while True:
-                    ends = False
-                    try:
-                        has_stopped = self._roster.trainer_status() is RunningStatus.STOPPED
-                        if offer := self._offered(joins=joins(), has_stopped=has_stopped):
-                            missed = False
-                            return offer
-                        if ends_with_trainer:
-                            ends = has_stopped or request.said() not in {None, said}
-                    except JobUnavailableError:
-                        if ends_with_trainer:
-                            raise
-                    if not self._transfer.has_joined:  # else its other members wait for us
-                        newest = self._versions.newest(current, sure=ends)
-                        if newest is not None and newest != current:
-                            missed = False
-                            return newest
-                        if ends:
-                            self._warn_once(current)
-                            return None
-                        look()
-                    request.repeat()
-                    if not wait.more():
-                        if (offer := self._transfer.leave()) is not None:
-                            return offer
-                        raise WaitTimeoutError(
-                            f"nothing newer than {current or 'nothing'}, and no transfer, within "
-                            f"{timeout:g} s in {self._versions.layout.root}"
-                        )
-            finally:
-                try:
-                    self._transfer.leave()
-                finally:
-                    request.end(missed=missed)
+            return self._weights.newer(
+                current, wait, joins=joins, ends_with_trainer=ends_with_trainer, look=look
+            )
 
-    def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
-        """One look at what is offered; a trainer that has stopped decides no more."""
-        transfer = self._transfer
-        offer = transfer.look() if joins or transfer.has_joined else None
-        return offer or (transfer.leave() if has_stopped else None)
+    def wait_for_trainer(
+        self,
+        current: Version | None,
+        *,
+        timeout: float | None = None,
+        cancel: Cancellation | None = None,
+    ) -> None:
+        """Wait, holding nothing, until a first version is published or a trainer works.
+
+        Trainers load for minutes before they register. Returns at once if something is held, or if
+        this explorer has seen a trainer work before; the log says, once, what is waited for.
+
+        Args:
+            current: what this explorer serves; None before its first version.
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Raises:
+            WaitTimeoutError: neither in time; all else as :meth:`wait_new_model_state_dict`.
+        """
+        if current is None and not self._weights.has_seen_trainer:
+            with self._wait(timeout, cancel) as wait:
+                self._weights.for_trainer(current, wait)
 
     def current_run(self) -> str | None:
-        """The run id of the trainer that works now; None where none does."""
+        """The run id of the trainer that works now; None if none does."""
         trainer = self._roster.trainer()
-        working = trainer is not None and trainer.status != RunningStatus.STOPPED.value
-        return trainer.run_id if trainer is not None and working else None
-
-    def _warn_once(self, current: Version | None) -> None:
-        if current is not None and current != self._warned:
-            self._warned = current
-            log.warning("nothing newer than step %d: %s serves it on", current.step, self.name)
-
-    def _request(self) -> Request:
-        return Request(self._me, self._roster, clock=self._clock, poll=self._poll)
+        works = trainer and trainer.status != RunningStatus.STOPPED.value
+        return trainer.run_id if trainer and works else None
 
     def may_produce(self) -> bool:
-        """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
+        """True if this explorer is fresh enough to go on producing (``max_staleness``)."""
         if self.settings.max_staleness is None:
             return True
-        record, newest = self._me.record, self._versions.newest()
-        held: Version | None = None
-        if record.sequence is not None and record.step is not None:
-            held = Version(record.sequence, record.step)
+        newest, trainer = self._versions.newest(), None
         if self.settings.method is SyncMethod.NCCL and newest is not None:
             trainer = self._roster.trainer()
-            received = SaveId.parse(record.received) if record.received else None
-            if held and received and trainer and received.run == trainer.run_id:
-                held = after_broadcast(held, newest)
+        held = served(self._me.record, newest, trainer.run_id if trainer else None)
+        if trainer is not None and newest is not None:
             offer = self._offers.current()
             # What goes by the files counts once it is published, as of any other method.
             is_sent = offer is not None and offer.decided in {None, "go"}
-            if offer and trainer and offer.session == trainer.session and is_sent:
+            if offer and offer.session == trainer.session and is_sent:
                 newest = Version(newest.sequence, max(newest.step, offer.step))
         return may_produce(self.settings, held, newest)
 
+    # -- transfers, and the weight group -----------------------------------------------------------
+
+    def ready_to_nccl_sync(
+        self, *, timeout: float | None = None, cancel: Cancellation | None = None
+    ) -> int | None:
+        """Wait until the trainer and all other live explorers are ready for a transfer.
+
+        What is promised is said at the trainer's.
+
+        Args:
+            timeout: seconds; the settings' ``sync_timeout`` by default.
+            cancel: ends the wait from another thread.
+
+        Returns:
+            The trainer's step; None where they are not ready in time, the trainer is gone, or it
+            has said that these weights come by the checkpoint path.
+        """
+        with self._wait(timeout, cancel) as wait:
+            return self._transfer.agree(wait)
+
+    def nccl_sync_succeeded(self, step: int) -> None:
+        """Say that the weights of a step have arrived; after the transfer.
+
+        Where they came through the weight group that :meth:`rendezvous` named, the next transfer
+        uses it again.
+        """
+        met = self._met
+        self._me.update(
+            step=step,
+            received=met.save_id if met else None,
+            group=met.group_name if met else None,
+        )
+
+    def rendezvous(self, *, cancel: Cancellation | None = None) -> tuple[Rendezvous, int]:
+        """The meeting place of the workers and those that :meth:`ready_to_nccl_sync` agreed with.
+
+        Args:
+            cancel: ends the wait from another thread.
+
+        Returns:
+            That, and the rank of this explorer's first worker.
+
+        Raises:
+            BroadcastError: nothing was agreed, or the trainer has not said so within
+                ``broadcast_timeout``.
+            CancelledError: the wait was cancelled.
+            OSError: storage failed.
+        """
+        offer, self._transfer.agreed = self._transfer.agreed, None
+        self._met = None
+        if offer is None:
+            raise BroadcastError("no transfer was agreed, so no weight group is formed")
+        with self._wait(self.settings.broadcast_timeout, cancel) as wait:
+            self._met, rank = self._group.rendezvous(offer, wait)
+        return self._met, rank
+
+    def open_group(
+        self, device: torch.device, *, cancel: Cancellation | None = None
+    ) -> WeightGroup:
+        """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
+
+        Args:
+            device: where received tensors are.
+            cancel: ends the wait for the rendezvous from another thread.
+
+        Raises:
+            BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
+        """
+        met, rank = self.rendezvous(cancel=cancel)
+        deadline = self.settings.broadcast_timeout
+        return self._group.open(met, rank, deadline=deadline, device=device)
+
+    def group_failed(self) -> None:
+        """Leave the weight group, and say so: the next transfer forms another."""
+        self._group.close()
+        self._met = None
+        if self._me.record.group is not None:
+            self._me.update(group=None)
+
+    def coordinate_weight_sync_setup(
+        self,
+        timeout: float | None = None,
+        *,
+        device: str = "cpu",
+        cancel: Cancellation | None = None,
+    ) -> None:
+        """Form the weight group with the trainer, who calls its own; nothing is transferred.
+
+        For one worker, in this process.
+
+        Args:
+            timeout: seconds until the trainer has come; the settings' ``sync_timeout`` by default.
+            device: where received tensors are.
+            cancel: ends the wait from another thread.
+
+        Raises:
+            BroadcastError: it has not, or the group cannot be formed.
+        """
+        require_torch("a broadcast of weights")
+        import torch  # noqa: PLC0415 # for who broadcasts
+
+        if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
+            raise BroadcastError("the trainer did not come to form a weight group")
+        self._me.update(group=self.open_group(torch.device(device), cancel=cancel).name)
+
+    def coordinate_weight_sync_teardown(
+        self,
+        timeout: float | None = None,  # noqa: ARG002 # the trainer's waits for others
+        *,
+        cancel: Cancellation | None = None,  # noqa: ARG002 # likewise
+    ) -> None:
+        """Leave the weight group, before the trainer does."""
+        self.group_failed()
+
     def _point(self, step: int) -> None:
-        """Without a trainer an explorer may choose what is published: to evaluate old steps."""
-        if self._roster.trainer_status() is not RunningStatus.STOPPED:
-            raise InvalidSettingsError(
-                f"explorer {self.name} cannot have step {step} published: the trainer works, and "
-                "decides that"
-            )
+        self._roster.check_alone(self.name, step)
         super()._point(step)
+
+    def _worth_a_look(self) -> dict[Path, frozenset[str]]:
+        layout = self._job.layout
+        return super()._worth_a_look() | {
+            layout.offer.parent: frozenset({layout.offer.name, layout.rendezvous.name}),
+            layout.state: frozenset({layout.trainer_report.name, layout.latest.name}),
+        }

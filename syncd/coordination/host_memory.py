@@ -51,7 +51,7 @@ class HostMemory:
         if error:
             log.warning(
                 "CUDA does not pin %d bytes of host memory (error %d): copies take "
-                "longer; look at the limits of locked memory",
+                "longer; check the limits of locked memory",
                 self.content.nbytes,
                 error,
             )

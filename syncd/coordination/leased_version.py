@@ -1,11 +1,11 @@
-"""A version that is held: read LATEST, lease what it names, read its manifest. Without torch."""
+"""A leased version: read LATEST, lease the version it names, read its manifest. Without torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import WEIGHTS, copy_version, read_manifest, verify_version
@@ -15,17 +15,18 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.records import Latest, Manifest, parse
+from syncd.protocol.records import Latest, Manifest
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+from syncd.storage.job import Job
 from syncd.storage.leases import Lease
+from syncd.storage.record_files import ReadPolicy
 
 log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """What keeps a version's files: a lease, or what does so for a copy on one host."""
+    """Keeps a version's files: a lease, or its equivalent for a copy on one host."""
 
     def release(self) -> None:
         """Let it go. Safe to call twice."""
@@ -37,15 +38,16 @@ class LeasedVersion:
     Users construct none: ``Reader.lease`` gives it, and engines are given it.
 
     Attributes:
-        sequence: which version; it only grows.
+        sequence: which version; it only grows. 0 of a step that was built to be evaluated, and is
+            no version of the job.
         step: the trainer's label.
         kind: ``full``, ``adapter`` or ``remote``.
         folder: a complete Hugging Face model folder, or that of a LoRA adapter; of kind ``remote``
             there is nothing in it to load.
         source: the folder that was published; another one than ``folder``, which may be pruned,
-            where that is a copy on this host.
+            if that is a copy on this host.
         remote_path: where the weights are, of kind ``remote``; else None.
-        manifest: what the folder must hold.
+        manifest: the files that the folder must hold.
     """
 
     def __init__(
@@ -135,46 +137,48 @@ class LeasedVersion:
         self._lease.release()
 
 
-def read_latest(storage: Storage, layout: JobLayout) -> Latest | None:
-    """What LATEST says now; None where there is none, or none that can be read yet.
+def read_latest(job: Job) -> Latest | None:
+    """The content of LATEST now; None if there is none, or none that can be read yet.
 
     Raises:
         ProtocolMismatchError: the daemon is of a newer protocol.
     """
-    path = layout.latest
-    try:
-        return parse(Latest, storage.read(path), path)
-    except ProtocolMismatchError:
-        raise
-    except RecordError as error:
+    return job.read(Latest, job.layout.latest, _LATEST)
+
+
+def _say(_: Path, error: Exception) -> None:
+    if isinstance(error, OSError):
+        log.warning("waiting, because LATEST is not a file that a daemon wrote: %s", error)
+    else:
         log.warning("%s", error)
-        return None
-    except OSError as error:
-        if is_gone(error):
-            return None
-        if is_no_record(error):
-            log.warning("LATEST is no file that a daemon wrote, waiting: %s", error)
-            return None
-        raise
 
 
-def lease_version(
-    storage: Storage, layout: JobLayout, sequence: int, name: str, session: str
-) -> LeasedVersion:
+_LATEST: Final = ReadPolicy(damaged=is_no_record, newer=False, say=_say)
+
+
+def lease_version(job: Job, sequence: int, name: str, session: str) -> LeasedVersion:
     """Hold a version.
 
     Raises:
         VersionGoneError: it was retired before it could be held, or is not visible here yet.
         VerificationError: its manifest is damaged; the version was let go.
     """
-    lease = Lease.take(storage, layout, sequence, name, session)
-    folder = layout.version(sequence)
+    lease = Lease.take(job, sequence, name, session)
     try:
-        manifest = _manifest(storage, sequence, folder)
+        return hold_folder(job.storage, job.layout.version(sequence), sequence, lease)
     except BaseException:
         lease.release()
         raise
-    return LeasedVersion(storage, folder, manifest, lease)
+
+
+def hold_folder(storage: Storage, folder: Path, sequence: int, hold: Hold) -> LeasedVersion:
+    """A folder that something keeps, as a version.
+
+    Raises:
+        VersionGoneError: it is not there, or not visible here yet.
+        VerificationError: its manifest is damaged, or of another sequence.
+    """
+    return LeasedVersion(storage, folder, _manifest(storage, sequence, folder), hold)
 
 
 def _manifest(storage: Storage, sequence: int, folder: Path) -> Manifest:

@@ -1,4 +1,4 @@
-"""What trainers and explorers have in common: registration, statuses, versions, the end."""
+"""The methods that trainers and explorers share: registration, statuses, versions, the end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Self
 
+from syncd.coordination.broadcast.meeting import Meetings
+from syncd.coordination.broadcast.offer import Offers
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.coordination.participant import FirstReport, Participant, Report, become
 from syncd.coordination.roster import Roster
 from syncd.coordination.saved_state import StateFile
-from syncd.coordination.transfer import Offers
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Cancellation, Wait, Waits
-from syncd.coordination.weight_sync import Meetings
-from syncd.protocol.errors import SaveFailedError, SyncdError, WaitTimeoutError
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    SaveFailedError,
+    SyncdError,
+    WaitTimeoutError,
+)
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import checked_name
+from syncd.protocol.names import checked_name, printable
 from syncd.protocol.participants import SavedState
-from syncd.protocol.policy import RunningStatus, SyncSettings, Version
+from syncd.protocol.policy import RunningStatus, SyncSettings, Version, given_or_default
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job, registering
 from syncd.storage.judge import Clock
 
 if TYPE_CHECKING:
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Role = Literal["trainer", "explorer"]
-#: Seconds between two looks where the filesystem sends no events, at most.
+#: Seconds between two looks if the filesystem sends no events, at most.
 POLL: Final = 0.5
 
 
@@ -50,13 +55,13 @@ class Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
-    """What tests put in place of the real thing.
+    """Substitutes that tests put in place of the real thing.
 
     Attributes:
         storage: the shared storage; that of the job directory by default.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
-        poll: seconds between two looks where the filesystem sends no events, at most.
+        poll: seconds between two looks if the filesystem sends no events, at most.
     """
 
     storage: Storage | None = None
@@ -66,7 +71,7 @@ class Seams:
 
 
 class Member(Generic[Report]):
-    """One participant of a job, and what it knows of the others; over files alone.
+    """One participant of a job, and its knowledge of the others; over files alone.
 
     Promised: it counts as live until it is closed or its process dies, and a lease time after that
     as dead, without having said so; its name is nobody else's; its status is its own to write; a
@@ -79,9 +84,9 @@ class Member(Generic[Report]):
 
     Args:
         job_dir: the job directory.
-        role: what it is.
+        role: its role.
         name: its own, unique among the live ones of its role.
-        settings: when who syncs, and how long a wait takes.
+        settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, where versions are (method ``memory``).
         seams: for tests.
         path: gives the path of its report.
@@ -90,6 +95,7 @@ class Member(Generic[Report]):
     Raises:
         NameTakenError: a live participant has the name; to know may take a lease time.
         JobUnavailableError: the job directory is missing or cannot be written.
+        NoRoomError: its disk is full.
         InvalidSettingsError: the name cannot be part of a file name.
     """
 
@@ -107,31 +113,34 @@ class Member(Generic[Report]):
     ) -> None:
         self.role: Role = role
         self.name = checked_name(name, f"the {role}'s name")
-        self.settings = settings or SyncSettings()
+        self.settings = given_or_default("settings", SyncSettings, settings)
         seams = seams or Seams()
         self._clock = seams.clock
-        self._layout = layout = JobLayout(Path(job_dir).absolute())
-        self._storage = storage = seams.storage or Storage(layout.root)
-        lease_time = open_job(storage, layout).lease_time
-        storage.make_folder(layout.offer.parent, below=layout.state)
+        self._wall = seams.wall
+        self._compared: set[str | None] = set()
+        self._job = job = Job.at(Path(job_dir).absolute(), seams.storage)
+        layout = job.layout
+        lease_time = job.open().lease_time
         self._poll = min(seams.poll, lease_time / 4)
         self._waits = Waits(name, self._worth_a_look, poll=self._poll, clock=seams.clock)
-        self._offers = Offers(storage, layout)
-        self._meetings = Meetings(storage, layout)
-        self._state = StateFile(storage, layout, layout.saved_state(role, name))
-        with ExitStack() as stack:
+        self._offers = Offers(job)
+        self._meetings = Meetings(job)
+        self._state = StateFile(job, layout.saved_state(role, name))
+        with registering(layout), ExitStack() as stack:
+            job.storage.make_folder(layout.offer.parent, below=layout.state)
             self._me: Participant[Report] = Participant(
-                storage, layout, role, name, lease_time, path=path(layout), first=first,
+                job, role, name, lease_time, path=path(layout), first=first,
                 clock=seams.clock, wall=seams.wall,
             )  # fmt: skip
             stack.callback(self._me.close)
-            self._roster = Roster(storage, layout, lease_time, clock=seams.clock)
+            self._roster = Roster(job, lease_time, clock=seams.clock)
             stack.callback(self._roster.close)
             if memory_dir is None:
-                self._versions = Versions(storage, layout, name, self._me.session)
+                self._versions = Versions(job, name, self._me.session, clock=seams.clock)
             else:
-                memory = JobLayout(Path(memory_dir).absolute())
-                self._versions = Versions(Storage(memory.root), memory, name, None)
+                self._versions = Versions(
+                    Job.at(Path(memory_dir).absolute()), name, None, clock=seams.clock
+                )
             stack.callback(self._versions.close)
             self._stack = stack.pop_all()
 
@@ -142,10 +151,10 @@ class Member(Generic[Report]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it: a fork has no part in it."""
+        """True if this process made it: a fork has no part in it."""
         return self._me.is_ours
 
-    # -- who there is --------------------------------------------------------------------------
+    # -- participants -------------------------------------------------------------------------
 
     def add_module(self) -> None:
         """Register again: construction did it first.
@@ -171,7 +180,7 @@ class Member(Generic[Report]):
         return found
 
     def all_modules_gone(self) -> bool:
-        """Whether no other participant lives."""
+        """True if no other participant lives."""
         us = (self.role, self.name)
         return not any(one.alive for one in self.modules() if (one.role, one.name) != us)
 
@@ -183,16 +192,16 @@ class Member(Generic[Report]):
     # -- statuses ------------------------------------------------------------------------------
 
     def get_trainer_status(self) -> RunningStatus:
-        """What the trainer does; stopped before the first one, and when it has died."""
+        """The trainer's status; stopped before the first trainer, and when it has died."""
         return self._roster.trainer_status()
 
     def trainer_requires_weight_sync(self) -> bool | None:
-        """Whether the trainer waits for a transfer; None where it has stopped."""
+        """True if the trainer waits for a transfer; None if it has stopped."""
         status = self._roster.trainer_status()
         return None if status is RunningStatus.STOPPED else status is RunningStatus.REQUIRE_SYNC
 
     def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """How many explorers have which status; the dead are not counted."""
+        """The number of explorers by status; the dead are not counted."""
         return self._roster.explorer_counts()
 
     # -- versions ------------------------------------------------------------------------------
@@ -202,7 +211,7 @@ class Member(Generic[Report]):
         return self._versions.newest()
 
     def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
-        """Where the newest weights are.
+        """The location of the newest weights.
 
         Args:
             use_huggingface: the folder of the version, which is a complete Hugging Face model;
@@ -223,7 +232,7 @@ class Member(Generic[Report]):
 
         Raises:
             VersionGoneError: that version was retired: there is a newer one to wait for.
-            VerificationError: a tensor is not what the manifest says.
+            VerificationError: a tensor differs from the manifest.
             EngineMismatchError: the version has no weights here.
         """
         yield from self._versions.stream(version)
@@ -241,13 +250,18 @@ class Member(Generic[Report]):
         """
         return self._versions.metadata(version)
 
-    def hold(self, version: Version) -> LeasedVersion:
+    def hold(self, version: Version | LeasedVersion) -> LeasedVersion:
         """Hold a version: its files stay until it is released, before this is closed.
+
+        Args:
+            version: which one; or one that this participant holds, to be held once more.
 
         Raises:
             VersionGoneError: it was retired, or is not visible here yet: take the newer one.
             VerificationError: its manifest is damaged.
         """
+        if isinstance(version, LeasedVersion):
+            return self._versions.hold_again(version)
         return self._versions.hold(version.sequence)
 
     def set_model_state_dict_with_step_num(
@@ -261,7 +275,7 @@ class Member(Generic[Report]):
         """Let a step that is on disk be published, wait for that, and return its version.
 
         Where LATEST is of that step already, that version is returned, also when the step has been
-        saved again since.
+        saved again since. A step folder whose save is not whole yet is waited for.
 
         Args:
             step: the step; None for the newest version, without waiting.
@@ -270,50 +284,89 @@ class Member(Generic[Report]):
             cancel: ends the wait from another thread.
 
         Raises:
-            SaveNotReadyError: a shard is missing.
+            SaveNotReadyError: a shard is missing; or the step has no folder, and the pointer is as
+                it was.
             SaveFailedError: the daemon has refused the save.
             WaitTimeoutError: it was not published in time.
-            InvalidSettingsError: an explorer asks for another step than the trainer's, which works.
+            InvalidSettingsError: an explorer asks for another step than the trainer's, which works;
+                or while other explorers follow the job, which would be moved too.
         """
         if step is None:
             return self._versions.newest()
         if world_size is not None:
             self._versions.check_shards(step, world_size)
         with self._wait(timeout, cancel) as wait:
+            is_on_disk = False
             while True:
                 newest = self._versions.newest()
                 if newest is not None and newest.step == step:
                     return newest
+                if not is_on_disk:
+                    self._versions.check_on_disk(step)
+                    is_on_disk = True
                 if self._versions.pointed() != step:
                     self._point(step)
                 if self._versions.is_refused(step):
                     raise SaveFailedError(
-                        f"step {step} cannot be published: see {self._versions.layout.quarantine}"
+                        f"step {step} cannot be published: see "
+                        f"{self._versions.job.layout.quarantine}"
                     )
                 if not wait.more():
                     raise WaitTimeoutError(
-                        f"step {step} was not published in {self._versions.layout.root} in time; "
-                        "see `syncd status` whether a daemon works, and what it waits for"
+                        f"step {step} was not published in {self._versions.job.layout.root} in "
+                        f"time; {self._versions.daemon_hint()}"
                     )
 
     def _point(self, step: int) -> None:
         """Let the pointer name a step."""
         self._versions.point(step)
 
-    # -- what is needed to resume ----------------------------------------------------------------
+    # -- the state to resume from ----------------------------------------------------------------
 
     def save_state(self, iteration: int, state: Mapping[str, Any]) -> None:
         """Save this participant's latest iteration and state (JSON), atomically.
 
         Raises:
-            NameTakenError: another has taken the name meanwhile; what it saved stays.
+            InvalidSettingsError: the state is not JSON, or could not be read again: it is nested
+                too deep, or too long.
+            NameTakenError: another has taken the name meanwhile; its saved state stays.
+            CancelledError: this participant is closed.
+            OSError: storage failed; the state before is there.
         """
         self._me.check()
         self._state.save(iteration, state)
 
-    def load_state(self) -> SavedState | None:
-        """What it saved last; None before the first."""
-        return self._state.load()
+    def load_state(self, role: Role | None = None, name: str | None = None) -> SavedState | None:
+        """The state that a participant saved last, this one's own by default.
+
+        A state outlives its participant. Another's may be read while it works; it may save a newer
+        one at any time.
+
+        Args:
+            role: of another participant; ``trainer`` is the job's trainer, whatever its name.
+            name: an explorer's.
+
+        Returns:
+            Its iteration and its state; None before the first save, or if nobody had the name.
+
+        Raises:
+            InvalidSettingsError: a name without a role, an explorer without a name, no such role,
+                or a name that cannot be part of a file name.
+            RecordError: the file is torn, and so is the one before it.
+            ProtocolMismatchError: a newer protocol wrote it.
+            OSError: storage failed.
+        """
+        if role is None and name is None:
+            return self._state.load()
+        if role == "explorer" and name is not None:
+            checked_name(name, "the explorer's name")
+        elif role != "trainer":
+            raise InvalidSettingsError(
+                f"role {role!r} and name {name!r} name no saved state: load_state() is for your "
+                "own, load_state('trainer') and load_state('explorer', NAME) are for others'"
+            )
+        path = self._job.layout.saved_state(role, name or "")
+        return StateFile(self._job, path).load()
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -330,11 +383,11 @@ class Member(Generic[Report]):
                 try:
                     become(self._me, RunningStatus.STOPPED)
                 except (OSError, SyncdError) as error:
-                    log.warning("%s cannot say that it stops: %s", self.name, error)
+                    log.warning("%s cannot announce its stop: %s", self.name, error)
             try:
                 self._stack.close()
             except OSError as error:
-                log.warning("%s counts as dead a lease time from now: %s", self.name, error)
+                log.warning("%s will count as dead after one lease time: %s", self.name, error)
 
     def __enter__(self) -> Self:
         return self
@@ -345,10 +398,53 @@ class Member(Generic[Report]):
     def _wait(
         self, timeout: float | None, cancel: Cancellation | None
     ) -> AbstractContextManager[Wait]:
-        """One wait, of at most the settings' ``sync_timeout`` where no other time is said."""
+        """One wait, of at most the settings' ``sync_timeout`` if no other time is said."""
         self._me.check_process()
         return self._waits.one(self.settings.sync_timeout if timeout is None else timeout, cancel)
 
+    def _is_there(self, session: str) -> bool:
+        """True if a session has a heartbeat: one that has just been killed has it still."""
+        return self._job.storage.exists(self._job.layout.session(session))
+
+    def _trainer_there(self) -> TrainerReport | None:
+        """The report of a trainer that works. The roster would watch its heartbeat from now on."""
+        try:
+            found = self._job.read(TrainerReport, self._job.layout.trainer_report)
+            stopped = found is None or found.status == RunningStatus.STOPPED.value
+            if found is None or stopped or not self._is_there(found.session or ""):
+                return None
+        except (OSError, SyncdError) as error:
+            log.debug("the trainer cannot be looked at yet: %s", error)  # each wait looks again
+            return None
+        return found
+
+    def _compare_settings(
+        self, trainer: TrainerReport, explorer: ExplorerReport, other: str | None
+    ) -> str:
+        """Say once, as soon as both are there, that the two sides sync by unlike settings.
+
+        Args:
+            trainer: its report.
+            explorer: its report; one of the two is this participant's own.
+            other: the session of the other one.
+
+        Returns:
+            How they differ; empty if they do not, or one side was given none.
+        """
+        if trainer.sync is None or explorer.sync is None:
+            return ""
+        unlike = trainer.sync.unlike(explorer.sync)
+        if unlike and other not in self._compared:
+            log.warning(
+                "trainer %s and explorer %s have different SyncSettings, and may wait for each "
+                "other in vain: %s; give both the same",
+                printable(trainer.name or ""),
+                printable(explorer.name),
+                unlike,
+            )
+        self._compared.add(other)
+        return unlike
+
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
         """Folder → names in it whose change may end a wait."""
-        return {self._versions.layout.state: frozenset({self._versions.layout.latest.name})}
+        return {self._versions.job.layout.state: frozenset({self._versions.job.layout.latest.name})}

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, check_transition
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from syncd.storage.claims import HeldName
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 from syncd.storage.sessions import Session
 
 log = logging.getLogger(__name__)
 
-#: What a participant says about itself, by its role.
+#: A participant's report about itself, by its role.
 Report = TypeVar("Report", ExplorerReport, TrainerReport)
 #: Makes a participant's first report from its session's id.
 FirstReport = Callable[[str], Report]
@@ -35,8 +34,7 @@ class Participant(Generic[Report]):
     no two live participants have one name (:class:`~syncd.storage.claims.HeldName`).
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         role: ``trainer`` or ``explorer``.
         name: this participant's.
         lease_time: seconds, from the job's format.
@@ -47,7 +45,7 @@ class Participant(Generic[Report]):
 
     Attributes:
         session: this process's heartbeat.
-        record: what it says now.
+        record: its present report.
 
     Raises:
         NameTakenError: a live participant has the name. It may take a lease time to know.
@@ -55,8 +53,7 @@ class Participant(Generic[Report]):
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         role: str,
         name: str,
         lease_time: float,
@@ -66,16 +63,16 @@ class Participant(Generic[Report]):
         clock: Clock,
         wall: Clock,
     ) -> None:
-        self._storage = storage
+        self._job = job
         self._path = path
-        self._room = layout.drafts
+        self._room = job.layout.drafts
         self._wall = wall
         self._pid = os.getpid()
         self._lock = threading.RLock()
         with ExitStack() as stack:
-            self.session = Session(layout, lease_time)
+            self.session = Session(job.layout, lease_time)
             stack.callback(self.session.close)
-            self._name = HeldName.take(storage, layout, role, name, self.session, clock=clock)
+            self._name = HeldName.take(job, role, name, self.session, clock=clock)
             stack.callback(self._name.release)
             self.record: Report = first(self.session.id)
             self.update()
@@ -83,7 +80,7 @@ class Participant(Generic[Report]):
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process made it. In a fork no heartbeat beats for it."""
+        """True if this process made it. In a fork no heartbeat beats for it."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
@@ -111,7 +108,7 @@ class Participant(Generic[Report]):
         self._name.check()
 
     def update(self, **changes: Any) -> None:
-        """Change what it says. What storage refuses to take now is said with the next change.
+        """Change the report. If storage refuses it now, the next change writes it too.
 
         Raises:
             SyncdError, OSError: as :meth:`check`.
@@ -121,11 +118,11 @@ class Participant(Generic[Report]):
             content = self.record.model_dump() | changes | {"time": self._wall()}
             self.record = type(self.record).model_validate(content)
             self._name.check()
-            self._storage.replace(self._path, encode(self.record), room=self._room)
+            self._job.storage.replace(self._path, encode(self.record), room=self._room)
 
     def close(self) -> None:
         """Give the name up and end the session. Safe to call twice."""
-        with self._lock:  # who is in the middle of saying something would take the name again
+        with self._lock:  # a thread in the middle of a write would take the name again
             self._stack.close()
 
 
@@ -135,7 +132,7 @@ def become(
     old_status: RunningStatus | None = None,
     **changes: Any,
 ) -> None:
-    """Change a participant's status, and what else it says with that.
+    """Change a participant's status, and other fields of its report.
 
     Raises:
         InvalidTransitionError: the status cannot follow the one that it has.
@@ -145,7 +142,7 @@ def become(
 
 
 def require_sync(participant: Participant[Report], **changes: Any) -> None:
-    """Begin a wait; where that cannot be said, the wait does not begin, and it is not required.
+    """Begin a wait; if that cannot be said, the wait does not begin, and it is not required.
 
     Raises:
         InvalidTransitionError: it is not running.
@@ -162,7 +159,7 @@ def require_sync(participant: Participant[Report], **changes: Any) -> None:
 
 
 def back_to_running(participant: Participant[Report], **changes: Any) -> None:
-    """End a wait: whoever required a sync runs again. A refusal of the storage ends nothing.
+    """End a wait: a participant that required a sync runs again. A refusal by storage ends nothing.
 
     Raises:
         NameTakenError: another participant took the name while this one counted as dead.
@@ -172,4 +169,4 @@ def back_to_running(participant: Participant[Report], **changes: Any) -> None:
     try:
         become(participant, RunningStatus.RUNNING, **changes)
     except OSError as error:
-        log.warning("%s runs again, and cannot say so yet: %s", participant.session.id, error)
+        log.warning("%s runs again, but cannot record it yet: %s", participant.session.id, error)

@@ -1,4 +1,4 @@
-"""Who takes part in a job, what they say, and which of them live."""
+"""The roster of a job: its participants, their reports, and which of them live."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from syncd.protocol.errors import (
+    InvalidSettingsError,
     ProtocolMismatchError,
     RecordError,
     SyncdError,
 )
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import TEMPORARY
+from syncd.protocol.names import TEMPORARY, printable
 from syncd.protocol.participants import session_of
-from syncd.protocol.policy import RunningStatus
-from syncd.protocol.records import R, parse
+from syncd.protocol.policy import RunningStatus, Version, after_broadcast
+from syncd.protocol.records import R, SaveId, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
-from syncd.storage.fsio import RECORD_LIMIT, Signature, Storage, signature
-from syncd.storage.job import check_is_there
-from syncd.storage.judge import Clock, Judge, Liveness
-from syncd.storage.lookout import Lookout
+from syncd.storage.errnos import is_gone, is_unreadable
+from syncd.storage.fsio import RECORD_LIMIT, Signature, signature
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -42,7 +41,7 @@ _SLICES_PER_ROUND: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Newer:
-    """A report of a newer protocol: an error for as long as whoever wrote it may live."""
+    """A report of a newer protocol: an error for as long as its writer may live."""
 
     session: str | None
     error: str
@@ -56,7 +55,7 @@ class _Cached(Generic[R]):
 
 
 class Roster:
-    """What the participants of a job say about themselves, and whether they live.
+    """The participants of a job: their own reports, and whether they live.
 
     Promised: a participant that was killed, or whose host is gone, is dead here soon after a lease
     time: a thread looks at the heartbeats, a slice of them at a time, from the first question on.
@@ -65,8 +64,7 @@ class Roster:
     listings, a participant that has just come may be seen later.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         lease_time: seconds, from the job's format.
         clock: seconds, monotonic.
         background: whether a thread looks; without, :meth:`look_at_slice` is the caller's to call.
@@ -74,18 +72,16 @@ class Roster:
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         lease_time: float,
         *,
         clock: Clock = time.monotonic,
         background: bool = True,
     ) -> None:
-        self._storage = storage
-        self._layout = layout
+        self._job = job
         self._period = lease_time / SLICES_PER_LEASE
-        judge = Judge(storage, lease_time, clock=clock)
-        self._lookout = Lookout(judge, layout, tick=self._period, clock=clock)
+        judge = Judge(job.storage, lease_time, clock=clock)
+        self._lookout = Lookout(judge, job.layout, tick=self._period, clock=clock)
         self._lock = threading.RLock()
         self._explorers: dict[Path, _Cached[ExplorerReport]] = {}
         self._trainer: dict[Path, _Cached[TrainerReport]] = {}
@@ -123,12 +119,12 @@ class Roster:
         return [one for one in self.explorers() if one.status != stopped]
 
     def explorer_counts(self) -> dict[RunningStatus, int]:
-        """How many explorers have which status; the dead are not counted."""
+        """The number of explorers by status; the dead are not counted."""
         found = Counter(RunningStatus(report.status) for report in self.explorers())
         return {status: found[status] for status in RunningStatus}
 
     def trainer(self) -> TrainerReport | None:
-        """What the trainer says, if it lives or has said that it stopped.
+        """The trainer's report, if it lives or has said that it stopped.
 
         Raises:
             ProtocolMismatchError: it is of a newer protocol, and is not known to be dead.
@@ -146,14 +142,38 @@ class Roster:
         report = self.trainer()
         return RunningStatus(report.status) if report else RunningStatus.STOPPED
 
+    def has_had_trainer(self) -> bool:
+        """True if a trainer has registered, dead or alive: a foreign one never does."""
+        return self._job.storage.exists(self._job.layout.trainer_report)
+
+    def check_alone(self, name: str, step: int) -> None:
+        """See that an explorer may choose which step is published: to evaluate old steps.
+
+        Raises:
+            InvalidSettingsError: a trainer works, or another explorer, which would be moved too.
+        """
+        if self.trainer_status() is not RunningStatus.STOPPED:
+            raise InvalidSettingsError(
+                f"explorer {name} cannot have step {step} published: the trainer is running, "
+                "and only it decides that"
+            )
+        others = [one.name for one in self.working() if one.name != name and one.bench is None]
+        if others:
+            told = ", ".join(map(printable, others[:4])) + (", …" if len(others) > 4 else "")
+            raise InvalidSettingsError(
+                f"explorer {name} cannot have step {step} published: it would become the "
+                f"newest version for {told} too; stop the other explorers, or evaluate the step "
+                "here alone (explorer_hooks.bench.step)"
+            )
+
     def is_alive(self, session: str) -> bool:
-        """Whether a session lives, as far as is known: looks once more."""
+        """True if a session lives, as far as is known: looks once more."""
         with self._lock:
             return self._lookout.look_at(session) is Liveness.ALIVE
 
     def refresh(self) -> None:
-        """Let the next question ask the server who there is, and not this client's cache."""
-        self._storage.refresh(self._layout.explorers)
+        """Let the next question ask the server for the participants, not this client's cache."""
+        self._job.storage.refresh(self._job.layout.explorers)
 
     def look_at_slice(self) -> None:
         """Look at some of the heartbeats; to be called 16 times a lease time, about."""
@@ -178,7 +198,7 @@ class Roster:
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
-        """Know something of each session; who asks often does not look at all of them each time."""
+        """Know something of each session; frequent questions do not look at all each time."""
         if self._sessions() - self._liveness.keys():
             self._look()
 
@@ -188,7 +208,7 @@ class Roster:
         return {one for one in explorers | trainer if one is not None}
 
     def _counted(self, report: P | _Newer) -> P | None:
-        """The report where its participant lives, or has said that it stopped; else None.
+        """The report if its participant lives, or has said that it stopped; else None.
 
         Raises:
             ProtocolMismatchError: it is of a newer protocol, and not known to be of a dead one.
@@ -215,7 +235,7 @@ class Roster:
             try:
                 self.look_at_slice()
             except SyncdError as error:
-                log.debug("%s", error)  # whoever asks is told
+                log.debug("%s", error)  # the caller is told
             except OSError as error:
                 # Not seen is not dead: the stopwatches stand still.
                 log.debug("the participants cannot be looked at now: %s", error)
@@ -225,47 +245,47 @@ class Roster:
     # -- reports -------------------------------------------------------------------------------
 
     def _explorer_reports(self) -> list[ExplorerReport | _Newer]:
-        folder = self._layout.explorers
+        folder = self._job.layout.explorers
         names = [
             name
-            for name in self._storage.names(folder)
+            for name in self._job.storage.names(folder)
             if name.endswith(_RECORD) and not name.startswith(TEMPORARY)
         ]
         if not names:  # an unmounted job looks so
-            check_is_there(self._storage, self._layout)
+            self._job.check_is_there()
         for gone in self._explorers.keys() - {folder / name for name in names}:
             del self._explorers[gone]
         found = (self._report(ExplorerReport, folder / name, self._explorers) for name in names)
         return [report for report in found if report is not None]
 
     def _trainer_report(self) -> TrainerReport | _Newer | None:
-        report = self._report(TrainerReport, self._layout.trainer_report, self._trainer)
+        report = self._report(TrainerReport, self._job.layout.trainer_report, self._trainer)
         if report is None:
-            check_is_there(self._storage, self._layout)
+            self._job.check_is_there()
         return report
 
     def _report(
         self, model: type[R], path: Path, cache: dict[Path, _Cached[R]]
     ) -> R | _Newer | None:
-        """A report; read again only where its file is another than at the last two looks."""
+        """A report; read again only if its file is another than at the last two looks."""
         cached = cache.get(path)
 
         def look(fd: int) -> _Cached[R]:
             # Of the opened file: a status by name may be as old as this client's cache.
-            status = self._storage.fstat(fd)
+            status = self._job.storage.fstat(fd)
             now = signature(status)
             # Times are coarse, and inodes are used again: a file counts as untouched only once it
             # was read twice with the same ones.
             settled = cached is not None and cached.signature == now
             if cached is not None and settled and cached.settled:
                 return cached
-            content = self._storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
+            content = self._job.storage.pread_all(fd, min(status.st_size, RECORD_LIMIT), 0)
             return _Cached(self._parsed(model, content, path), now, settled)
 
         try:
-            found = cache[path] = self._storage.look_into(path, look)
+            found = cache[path] = self._job.storage.look_into(path, look)
         except OSError as error:
-            if is_no_record(error) or is_refused_here(error):
+            if is_unreadable(error):
                 self._say(path, error)
             elif not is_gone(error):
                 raise
@@ -274,7 +294,7 @@ class Roster:
         return found.record
 
     def _parsed(self, model: type[R], content: bytes, path: Path) -> R | _Newer | None:
-        """What a report says; None where it is none."""
+        """The content of a report; None if the file is no report."""
         try:
             return parse(model, content, path)
         except ProtocolMismatchError as error:
@@ -284,6 +304,23 @@ class Roster:
             return None
 
     def _say(self, path: Path, error: Exception) -> None:
-        """Log what is passed over, and not at each look."""
+        """Log a report that is skipped, but not at each look."""
         if self._repeats.due(path):
-            log.warning("%s is passed over: %s", path, error)
+            log.warning("skipping %s: %s", path, error)
+
+
+def served(report: ExplorerReport, newest: Version | None, run: str | None) -> Version | None:
+    """The version that an explorer counts as serving; None before its first.
+
+    Args:
+        report: the explorer's.
+        newest: the newest published version.
+        run: the trainer's run; weights that came by a broadcast of it count as what they are.
+    """
+    if report.sequence is None or report.step is None:
+        return None
+    held = Version(report.sequence, report.step)
+    received = SaveId.parse(report.received) if report.received else None
+    if received is None or newest is None or received.run != run:
+        return held
+    return after_broadcast(held, newest)

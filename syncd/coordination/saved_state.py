@@ -1,4 +1,4 @@
-"""What a trainer or an explorer needs to resume: its latest iteration, and what the user adds."""
+"""A participant's saved state, to resume from: its latest iteration, and the user's own data."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import pydantic
-
-from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.errors import InvalidSettingsError, RecordError
 from syncd.protocol.participants import SavedState
 from syncd.protocol.records import encode, parse
-from syncd.storage.errnos import is_gone, is_no_record
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+from syncd.storage.errnos import is_no_record
+from syncd.storage.fsio import LONG_RECORD_LIMIT
+from syncd.storage.job import Job
+from syncd.storage.record_files import ReadPolicy
 
 log = logging.getLogger(__name__)
 
 _PREVIOUS: Final = ".previous"
+_POLICY: Final = ReadPolicy(
+    damaged=is_no_record, newer=False, say=lambda _, error: log.warning("%s", error)
+)
+#: In place of a file that is there, and holds no state.
+_TORN: Final = SavedState(iteration=0)
 
 
 class StateFile:
@@ -29,14 +33,12 @@ class StateFile:
     all the same falls back to the previous one.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         path: where it is.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, path: Path) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, path: Path) -> None:
+        self._job = job
         self._path = path
         self._previous = path.with_name(f"{path.name}{_PREVIOUS}")
 
@@ -44,54 +46,57 @@ class StateFile:
         """Save a state, durably.
 
         Raises:
-            InvalidSettingsError: the state is not JSON.
+            InvalidSettingsError: the state is not JSON, is nested too deep, or is too long to be
+                read again.
         """
         try:
-            # Strictly: pydantic would write what is not a number as nothing.
-            json.dumps(state, allow_nan=False)
-            record = SavedState(iteration=iteration, state=dict(state))
-        except (TypeError, ValueError, pydantic.ValidationError) as error:
+            content = _readable(iteration, state)
+        except (TypeError, ValueError, RecursionError, RecordError) as error:
             raise InvalidSettingsError(
-                f"the state to be saved in {self._path} is not plain JSON: {error}"
+                f"the state to be saved in {self._path} is not plain JSON that can be read again: "
+                f"{error}"
             ) from None
-        self._storage.make_folder(self._path.parent, below=self._layout.state)
+        self._job.storage.make_folder(self._path.parent, below=self._job.layout.state)
         whole = self._read(self._path)
-        if whole is not None:
-            self._replace(self._previous, whole)
-        self._replace(self._path, record)
+        if whole is not None and whole is not _TORN:
+            self._replace(self._previous, encode(whole))
+        self._replace(self._path, content)
 
     def load(self) -> SavedState | None:
-        """What was saved last; None before the first.
+        """The state that was saved last; None before the first.
 
         Raises:
             RecordError: neither the state nor the previous one can be read.
             ProtocolMismatchError: it is of a newer protocol.
         """
         found = self._read(self._path)
-        if found is not None:
+        if found is not None and found is not _TORN:
             return found
         previous = self._read(self._previous)
-        if previous is None and any(map(self._storage.exists, (self._path, self._previous))):
-            raise RecordError(
-                f"{self._path} is torn, and so is the one before it: remove both to begin anew"
-            )
-        if previous is not None:
-            log.warning("%s is torn or gone: resuming from the one before it", self._path)
-        return previous
+        if previous is not None and previous is not _TORN:
+            log.warning("%s is torn or gone: using the one before it", self._path)
+            return previous
+        if found is previous is None:
+            return None
+        raise RecordError(
+            f"{self._path} is torn, and so is the one before it: remove both to begin anew"
+        )
 
-    def _replace(self, path: Path, record: SavedState) -> None:
-        # Out of the drafts: what a killed process leaves there is collected.
-        self._storage.replace(path, encode(record), room=self._layout.drafts)
+    def _replace(self, path: Path, content: bytes) -> None:
+        # Out of the drafts: the daemon collects the leftovers of a killed process there.
+        self._job.storage.replace(path, content, room=self._job.layout.drafts)
 
     def _read(self, path: Path) -> SavedState | None:
-        try:
-            return parse(SavedState, self._storage.read(path, LONG_RECORD_LIMIT), path)
-        except ProtocolMismatchError:
-            raise
-        except RecordError as error:
-            log.warning("%s", error)
-            return None
-        except OSError as error:
-            if is_gone(error) or is_no_record(error):
-                return None
-            raise
+        """A state; None without a file; ``_TORN`` if there is one without a state in it."""
+        return self._job.read(SavedState, path, _POLICY, limit=LONG_RECORD_LIMIT, unreadable=_TORN)
+
+
+def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:
+    """The bytes of a record that can be read again."""
+    # Strictly: pydantic would write NaN and Inf as nothing.
+    json.dumps(state, allow_nan=False)
+    content = encode(SavedState(iteration=iteration, state=dict(state)))
+    if len(content) > LONG_RECORD_LIMIT:
+        raise ValueError(f"it is longer than {LONG_RECORD_LIMIT} bytes")
+    parse(SavedState, content, "it")  # the parser takes fewer levels than the encoder
+    return content

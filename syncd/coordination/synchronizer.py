@@ -1,34 +1,39 @@
-"""``Synchronizer``: the methods of Trinity-RFT's, awaitable, over the files of a job."""
+"""``Synchronizer``: the methods of Trinity-RFT's, awaitable, over the files of a job.
+
+Each method awaits a blocking call that a thread makes. A cancelled task still waits until its
+thread is done, because its caller would go on beside it otherwise.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 
-from syncd.coordination.awaiting import Threads, elsewhere, finished
 from syncd.coordination.explorer import ExplorerSynchronizer
-from syncd.coordination.leased_version import LeasedVersion
-from syncd.coordination.member import Module, Role
+from syncd.coordination.member import Role
 from syncd.coordination.trainer import TrainerSynchronizer
-from syncd.coordination.transfer import Takers
+from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import InvalidSettingsError
-from syncd.protocol.participants import Offer, Rendezvous, SavedState
+from syncd.protocol.participants import SavedState
 from syncd.protocol.policy import RunningStatus, Version
-from syncd.protocol.records import SaveId
-from syncd.protocol.reports import Reload
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from syncd.coordination.broadcast import WeightGroup
+T = TypeVar("T")
+#: One wait, and the other calls meanwhile.
+_THREADS: Final = 4
 
 
 class Synchronizer:
     """One participant of a job: registered, live, and in agreement with the others.
+
+    It has the original's methods alone. What the hooks need besides is at :attr:`blocking`; call it
+    by ``await asyncio.to_thread(…)``.
 
     What each method does, raises and does not promise is said at its blocking twin of the same
     name: in :class:`~syncd.coordination.trainer.TrainerSynchronizer`,
@@ -36,14 +41,14 @@ class Synchronizer:
     :class:`~syncd.coordination.member.Member` for what both have. Here it is awaited; a wait whose
     task is cancelled has put its status back before the cancellation is raised.
 
-    Construction blocks, for a lease time where the name is a dead participant's: in a running event
+    Construction blocks, for a lease time if the name is a dead participant's: in a running event
     loop use :meth:`open`.
 
     Args:
         job_dir: the job directory.
         role: ``trainer``, of which a job has one, or ``explorer``.
         name: this participant's, unique among the live ones of its role.
-        options: what the blocking twin of the role takes besides, by keyword.
+        options: further keyword arguments of the role's blocking twin.
 
     Attributes:
         blocking: the twin that does the work.
@@ -79,88 +84,46 @@ class Synchronizer:
                 await finished(asyncio.ensure_future(future.result().close()))
             raise
 
-    # -- who there is --------------------------------------------------------------------------
+    # -- participants -------------------------------------------------------------------------
 
     async def add_module(self) -> None:
         """Register again, after this process was paused for longer than a lease."""
         await self._run(self.blocking.add_module)
 
-    async def modules(self) -> list[Module]:
-        """All that have registered and are not collected, and whether they live."""
-        return await self._run(self.blocking.modules)
-
-    async def all_modules_gone(self) -> bool:
-        """Whether no other participant lives."""
-        return await self._run(self.blocking.all_modules_gone)
-
     # -- statuses ------------------------------------------------------------------------------
 
     async def set_trainer_status(self, status: RunningStatus) -> None:
-        """Say what this trainer does; ``stopped`` wakes all explorers that wait for it."""
+        """Set this trainer's status; ``stopped`` wakes all explorers that wait for it."""
         await self._run(self._trainer.set_trainer_status, status)
 
     async def get_trainer_status(self) -> RunningStatus:
-        """What the trainer does; stopped before the first one, and when it has died."""
+        """The trainer's status; stopped before the first trainer, and when it has died."""
         return await self._run(self.blocking.get_trainer_status)
 
     async def trainer_requires_weight_sync(self) -> bool | None:
-        """Whether the trainer waits for a transfer; None where it has stopped."""
+        """True if the trainer waits for a transfer; None if it has stopped."""
         return await self._run(self.blocking.trainer_requires_weight_sync)
 
     async def set_explorer_status(
         self, status: RunningStatus, old_status: RunningStatus | None = None
     ) -> None:
-        """Say what this explorer does. With ``require_sync`` it asks for a sync once more."""
+        """Set this explorer's status. With ``require_sync`` it asks for a sync once more."""
         await self._run(self._explorer.set_explorer_status, status, old_status)
 
-    async def set_explorer_version(self, version: Version, refused: str | None = None) -> None:
-        """Say which version this explorer serves, and which newer one it has refused, and why."""
-        await self._run(self._explorer.set_explorer_version, version, refused)
-
-    async def report(
-        self,
-        version: Version | None,
-        *,
-        refused: str | None = None,
-        reload: Reload | None = None,
-        fault: str | None = None,
-        received: str | None = None,
-        workers: int | None = None,
-        group: str | None = None,
-    ) -> None:
-        """Say all of what an explorer has to say; what is left out is taken back."""
-        call = self._explorer.report
-        await self._run(
-            partial(
-                call,
-                version,
-                refused=refused,
-                reload=reload,
-                fault=fault,
-                received=received,
-                workers=workers,
-                group=group,
-            )
-        )
-
     async def get_explorer_status_counts(self) -> dict[RunningStatus, int]:
-        """How many explorers have which status; the dead are not counted."""
+        """The number of explorers by status; the dead are not counted."""
         return await self._run(self.blocking.get_explorer_status_counts)
 
     async def explorer_requires_sync(self) -> bool:
-        """Whether a live explorer waits for a sync that this trainer has not answered yet."""
+        """True if a live explorer waits for a sync that this trainer has not answered yet."""
         return await self._run(self._trainer.explorer_requires_sync)
 
     # -- weights -------------------------------------------------------------------------------
 
-    async def begin_save(self, step: int) -> None:
-        """Announce a save before its first byte is written."""
-        await self._run(self._trainer.begin_save, step)
-
     async def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Announce new weights, which the daemon then publishes; whoever asked is answered."""
+        """Announce new weights, which the daemon then publishes; answer explorers that asked."""
         await self._run(self._trainer.set_model_state_dict, model_state_dict, trainer_step)
 
     async def set_model_state_dict_with_step_num(
@@ -174,17 +137,9 @@ class Synchronizer:
         call = self.blocking.set_model_state_dict_with_step_num
         return await self._wait(partial(call, step, world_size, timeout=timeout))
 
-    async def save_is_on_its_way(self) -> bool:
-        """Whether the daemon has neither published nor refused what was announced last."""
-        return await self._run(self._trainer.save_is_on_its_way)
-
     async def notify_no_new_model_state_dict(self) -> None:
-        """Tell the explorers that wait that nothing newer than what is published will come."""
+        """Tell waiting explorers that nothing newer than the published version will come."""
         await self._run(self._trainer.notify_no_new_model_state_dict)
-
-    async def wait_for_explorers(self, timeout: float | None = None) -> bool:
-        """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps."""
-        return await self._wait(partial(self._trainer.wait_for_explorers, timeout))
 
     async def wait_new_model_state_dict(
         self,
@@ -197,47 +152,12 @@ class Synchronizer:
         call = self._explorer.wait_new_model_state_dict
         return await self._wait(partial(call, current, no_wait=no_wait, timeout=timeout))
 
-    async def wait_for_newer(
-        self, current: Version | None, *, asks: bool = True, timeout: float | None = None
-    ) -> Version:
-        """Wait until a newer version than ``current`` is published, whatever the trainer says."""
-        call = self._explorer.wait_for_newer
-        return await self._wait(partial(call, current, asks=asks, timeout=timeout))
-
-    async def wait_for_weights(
-        self,
-        current: Version | None,
-        *,
-        joins: Callable[[], bool],
-        ends_with_trainer: bool,
-        timeout: float | None = None,
-    ) -> Version | Offer | None:
-        """Require a sync, and wait for a newer version or a transfer, whichever comes first."""
-        call = self._explorer.wait_for_weights
-        return await self._wait(
-            partial(
-                call, current, joins=joins, ends_with_trainer=ends_with_trainer, timeout=timeout
-            )
-        )
-
-    async def current_run(self) -> str | None:
-        """The run id of the trainer that works now; None where none does."""
-        return await self._run(self._explorer.current_run)
-
-    async def hold(self, version: Version) -> LeasedVersion:
-        """Hold a version: its files stay until it is released, before this is closed."""
-        return await self._run(self.blocking.hold, version)
-
-    async def may_produce(self) -> bool:
-        """Whether this explorer is fresh enough to go on producing (``max_staleness``)."""
-        return await self._run(self._explorer.may_produce)
-
     async def get_latest_model_version(self) -> Version | None:
         """The version that explorers should serve; None before the first."""
         return await self._run(self.blocking.get_latest_model_version)
 
     async def get_latest_model_path(self, *, use_huggingface: bool = False) -> Path | str | None:
-        """Where the newest weights are."""
+        """The location of the newest weights."""
         return await self._run(
             partial(self.blocking.get_latest_model_path, use_huggingface=use_huggingface)
         )
@@ -247,7 +167,7 @@ class Synchronizer:
     ) -> AsyncGenerator[tuple[str, Tensor], None]:
         """A version's tensors, the newest one's by default, one at a time and in host memory.
 
-        Close it (``contextlib.aclosing``) where it is not read to its end: that ends the lease.
+        Close it (``contextlib.aclosing``) if it is not read to its end: that ends the lease.
         """
         tensors = self.blocking.get_model_state_dict_iterator(version)
         try:
@@ -287,29 +207,6 @@ class Synchronizer:
             call = partial(self._explorer.ready_to_nccl_sync, timeout=timeout)
         return await self._wait(call)
 
-    async def nccl_sync_succeeded(self, step: int) -> None:
-        """Say that the weights of a step have arrived; on both sides, after the transfer."""
-        if isinstance(self.blocking, TrainerSynchronizer):
-            await self._run(self.blocking.nccl_sync_succeeded)
-        else:
-            await self._run(self.blocking.nccl_sync_succeeded, step)
-
-    async def takers(self) -> Takers:
-        """How many explorers work, and how many of them take part in broadcasts."""
-        return await self._run(self._trainer.takers)
-
-    async def have_received(self, save_id: SaveId) -> bool:
-        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
-        return await self._run(self._trainer.have_received, save_id)
-
-    async def has_missed(self, save_id: SaveId) -> bool:
-        """As trainer: whether one may not produce, and has missed what was sent last."""
-        return await self._run(self._trainer.has_missed, save_id)
-
-    async def goes_by_files(self, step: int) -> None:
-        """Say that the weights of a step come by the checkpoint path."""
-        await self._run(self._trainer.goes_by_files, step)
-
     # -- the weight group --------------------------------------------------------------------------
 
     async def setup_weight_sync_group(
@@ -321,25 +218,6 @@ class Synchronizer:
         """
         call = self._trainer.setup_weight_sync_group
         await self._run(call, master_address, master_port, state_dict_meta)
-
-    async def rendezvous(self) -> tuple[Rendezvous, int]:
-        """Where an explorer's workers meet those that were agreed with, and its first rank."""
-        return await self._wait(self._explorer.rendezvous)
-
-    async def open_group(self, device: torch.device, save_id: SaveId | None = None) -> WeightGroup:
-        """The weight group of all that :meth:`ready_to_nccl_sync` has agreed with, for a transfer.
-
-        Args:
-            device: where the tensors are.
-            save_id: what is transferred; the trainer says.
-        """
-        if save_id is None:
-            return await self._wait(partial(self._explorer.open_group, device))
-        return await self._run(self._trainer.open_group, save_id, device)
-
-    async def group_failed(self) -> None:
-        """Leave the weight group: the next transfer forms another."""
-        await self._run(self.blocking.group_failed)
 
     async def coordinate_weight_sync_setup(
         self, timeout: float | None = None, *, device: str = "cpu"
@@ -358,9 +236,11 @@ class Synchronizer:
         """Save this participant's latest iteration and state (JSON), atomically."""
         await self._run(self.blocking.save_state, iteration, state)
 
-    async def load_state(self) -> SavedState | None:
-        """What it saved last; None before the first."""
-        return await self._run(self.blocking.load_state)
+    async def load_state(
+        self, role: Role | None = None, name: str | None = None
+    ) -> SavedState | None:
+        """The state that a participant saved last, this one's own by default; None before it."""
+        return await self._run(self.blocking.load_state, role, name)
 
     async def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up."""
@@ -386,3 +266,50 @@ class Synchronizer:
         if isinstance(self.blocking, ExplorerSynchronizer):
             return self.blocking
         raise InvalidSettingsError(f"{self.blocking.name} is the trainer: only explorers can do so")
+
+
+class Threads:
+    """Threads that calls are made in. They end with :meth:`close`, or the process."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="syncd-synchronizer")
+
+    async def run(self, call: Callable[..., T], *given: Any) -> T:
+        """The result of a call, or its error."""
+        return await finished(self._submit(partial(call, *given)))
+
+    async def wait(self, call: Callable[..., T]) -> T:
+        """The same of a wait, which is given a ``cancel`` to end with the task."""
+        cancel = Cancellation()
+        return await finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        self._pool.shutdown(wait=False)
+
+    def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, call)
+
+
+def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
+    """A call in a thread of the event loop's: ours may all be busy, or have ended."""
+    return asyncio.get_running_loop().run_in_executor(None, call)
+
+
+async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
+    """Wait for a thread; a cancellation is raised once it is done, however often it comes.
+
+    Not before: its caller would go on beside it, and the event loop might be closed by then.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            cancel()
+    if cancelled is None:
+        return future.result()
+    if not future.cancelled():
+        future.exception()  # looked at: asyncio complains of what nobody has seen
+    raise cancelled

@@ -16,7 +16,7 @@ from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.records import TensorEntry
 
-#: safetensors' name of a dtype → torch's dtype, where this torch has it.
+#: safetensors' name of a dtype → torch's dtype, if this torch has it.
 DTYPES: Final = {
     name: getattr(torch, torch_name)
     for torch_name, (name, _) in _NAMES.items()
@@ -28,7 +28,7 @@ def stream(version: LeasedVersion) -> Iterator[tuple[str, Tensor]]:
     """One tensor after the other, in host memory, each checked against the manifest.
 
     Raises:
-        VerificationError: a tensor is not what the manifest says.
+        VerificationError: a tensor differs from the manifest.
     """
     told = {entry.name: entry for entry in version.manifest.tensors}
     for file in version.open_weights():
@@ -79,7 +79,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU: what is written there the tensor then has."""
+    """The memory of a contiguous tensor on the CPU: writes there change the tensor."""
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()  # as NumPy knows all dtypes
     return memoryview(array)
 

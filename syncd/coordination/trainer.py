@@ -1,4 +1,4 @@
-"""The trainer's methods of the Synchronizer, blocking: what a training loop's hook calls."""
+"""The trainer's methods of the Synchronizer, blocking: the calls of a training loop's hook."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from syncd.coordination.broadcast.meeting import MeetingPlace, TrainerGroup
+from syncd.coordination.broadcast.offer import Takers, TrainerSide
 from syncd.coordination.member import Member, Seams
 from syncd.coordination.participant import become
-from syncd.coordination.transfer import Takers, TrainerSide
+from syncd.coordination.roster import served
 from syncd.coordination.waiting import Cancellation
-from syncd.coordination.weight_sync import Place, TrainerGroup
-from syncd.protocol.errors import BroadcastError, InvalidSettingsError
+from syncd.protocol.errors import BroadcastError, InvalidSettingsError, SyncdError
 from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.policy import (
     RunningStatus,
     SyncSettings,
     Version,
-    after_broadcast,
     may_produce,
     must_wait_for_explorers,
     unanswered,
 )
 from syncd.protocol.records import SaveId
-from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
+from syncd.storage.record_files import IF_ANY
+from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
     import torch
 
-    from syncd.coordination.broadcast import WeightGroup
+    from syncd.coordination.broadcast.group import WeightGroup
 
 log = logging.getLogger(__name__)
 
-#: Writes a whole save of a step and moves the pointer: what trainer_hooks does.
+#: Writes a whole save of a step and moves the pointer, as trainer_hooks does.
 WriteStateDict = Callable[[Mapping[str, Any], int], object]
 
 
@@ -44,7 +46,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     Args:
         job_dir: the job directory.
         name: the trainer's.
-        settings: when who syncs, and how long a wait takes.
+        settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, where versions are (method ``memory``).
         run_id: for its report; its session's by default.
         world_size: how many ranks write a save.
@@ -83,13 +85,14 @@ class TrainerSynchronizer(Member[TrainerReport]):
                 status=RunningStatus.STOPPED.value,
                 name=name,
                 session=session,
+                sync=SyncTerms.of(settings),
                 time=0.0,
             ),
         )
         self._writer = writer
         self._transfer = TrainerSide(self._offers, self._roster, self._me)
         self._group = TrainerGroup(
-            self._meetings, self._me.session.id, Place(self.settings.master_address)
+            self._meetings, self._me.session.id, MeetingPlace(self.settings.master_address)
         )
         self._stack.callback(self._group.close)
         self._asked: dict[tuple[str, str], int] = {}
@@ -97,9 +100,22 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._saved_step: int | None = None
         self._taking: frozenset[str] = frozenset()
         self._taken_by = -math.inf
+        try:
+            # Not by the roster, which would watch their heartbeats from now on.
+            names = self._job.storage.names(self._job.layout.explorers)
+            found = self._job.explorer_reports(names, IF_ANY)
+            self._compare_all([one for one in found if self._is_there(one.session)])
+        except (OSError, SyncdError) as error:
+            log.debug("explorers cannot be looked at yet: %s", error)  # each look compares again
+
+    def _compare_all(self, explorers: list[ExplorerReport]) -> list[ExplorerReport]:
+        for one in explorers:
+            if one.status != RunningStatus.STOPPED.value:
+                self._compare_settings(self._me.record, one, one.session)
+        return explorers
 
     def set_trainer_status(self, status: RunningStatus) -> None:
-        """Say what this trainer does; ``stopped`` wakes all explorers that wait for it.
+        """Set this trainer's status; ``stopped`` wakes all explorers that wait for it.
 
         Raises:
             InvalidTransitionError: the status cannot follow the one that it has.
@@ -107,15 +123,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
         become(self._me, status)
 
     def explorer_requires_sync(self) -> bool:
-        """Whether a live explorer waits for a sync that this trainer has not answered yet.
+        """True if a live explorer waits for a sync that this trainer has not answered yet.
 
-        What is seen here is answered by the next :meth:`set_model_state_dict`, transfer, or
-        :meth:`notify_no_new_model_state_dict`.
+        The next :meth:`set_model_state_dict`, transfer, or :meth:`notify_no_new_model_state_dict`
+        answers the requests that are seen here.
         """
         self._asked = {
             # A hook that does not count asks once for as long as its status says so.
             (one.name, one.session): max(1, one.requests)
-            for one in self._roster.explorers()
+            for one in self._compare_all(self._roster.explorers())
             if one.status == RunningStatus.REQUIRE_SYNC.value
         }
         # Those who have left are not remembered for ever.
@@ -134,10 +150,10 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def set_model_state_dict(
         self, model_state_dict: Mapping[str, Any] | str | None, trainer_step: int
     ) -> None:
-        """Announce new weights, which the daemon then publishes; whoever asked is answered.
+        """Announce new weights, which the daemon then publishes; answer explorers that asked.
 
         Args:
-            model_state_dict: a state dict, which is written by the ``writer``; None where the save
+            model_state_dict: a state dict, which is written by the ``writer``; None if the save
                 is on disk and the pointer names it; a remote path of a Tinker-style trainer.
             trainer_step: the step that they are of.
 
@@ -164,7 +180,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self._versions.point(step)
 
     def save_is_on_its_way(self) -> bool:
-        """Whether the daemon has neither published nor refused what was announced last.
+        """True if the daemon has neither published nor refused the last announced save.
 
         Where the step was saved before, that save's outcome may be taken for this one's: explorers
         then ask once more.
@@ -176,7 +192,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return not published and self._versions.outcome(self._saved_step) is None
 
     def notify_no_new_model_state_dict(self) -> None:
-        """Tell the explorers that wait that nothing newer than what is published will come."""
+        """Tell waiting explorers that nothing newer than the published version will come."""
         me = self._me
         me.update(nothing_new=me.record.nothing_new + 1)
         self._answered |= self._asked
@@ -187,13 +203,14 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
         One that has refused a newer version is not waited for: only a newer one still helps it.
+        Nor is one that evaluates a step (``explorer_hooks.bench``).
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            False where it lags still: the trainer goes on all the same.
+            False if it lags still: the trainer goes on all the same.
         """
         if self.settings.max_explorer_lag is None:
             return True
@@ -206,24 +223,18 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
     def _must_wait(self) -> bool:
         newest = self._versions.newest()
-        held = [self._served(one, newest) for one in self._roster.working() if one.refused is None]
+        waited_for = [
+            one for one in self._roster.working() if one.refused is None and one.bench is None
+        ]
+        held = [served(one, newest, self._me.record.run_id) for one in waited_for]
         return must_wait_for_explorers(self.settings, newest, held)
-
-    def _served(self, one: ExplorerReport, newest: Version | None) -> Version | None:
-        if one.sequence is None or one.step is None:
-            return None
-        held = Version(one.sequence, one.step)
-        received = SaveId.parse(one.received) if one.received else None
-        if received is None or newest is None or received.run != self._me.record.run_id:
-            return held
-        return after_broadcast(held, newest)
 
     def ready_to_nccl_sync(
         self, step: int, *, timeout: float | None = None, cancel: Cancellation | None = None
     ) -> int | None:
         """Wait until all live explorers are ready for a transfer of a step's weights.
 
-        Promised: where one side gets the step all that live do, as long as their storage works.
+        Promised: if one side gets the step all that live do, as long as their storage works.
         Not promised: that one which dies right after takes part; a transfer needs a timeout of its
         own. Nothing changes its version: :meth:`nccl_sync_succeeded` does.
 
@@ -244,23 +255,23 @@ class TrainerSynchronizer(Member[TrainerReport]):
         return found
 
     def nccl_sync_succeeded(self) -> None:
-        """Say that the weights have left: whoever asked is answered."""
+        """Say that the weights have left: this answers explorers that asked."""
         self._answered |= self._asked
 
     def takers(self) -> Takers:
-        """How many explorers work, and how many of them take part in broadcasts."""
+        """The number of running explorers, and of those that take part in broadcasts."""
         return self._transfer.takers()
 
     def have_received(self, save_id: SaveId) -> bool:
-        """Whether there are explorers that take part in broadcasts, and all serve what was sent."""
+        """True if any explorers take part in broadcasts, and all those serve the sent weights."""
         received = {one.received for one in self._roster.working() if one.workers}
         return received == {str(save_id)}
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """Whether an explorer may not produce (``max_staleness``), and has missed what was sent.
+        """True if an explorer may not produce (``max_staleness``), and has missed the sent weights.
 
         Args:
-            save_id: of the last transfer. Who takes part in that one has missed it where it does
+            save_id: of the last transfer. Who takes part in that one has missed it if it does
                 not say that it serves it three ``broadcast_timeout`` after it was agreed.
         """
         newest = self._versions.newest()
@@ -269,7 +280,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         sent = Version(newest.sequence, max(newest.step, save_id.step))
         taking = self._taking if self._clock() < self._taken_by else frozenset()
         return any(
-            not may_produce(self.settings, self._served(one, newest), sent)
+            not may_produce(self.settings, served(one, newest, self._me.record.run_id), sent)
             for one in self._roster.working()
             if one.workers and one.session not in taking
         )
@@ -298,16 +309,16 @@ class TrainerSynchronizer(Member[TrainerReport]):
                 on names, dtypes and shapes before its first byte.
         """
         self._group.close()
-        self._group.place = Place(master_address, master_port)
+        self._group.place = MeetingPlace(master_address, master_port)
 
     def open_group(self, save_id: SaveId, device: torch.device) -> WeightGroup:
         """The weight group of all that :meth:`ready_to_nccl_sync` has agreed with, for a transfer.
 
-        It is the one of the transfer before, where the members are the same and none has failed;
+        It is the one of the transfer before, if the members are the same and none has failed;
         else a new one is formed.
 
         Args:
-            save_id: what is transferred.
+            save_id: the weights to transfer.
             device: where the tensors are; that of a GPU makes it a group of NCCL's.
 
         Raises:
@@ -315,7 +326,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """
         agreed, self._transfer.agreed = self._transfer.agreed, None
         if agreed is None:
-            raise BroadcastError("no transfer was agreed: nobody comes to a weight group")
+            raise BroadcastError("no transfer was agreed, so no weight group is formed")
         deadline = self.settings.broadcast_timeout
         return self._group.open(agreed, str(save_id), deadline=deadline, device=device)
 
@@ -342,6 +353,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         Raises:
             BroadcastError: they have not, or the group cannot be formed.
         """
+        require_torch("a broadcast of weights")
         import torch  # noqa: PLC0415 # for who broadcasts
 
         step = self._me.record.step or 0
@@ -364,7 +376,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             with self._wait(timeout, cancel) as wait:
                 while late := self._in_group(open_now.group_name):
                     if not wait.more():
-                        log.warning("still in the weight group that ends: %s", ", ".join(late))
+                        log.warning("closing a weight group that still has: %s", ", ".join(late))
                         break
         self._group.close()
 
@@ -376,5 +388,5 @@ class TrainerSynchronizer(Member[TrainerReport]):
         super()._point(step)
 
     def _worth_a_look(self) -> dict[Path, frozenset[str]]:
-        reports = (self._layout.explorer(one.name).name for one in self._roster.explorers())
-        return super()._worth_a_look() | {self._layout.explorers: frozenset(reports)}
+        reports = (self._job.layout.explorer(one.name).name for one in self._roster.explorers())
+        return super()._worth_a_look() | {self._job.layout.explorers: frozenset(reports)}

@@ -17,17 +17,17 @@ from syncd.protocol.errors import (
     SaveNotReadyError,
     VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, parse_pointer, receipt_name, shard_name
 from syncd.protocol.policy import Pull, Version, pull_decision
-from syncd.protocol.records import Receipt, SaveOutcome, Saves, encode
+from syncd.protocol.records import Receipt, SaveOutcome, SaveOutcomes, encode
 from syncd.protocol.reports import TrainerReport
-from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
-from syncd.storage.job import open_job
-from syncd.storage.reading import read_if_there
+from syncd.storage.errnos import is_gone, is_refused_here
+from syncd.storage.fsio import LONG_RECORD_LIMIT
+from syncd.storage.job import Job, daemon_hint
+from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.sessions import Session
-from syncd.storage.steps import make_step_folder, point
+from syncd.storage.step_folders import ask_server, check_on_disk, make_step_folder, point
+from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +43,9 @@ _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in 
 class _Hold:
     """One of those who hold a version together."""
 
-    def __init__(self, let_go: Callable[[_Hold], None], sequence: int) -> None:
+    def __init__(self, let_go: Callable[[_Hold], None], folder: Path) -> None:
         self._let_go = let_go
-        self.sequence = sequence
+        self.folder = folder
 
     def release(self) -> None:
         """Let it go. Safe to call twice."""
@@ -53,46 +53,56 @@ class _Hold:
 
 
 class Versions:
-    """What is published in a job, or in the memory folder beside it.
+    """The versions of a job, or of the memory folder beside it.
 
     Args:
-        storage: of the folder that versions are published in.
-        layout: that folder's.
-        name: who leases.
-        session: the heartbeat that holds the leases; one of its own where None.
+        job: the job.
+        name: the participant that leases.
+        session: the heartbeat that holds the leases; one of its own if None.
+        clock: seconds, monotonic.
+
+    Attributes:
+        job: that folder, as a job.
+        lease_time: seconds, from that folder's format.
     """
 
     def __init__(
-        self, storage: Storage, layout: JobLayout, name: str, session: Session | None
+        self,
+        job: Job,
+        name: str,
+        session: Session | None,
+        *,
+        clock: Clock,
     ) -> None:
-        self._storage = storage
-        self.layout = layout
+        self.job = job
         self._name = name
         self._own: Session | None = None
         if session is None:
-            self._own = session = Session(layout, open_job(storage, layout).lease_time)
+            self._own = session = Session(job.layout, job.open().lease_time)
         self._session = session
+        self.lease_time = session.lease_time
+        self._judge = Judge(job.storage, session.lease_time, clock=clock)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        #: Sequence → what is leased, and who holds it.
-        self._held: dict[int, tuple[LeasedVersion, set[_Hold]]] = {}
+        #: Folder → its lease, and the holders.
+        self._held: dict[Path, tuple[LeasedVersion, set[_Hold]]] = {}
 
     def newest(self, known: Version | None = None, *, sure: bool = False) -> Version | None:
         """The version that LATEST names, if it is newer than ``known``; else ``known``.
 
         Args:
-            known: what the caller knows of; nothing older is returned.
+            known: the version that the caller knows of; nothing older is returned.
             sure: let the server answer, and not this client's cache.
         """
         if sure:
-            self._storage.refresh(self.layout.state)
-        latest = read_latest(self._storage, self.layout)
+            self.job.storage.refresh(self.job.layout.state)
+        latest = read_latest(self.job)
         found = Version(latest.sequence, latest.step) if latest is not None else None
         return known if pull_decision(known, found) is Pull.NOTHING_NEW else found
 
     @contextmanager
     def held(self, wanted: Version | None = None) -> Iterator[LeasedVersion | None]:
-        """Hold a version, the newest by default; None where there is none.
+        """Hold a version, the newest by default; None if there is none.
 
         Raises:
             VersionGoneError: the wanted one was retired; or they come and go faster than they can
@@ -127,38 +137,60 @@ class Versions:
             VersionGoneError: it was retired.
             VerificationError: its manifest is damaged.
         """
+        return self.share(
+            self.job.layout.version(sequence),
+            lambda: lease_version(self.job, sequence, self._name, self._session.id),
+        )
+
+    def hold_again(self, version: LeasedVersion) -> LeasedVersion:
+        """Hold once more a version that this participant holds already.
+
+        Raises:
+            VersionGoneError: it was let go meanwhile.
+        """
+
+        def gone() -> LeasedVersion:
+            raise VersionGoneError(f"{version.folder} is no longer leased")
+
+        return self.share(version.folder, gone)
+
+    def share(self, folder: Path, lease: Callable[[], LeasedVersion]) -> LeasedVersion:
+        """Hold a folder: one lease of it, however many of this participant hold it.
+
+        Args:
+            folder: of a version, or of a step that was built to be evaluated.
+            lease: makes the first hold.
+        """
         with self._lock:
-            version, holds = self._held.get(sequence) or (self._lease(sequence), set())
-            hold = _Hold(self._let_go, sequence)
-            self._held[sequence] = version, holds | {hold}
+            version, holds = self._held.get(folder) or (lease(), set())
+            hold = _Hold(self._let_go, folder)
+            self._held[folder] = version, holds | {hold}
             return version.with_hold(hold)
 
-    def _lease(self, sequence: int) -> LeasedVersion:
-        return lease_version(self._storage, self.layout, sequence, self._name, self._session.id)
-
     def _let_go(self, hold: _Hold) -> None:
-        """End one hold; the last one ends the lease, and stays where storage refuses that."""
+        """End one hold; the last one ends the lease, and stays if storage refuses that."""
         if os.getpid() != self._pid:
             return  # a fork, that an iterator ends in, say: the lease is that of its parent
         with self._lock:
-            version, holds = self._held.get(hold.sequence, (None, set()))
+            version, holds = self._held.get(hold.folder, (None, set()))
             if version is None or hold not in holds:
                 return
             if holds == {hold}:
                 version.release()
-                del self._held[hold.sequence]
+                del self._held[hold.folder]
             else:
                 holds.discard(hold)
 
     def stream(self, wanted: Version | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of a version, one at a time; none where there is no version.
+        """The tensors of a version, one at a time; none if there is no version.
 
         Raises:
             VersionGoneError: the wanted one was retired.
             EngineMismatchError: the version has no weights here.
-            VerificationError: its bytes are not what its manifest says.
+            VerificationError: its bytes differ from its manifest.
         """
-        # Torch is imported by those alone who want tensors.
+        require_torch("reading a version's tensors")
+        # Only callers that want tensors import torch.
         from syncd.coordination.tensors import stream  # noqa: PLC0415
 
         with self.held(wanted) as version:
@@ -186,35 +218,97 @@ class Versions:
             ]
 
     def path(self, *, use_huggingface: bool) -> Path | str | None:
-        """Where the newest version is: its folder, or that of the trainer's save, if it is there.
+        """The newest version's folder, or that of the trainer's save, if it is there.
 
         Neither is held: it may be pruned once there are newer ones. Of kind ``remote`` it is the
         remote path.
         """
-        newest = read_latest(self._storage, self.layout)
+        newest = read_latest(self.job)
         if newest is None:
             return None
         if newest.kind == "remote":
             with self.held() as version:
                 return version.remote_path if version else None
         if use_huggingface:
-            return self.layout.version(newest.sequence)
-        actor = self.layout.actor(newest.step)
-        return actor if self._storage.exists(actor) else None
+            return self.job.layout.version(newest.sequence)
+        actor = self.job.layout.actor(newest.step)
+        return actor if self.job.storage.exists(actor) else None
 
     def outcome(self, step: int) -> SaveOutcome | None:
-        """What became of the last save of a step, as far as the daemon has said."""
-        saves = read_if_there(self._storage, Saves, self.layout.saves, LONG_RECORD_LIMIT)
+        """The outcome of the last save of a step, as far as the daemon has said."""
+        saves = self.job.read(SaveOutcomes, self.job.layout.saves, limit=LONG_RECORD_LIMIT)
         return saves.steps.get(step) if saves is not None else None
 
     def is_refused(self, step: int) -> bool:
-        """Whether the daemon has refused a step's save, and it has not been saved again since."""
+        """True if the daemon has refused a step's save, and it has not been saved again since."""
         outcome = self.outcome(step)
-        if outcome is None or outcome.outcome != "quarantined":
-            return False
-        path = self.layout.actor(step) / RECEIPTS / receipt_name(0)
-        receipt = read_if_there(self._storage, Receipt, path)
+        return (
+            outcome is not None
+            and outcome.outcome == "quarantined"
+            and self._is_of_now(step, outcome)
+        )
+
+    def _is_of_now(self, step: int, outcome: SaveOutcome) -> bool:
+        """True if an outcome is that of the save in the step's folder now, by its receipt.
+
+        A save without one, or whose receipt this user may not read, counts as the same save.
+        """
+        path = self.job.layout.actor(step) / RECEIPTS / receipt_name(0)
+        try:
+            receipt = self.job.read(Receipt, path)
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            return True
         return receipt is None or receipt.save_id == outcome.identity
+
+    def on_its_way(self) -> int | None:
+        """The step that the pointer names, if its save is neither published nor refused yet.
+
+        None too if the pointer names no step, or one that is not on disk.
+        """
+        step = self._unanswered()
+        if step is None:
+            ask_server(self.job)
+            step = self._unanswered()
+        return step
+
+    def _unanswered(self) -> int | None:
+        step = self.pointed()
+        if step is None or step < 0 or not self.job.storage.exists(self.job.layout.step(step)):
+            return None
+        outcome = self.outcome(step)
+        if outcome is not None:
+            return None if self._is_of_now(step, outcome) else step
+        # LATEST comes first, and the outcome later if the disk is full.
+        latest = read_latest(self.job)
+        return None if latest is not None and latest.step == step else step
+
+    def daemon_lives(self) -> bool:
+        """True if a daemon works here, by its lock; one that was killed does for a lease time."""
+        seen = self._judge.look(self.job.layout.daemon_lock)
+        if seen is Liveness.MISSING:
+            seen = self._judge.look_again(self.job.layout.daemon_lock)
+        return seen is Liveness.ALIVE
+
+    def daemon_hint(self) -> str:
+        """The remedy if nothing was published in time, for the end of a message."""
+        try:
+            lives = self.daemon_lives()
+        except OSError as error:
+            return f"nor can be seen whether a daemon works there: {error}"
+        return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
+
+    def check_on_disk(self, step: int) -> None:
+        """See that a step has a folder, by its name and on the server: listings may be late.
+
+        Whether the save in it is whole is not looked at.
+
+        Raises:
+            SaveNotReadyError: it has none; says which steps have.
+            JobUnavailableError: the job is not there now: unmounted, say.
+        """
+        check_on_disk(self.job, step)
 
     def check_shards(self, step: int, world_size: int) -> None:
         """See that a step has all its shards, or is one full state dict.
@@ -222,8 +316,8 @@ class Versions:
         Raises:
             SaveNotReadyError: one is missing; says which.
         """
-        actor = self.layout.actor(step)
-        names = set(self._storage.names(actor))
+        actor = self.job.layout.actor(step)
+        names = set(self.job.storage.names(actor))
         if FULL_STATE_DICT in names:
             return
         for rank in range(world_size):
@@ -233,9 +327,9 @@ class Versions:
                 )
 
     def pointed(self) -> int | None:
-        """The step that the pointer names; None where it names none."""
+        """The step that the pointer names; None if it names none."""
         try:
-            return parse_pointer(self._storage.read(self.layout.state_pointer))
+            return parse_pointer(self.job.storage.read(self.job.layout.state_pointer))
         except OSError as error:
             if is_gone(error):
                 return None
@@ -243,21 +337,21 @@ class Versions:
 
     def point(self, step: int) -> None:
         """Let the pointer name a step."""
-        point(self._storage, self.layout, self.layout.state_pointer, step)
+        point(self.job, self.job.layout.state_pointer, step)
 
     def write_step(self, step: int, name: str, content: bytes) -> None:
-        """Write a file into a step's folder, which is made where it is not there."""
-        make_step_folder(self._storage, self.layout, step)
-        self._storage.replace(self.layout.step(step) / name, content)
+        """Write a file into a step's folder, which is made if it is not there."""
+        make_step_folder(self.job, step)
+        self.job.storage.replace(self.job.layout.step(step) / name, content)
 
     def announce(self, report: TrainerReport) -> None:
         """Let the daemon of a memory folder know too which step is about to be written."""
         if self._own is not None:
             here = report.model_copy(update={"session": self._own.id})
-            path, room = self.layout.trainer_report, self.layout.drafts
-            self._storage.replace(path, encode(here), room=room)
+            path, room = self.job.layout.trainer_report, self.job.layout.drafts
+            self.job.storage.replace(path, encode(here), room=room)
 
     def close(self) -> None:
-        """End the session, where it is our own."""
+        """End the session, if it is our own."""
         if self._own is not None:
             self._own.close()

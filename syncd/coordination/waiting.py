@@ -1,4 +1,4 @@
-"""Waiting for what another participant writes: hints, a poll, a deadline, and a way out."""
+"""Waits for another participant's files: hints, a poll, a deadline, and a way out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Cancellation:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was cancelled."""
+        """True if it was cancelled."""
         return self._done
 
     def check(self) -> None:
@@ -73,8 +73,8 @@ class Wait:
     Args:
         watcher: ends a pause early; it stays the caller's.
         timeout: seconds until :meth:`more` says that there is no time left.
-        poll: seconds between two looks where the filesystem sends no events.
-        cancels: whoever may end it.
+        poll: seconds between two looks if the filesystem sends no events.
+        cancels: the cancellations that may end it.
         clock: seconds, monotonic.
     """
 
@@ -94,7 +94,7 @@ class Wait:
         self._clock = clock
 
     def more(self) -> bool:
-        """Wait for a hint or a poll; False where the time was up already.
+        """Wait for a hint or a poll; False if the time was up already.
 
         Raises:
             CancelledError: the wait was cancelled.
@@ -129,7 +129,7 @@ class Waits:
     Args:
         name: the participant's.
         worth_a_look: gives folder → names in it whose change may end a wait.
-        poll: seconds between two looks where the filesystem sends no events.
+        poll: seconds between two looks if the filesystem sends no events.
         clock: seconds, monotonic.
     """
 
@@ -172,8 +172,10 @@ class Waits:
             if self._turn.acquire(timeout=max(0.0, min(left, self._poll))):
                 break
             if left <= 0:
-                raise WaitTimeoutError(f"{self._name} waited for something else all the time")
+                raise WaitTimeoutError(f"{self._name} spent its whole time behind another wait")
         try:
+            for each in cancels:
+                each.check()  # ended() may have had the turn before us, and closed the watcher
             with Wait(
                 self._hints(),
                 timeout=deadline - self._clock(),
@@ -195,7 +197,7 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        """What ends a pause early: made for the first wait, and anew for others than before."""
+        """The means to end a pause early: made for the first wait, and anew for other folders."""
         names = self._worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:

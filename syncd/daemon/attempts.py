@@ -1,17 +1,18 @@
-"""Attempts to make a version: what fails is tried again, later each time, or given up for good."""
+"""Attempts to make a version: failures are retried with growing delays, or given up for good."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from syncd.checkpoint.merge import Progress
-from syncd.checkpoint.save import Save
-from syncd.daemon.config import DaemonConfig
-from syncd.daemon.journal import Journal
+from syncd.checkpoint.merging.options import Progress
+from syncd.checkpoint.model_folder import changed_settings
+from syncd.checkpoint.save import Save, WholeSave
+from syncd.daemon.collect import Tidying
 from syncd.daemon.publish import Publisher
-from syncd.daemon.report import Reporter
 from syncd.daemon.steering import Steering
-from syncd.daemon.tidying import Tidying
+from syncd.daemon.telling.journal import Journal
+from syncd.daemon.telling.report import Reporter
+from syncd.daemon.turns import LateError
 from syncd.protocol.errors import (
     CheckpointError,
     NoRoomError,
@@ -21,11 +22,9 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.reports import MergeProgress
 from syncd.protocol.requests import RollbackRequest
-from syncd.storage.fsio import Storage
-from syncd.storage.job import check_is_there
+from syncd.storage.job import Job
 from syncd.storage.judge import Clock
 
 #: Seconds between two attempts at a merge that storage refuses, at most: a full disk, say.
@@ -36,12 +35,10 @@ _ROLLBACK_ATTEMPTS: Final = 6
 
 
 class Attempts:
-    """Publishes saves and rolls back, and knows what it means where that fails.
+    """Publishes saves and rolls back; retries, quarantines or refuses on failure.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
-        config: the daemon's.
+        job: the job.
         publisher: makes the versions.
         journal: is told what came of it.
         reporter: is told how far a merge is.
@@ -51,9 +48,7 @@ class Attempts:
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
-        config: DaemonConfig,
+        job: Job,
         publisher: Publisher,
         journal: Journal,
         reporter: Reporter,
@@ -61,31 +56,27 @@ class Attempts:
         *,
         clock: Clock,
     ) -> None:
-        self._storage = storage
-        self._layout = layout
-        self._config = config
+        self._job = job
         self._publisher = publisher
         self._journal = journal
         self._reporter = reporter
         self._tidying = tidying
         self._clock = clock
-        self._steering = Steering(storage, layout)
+        self._steering = Steering(job)
         self._tried: str | None = None
         self._again_at = 0.0
         self._failures = 0
         self._asked: str | None = None
         self._refusals = 0
 
-    def reconfigure(self, config: DaemonConfig) -> None:
-        """Try again by another tick."""
-        self._config = config
-
-    def publish(self, save: Save, whole_since: float) -> str:  # noqa: PLR0911 - one return for each way it ends
+    def publish(self, save: WholeSave, whole_since: float, tick: float, heard: Progress) -> str:  # noqa: PLR0911 - one return for each way it ends
         """Publish a save, or quarantine it.
 
         Args:
             save: as it was looked at last.
             whole_since: when it was first seen as it is, by ``clock``.
+            tick: seconds until the first of the next attempts.
+            heard: told how far the merge is.
 
         Returns:
             Why it has to wait; nothing where it does not.
@@ -99,29 +90,39 @@ class Attempts:
             return self._journal.waiting_for
         if self._steering.is_paused():
             return "paused"
-        begun = self._clock()
+        begun, before = self._clock(), self._publisher.latest
         try:
+            self._publisher.check_finite(save)
             self._publisher.check_room(save)
             self._reporter.report("merging", f"step {save.step}")
-            manifest = self._publisher.publish(save, progress=self._progress(save, begun))
+            manifest = self._publisher.publish(save, progress=self.progress(save, begun, heard))
         except (SaveNotReadyError, NoRoomError) as error:
-            return self._try_later(str(error), error)
+            return self._try_later(str(error), error, tick)
         except CheckpointError as error:
             self.give_up(save, error)
             return ""
         except OSError as error:
-            check_is_there(self._storage, self._layout)
-            return self._try_later(f"step {save.step} could not be merged: {error}", error)
+            self._job.check_is_there()
+            return self._try_later(f"step {save.step} could not be merged: {error}", error, tick)
         except SyncdError:
             raise
+        except LateError as error:
+            self._tidying.after(error)
+            self._journal.ended_late(save, error)
+            return f"step {save.step}: {error}"
         except MemoryError as error:
-            return self._try_later(f"step {save.step}: not enough memory to merge it now", error)
+            why = f"step {save.step}: not enough memory to merge it now"
+            return self._try_later(why, error, tick)
         except Exception as error:  # noqa: BLE001 - a fault of ours is logged whole
             self._journal.fault(save, error, self._publisher.outcomes.quarantine(save, error))
             return ""
         self._failures = 0
         now = self._clock()
         self._journal.published(manifest, seconds=now - begun, latency=now - whole_since)
+        if before is not None:
+            folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
+            if changes := changed_settings(self._job.storage, *folders):
+                self._journal.model_config_changed(manifest, before.sequence, changes)
         self._journal.write()  # pruning, which comes next, may take long
         return ""
 
@@ -131,7 +132,7 @@ class Attempts:
         self._journal.quarantined(save, error, path)
 
     def roll_back(self, request: RollbackRequest) -> None:
-        """Make an old version LATEST again, and answer who asked; new saves wait meanwhile.
+        """Make an old version LATEST again, and answer the request; new saves wait meanwhile.
 
         Raises:
             OSError: storage refuses it; it may be tried again, some times.
@@ -142,7 +143,7 @@ class Attempts:
         try:
             manifest = self._publisher.republish(request)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
-            check_is_there(self._storage, self._layout)
+            self._job.check_is_there()
             self._refusals += 1
             if isinstance(error, OSError) and self._refusals < _ROLLBACK_ATTEMPTS:
                 raise
@@ -152,10 +153,11 @@ class Attempts:
         self._journal.rolled_back(request, manifest)
         self._publisher.answer(request, made=manifest.sequence, why="")
 
-    def _progress(self, save: Save, begun: float) -> Progress:
-        """What says how far a merge is, now and then."""
+    def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
+        """A callback that reports the progress of a merge now and then."""
 
         def tell(done: int, total: int) -> None:
+            heard(done, total)
             if self._reporter.may_say_more():
                 seconds = self._clock() - begun
                 merge = MergeProgress(step=save.step, done=done, total=total, seconds=seconds)
@@ -163,11 +165,11 @@ class Attempts:
 
         return tell
 
-    def _try_later(self, why: str, error: Exception) -> str:
+    def _try_later(self, why: str, error: Exception, tick: float) -> str:
         """Let the next attempt at the same save wait, longer each time."""
         self._journal.meter.failed(error)
         self._tidying.after(error)
-        wait = min(_LONGEST_WAIT, self._config.tick * 2**self._failures)
+        wait = min(_LONGEST_WAIT, tick * 2**self._failures)
         self._failures = min(self._failures + 1, _MOST_DOUBLINGS)
         self._again_at = self._clock() + wait
         return f"{why}; trying again in {wait:g} s"

@@ -1,4 +1,7 @@
-"""Collecting what killed processes left: temporary files, heartbeats, reports."""
+"""Keeping a job tidy: leftovers of killed processes, refused deletions, and the reserve.
+
+The leftovers are temporary files, heartbeats of dead sessions, reports and claims.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,25 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
+from syncd.daemon.prune import Pruner
 from syncd.daemon.steering import Steering
+from syncd.daemon.telling.journal import Journal
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
 from syncd.protocol.participants import session_of
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
-from syncd.storage.steps import step_folders
+from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import Session
+from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
+#: Seconds between two looks whether the reserve is whole.
+_KEEP_ROOM_AGAIN: Final = 60.0
 #: How many step folders one round looks into for new leftovers.
 _STEPS_PER_ROUND: Final = 64
 #: How many leftovers are watched at a time; the rest wait for the next round.
@@ -33,8 +41,90 @@ _LOOKS_AT_A_TIME: Final = 64
 _DEEPEST: Final = 4
 
 
+class Tidying:
+    """Cleans up a job from take-over to end, a bounded amount of work at a time.
+
+    Args:
+        job: the job.
+        session: this process's heartbeat.
+        pruner: finishes what was begun to be deleted.
+        reserve: kept whole, and given up where the disk is full.
+        journal: hears of what is refused.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        session: Session,
+        pruner: Pruner,
+        reserve: Reserve,
+        journal: Journal,
+        *,
+        clock: Clock,
+    ) -> None:
+        self._pruner = pruner
+        self._reserve = reserve
+        self._journal = journal
+        self._clock = clock
+        self._shortest_grace = 2 * session.lease_time
+        self._collector = Collector(job, self._shortest_grace, clock=clock)
+        self._kept_room_at = clock()
+        self._untidy = False
+
+    def begin(self) -> None:
+        """After the take-over: finish what the daemon before this one had begun to delete."""
+        try:
+            self._pruner.sweep()
+        except OSError as error:  # what cannot be deleted now keeps nobody from new weights
+            self._journal.cleanup_delayed(error)
+            self.after(error)
+        self._keep_room()
+
+    def after(self, error: Exception) -> None:
+        """Note work that was given up in the middle: the next call removes its leftovers.
+
+        Where there was no room for it, the reserve makes some.
+        """
+        self._untidy = True
+        if isinstance(error, OSError):
+            self._reserve.relieve(error)
+
+    def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
+        """Do a part of the due work.
+
+        Args:
+            leased: the sessions that hold leases.
+            leftover_grace: seconds that a leftover must lie still, those too that are watched.
+
+        Raises:
+            OSError: storage refuses something; it is tried again by the next call.
+        """
+        if self._clock() - self._kept_room_at >= _KEEP_ROOM_AGAIN:
+            self._keep_room()
+        self._collector.grace = max(leftover_grace, self._shortest_grace)
+        self._collector.run_once(leased)
+        if self._untidy:
+            self._pruner.sweep()
+            self._untidy = False
+
+    def end(self) -> None:
+        """Remove unfinished work, as far as storage allows."""
+        try:
+            self._pruner.sweep()
+        except OSError as error:
+            self._journal.cleanup_delayed(error)
+
+    def _keep_room(self) -> None:
+        self._kept_room_at = self._clock()
+        try:
+            self._reserve.fill()
+        except OSError as error:
+            self._journal.reserve_short(error)
+
+
 class Collector:
-    """Removes leftovers that have lain still for so long that whoever made them is gone.
+    """Removes leftovers that have not changed for so long that their maker must be gone.
 
     Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
     of a dead session that holds no lease, explorers' reports and claims of names whose session has
@@ -42,36 +132,35 @@ class Collector:
     name gone at the rename, and writes again. A call does a bounded part of what is due.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         grace: seconds that a leftover must lie still.
         clock: seconds, monotonic.
+
+    Attributes:
+        grace: may be set anew; it counts for the leftovers that are watched already, too.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, grace: float, *, clock: Clock) -> None:
-        self._storage = storage
-        self._layout = layout
-        self._steering = Steering(storage, layout)
+    def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:
+        self._job = job
+        self.grace = grace
+        self._steering = Steering(job)
         self._clock = clock
         # Merges may follow each other for hours, and nobody looks meanwhile.
-        self._judge = Judge(storage, grace, clock=clock, counts_pauses=True)
+        self._judge = Judge(job.storage, grace, clock=clock, counts_pauses=True)
         self._at = clock()
         self._steps: deque[int] = deque()
         self._watched: set[Path] = set()
         self._leased: frozenset[str] = frozenset()
         self._round: Iterator[None] | None = None
 
-    def reconfigure(self, grace: float) -> None:
-        """Let leftovers lie still for another time, those too that are watched already."""
-        self._judge.lease_time = grace
-
     def run_once(self, leased: Iterable[str]) -> None:
-        """Look, now and then; remove what was still for long enough.
+        """Look now and then; remove leftovers that have not changed for long enough.
 
         Args:
             leased: the sessions that hold leases: what they hold is the pruner's to judge.
         """
         self._leased = frozenset(leased)
+        self._judge.lease_time = self.grace
         if self._round is None:
             # A little more often than the stopwatch needs to run.
             period = self._judge.lease_time / (LOOKS_PER_LEASE + 1)
@@ -99,37 +188,39 @@ class Collector:
         self._judge.forget_all_but(self._watched)
 
     def _is_leased(self, path: Path) -> bool:
-        return path.parent == self._layout.sessions and path.stem in self._leased
+        return path.parent == self._job.layout.sessions and path.stem in self._leased
 
     def _is_still_left(self, path: Path) -> bool:
-        """Whether a path is what it was found as: a report or a name may be someone's again."""
+        """Whether a path is still a leftover: a report or a name may have an owner again."""
         return not self._is_participants(path) or self._is_orphan(path)
 
     def _is_participants(self, path: Path) -> bool:
-        """Whether it is a report or a claim, which say whose they are."""
+        """Whether the path is a report or a claim; both name their session."""
         if path.name.startswith(TEMPORARY):
             return False
-        layout = self._layout
+        layout = self._job.layout
         is_report = path.parent == layout.explorers and path.suffix == ".json"
         return is_report or path.parent == layout.claims
 
     def _is_orphan(self, path: Path) -> bool:
         """Whether a report or a claim is of a session whose heartbeat is not there."""
         try:
-            session = session_of(self._storage.read(path))
-            return session is not None and not self._storage.exists(self._layout.session(session))
+            session = session_of(self._job.storage.read(path))
+            return session is not None and not self._job.storage.exists(
+                self._job.layout.session(session)
+            )
         except OSError as error:
             log.debug("%s is left alone: %s", path, error)
             return False
 
     def _look(self, path: Path) -> None:
-        """Look once, and remove what was still for long enough."""
+        """Look once, and remove the path if it has not changed for long enough."""
         try:
             liveness = self._judge.look(path)
             # A session may beat again at this very moment: that is looked at once more.
             if liveness is Liveness.DEAD and self._judge.break_dead(path):
                 log.info(
-                    "removed %s, which its process left behind",
+                    "removed %s: its process died and left it behind",
                     path,
                     extra=Event.LEFTOVER_REMOVED(path=path),
                 )
@@ -141,14 +232,14 @@ class Collector:
 
     def _found(self) -> Iterator[Path | None]:
         """Leftovers (filelock's too), and all heartbeats; None for a look that found nothing."""
-        layout = self._layout
+        layout = self._job.layout
         for folder in (layout.drafts, layout.explorers, layout.quarantine, layout.requests):
             yield from self._temporaries(folder)
         yield from self._temporaries(layout.state)
         yield from self._steering.answered()
         yield from self._rooms()
         if not self._steps:
-            self._steps.extend(reversed(step_folders(self._storage, layout)))
+            self._steps.extend(reversed(step_folders(self._job)))
         for _ in range(min(_STEPS_PER_ROUND, len(self._steps))):
             step = self._steps.popleft()
             actor = layout.actor(step)
@@ -156,17 +247,17 @@ class Collector:
                 yield from self._temporaries(folder)
             yield from self._temporaries(actor / HUGGINGFACE, depth=_DEEPEST)
         yield from self._orphans()
-        # Last: thousands that live must not take the places of what is to go.
-        for name in self._storage.names(layout.sessions):
+        # Last: thousands of live heartbeats must not take the places of leftovers.
+        for name in self._job.storage.names(layout.sessions):
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
         """Reports and claims whose session's heartbeat is not there; None for each that has one."""
         # What this client remembers of a heartbeat may be older than its participant.
-        self._storage.refresh(self._layout.sessions)
-        for folder in (self._layout.explorers, self._layout.claims):
+        self._job.storage.refresh(self._job.layout.sessions)
+        for folder in (self._job.layout.explorers, self._job.layout.claims):
             try:
-                names = self._storage.names(folder)
+                names = self._job.storage.names(folder)
             except OSError as error:
                 if not is_refused_here(error):
                     raise
@@ -176,15 +267,15 @@ class Collector:
                     yield path if self._is_orphan(path) else None
 
     def _rooms(self) -> Iterator[Path]:
-        """What says that ``syncd doctor`` measures; what it left goes when that has gone."""
+        """The markers of running ``syncd doctor``; its leftovers are removed with the marker."""
         try:
-            yield from left_rooms(self._storage, self._layout)
+            yield from left_rooms(self._job)
         except OSError as error:
-            log.debug("%s is left alone: %s", self._layout.doctor, error)
+            log.debug("%s is left alone: %s", self._job.layout.doctor, error)
 
     def _temporaries(self, folder: Path, *, depth: int = 0) -> Iterator[Path]:
         try:
-            found = self._storage.kinds(folder)
+            found = self._job.storage.kinds(folder)
         except OSError as error:
             if not is_gone(error):
                 log.debug("%s is left alone: %s", folder, error)
@@ -198,16 +289,16 @@ class Collector:
                 yield from self._temporaries(folder / name, depth=depth - 1)
 
     def _draft(self, path: Path) -> Iterator[Path]:
-        """What is in a folder that someone was about to rename; an empty one goes at once."""
+        """The content of a folder that was about to be renamed; an empty one is removed at once."""
         try:
-            inside = self._storage.kinds(path)
+            inside = self._job.storage.kinds(path)
             for name, kind in inside.items():
                 if kind is Kind.FOLDER:
                     yield from self._draft(path / name)
                 else:
                     yield path / name
             if not inside:
-                self._storage.rmdir(path)
+                self._job.storage.rmdir(path)
         except OSError as error:
             if not is_gone(error) and error.errno not in NOT_EMPTY:
                 raise

@@ -1,15 +1,113 @@
-"""What the daemon can be told. ``configuration.py`` says where it is told from."""
+"""The keys of the daemon's configuration and their types; ``configuration.py`` reads the values.
+
+People may write durations and sizes with a unit.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import CoreSchema, core_schema
 
 from syncd.checkpoint.tensor_rules import Cast
-from syncd.daemon.quantities import Bytes, Count, PromFile, Seconds
 from syncd.protocol.names import STATE_POINTER
+from syncd.protocol.records import LONGEST_LEASE_TIME, SHORTEST_LEASE_TIME
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+
+_WRITTEN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Marks a number that may be written with a unit.
+
+    Attributes:
+        unit: the unit of a plain number, for messages.
+        examples: examples for messages.
+        units: unit as written → its size in ``unit``.
+    """
+
+    unit: str
+    examples: str
+    units: tuple[tuple[str, float], ...]
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Read text with a unit first; pydantic's own rules follow."""
+        return core_schema.no_info_before_validator_function(self.read, handler(source))
+
+    def read(self, value: object) -> object:
+        """A number for text with a unit; anything else as it is.
+
+        Raises:
+            ValueError: the value is true or false, which Python counts as 1 and 0.
+        """
+        if isinstance(value, bool):
+            raise ValueError("no number")  # noqa: TRY004 - pydantic hears of no TypeError
+        if not isinstance(value, str) or not (found := _WRITTEN.fullmatch(value.strip())):
+            return value
+        size = dict(self.units).get(found[2])
+        if size is None:
+            return value
+        number = float(found[1]) * size
+        return int(number) if number.is_integer() else number
+
+
+@dataclass(frozen=True)
+class Suffix:
+    """Marks a path whose name must end with something.
+
+    Attributes:
+        suffix: the required ending.
+    """
+
+    suffix: str
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """Check what pydantic has read."""
+        return core_schema.no_info_after_validator_function(self.check, handler(source))
+
+    def check(self, value: Path) -> Path:
+        """The path as it is.
+
+        Raises:
+            ValueError: it ends otherwise.
+        """
+        if value.suffix != self.suffix:
+            raise ValueError(f"it does not end with {self.suffix}")
+        return value
+
+
+SECONDS: Final = Quantity(
+    "seconds",
+    '"500ms", "30s", "5min", "2h"',
+    (("ms", 0.001), ("s", 1), ("min", 60), ("h", 3600), ("d", 86400)),
+)
+BYTES: Final = Quantity(
+    "bytes",
+    '"500MB", "64GB", "1GiB"',
+    (
+        *((f"{prefix}B", 1000**power) for power, prefix in enumerate(("", "k", "M", "G", "T"))),
+        *((f"{prefix}iB", 1024**power) for power, prefix in enumerate(("", "K", "M", "G", "T"))),
+        ("KB", 1000),
+    ),
+)
+_COUNT = Quantity("", "", ())
+
+Seconds = Annotated[float, SECONDS]
+Bytes = Annotated[int, BYTES]
+Count = Annotated[int, _COUNT]
+#: A file that the node exporter reads.
+PromFile = Annotated[Path, Suffix(".prom")]
 
 
 class DaemonConfig(BaseModel):
@@ -18,34 +116,37 @@ class DaemonConfig(BaseModel):
     Attributes:
         pointer: the file that names the step to publish. Plain verl jobs have only
             ``latest_checkpointed_iteration.txt``.
-        tick: how often the job is looked at when no event says that something changed.
-        keep: how many versions stay published besides those that are leased; LATEST is one.
+        tick: how often to look at the job if no event reports a change.
+        keep: how many of the newest versions to keep besides leased ones; LATEST is one of them.
         digests: whether versions carry xxh3-128 digests, which explorers check.
-        cast: what floating tensors of versions become: ``bf16``, ``fp16`` or ``fp32``, rounded as
-            torch does; None for what the trainer saved. Integers, bool and fp8 stay.
-        dcp_prefix: what the names of the model's tensors begin with in saves of
-            ``torch.distributed.checkpoint``, e.g. ``model.``; it is taken away. None to find out.
+        cast: the dtype to cast floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
+            rounded as torch does; None keeps the saved dtypes. Integers, bool and fp8 stay.
+        dcp_prefix: the prefix of the model's tensor names in saves of
+            ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes it. None: detect.
         max_shard_size: the most bytes of tensors in one file of a version.
-        copy_threads: how many files of a version are written at a time, and no more than there are
+        copy_threads: how many files of a version to write at a time; never more than there are
             processors.
-        prune_steps: whether step folders that were published or skipped are deleted.
-        prune_foreign: whether that goes also for saves without receipts in a job that has no
+        prune_steps: whether to delete step folders that were published or skipped.
+        prune_foreign: whether to do so also for saves without receipts in a job that has no
             ``latest_state_dict_iteration.txt``.
-        remote_timeout: how long a step folder that has neither weights nor the path of remote ones
-            is waited for, before it is quarantined.
-        dead_reader_grace: how long a dead explorer's lease is kept; an engine may read on.
-        leftover_grace: how long a temporary file of a killed process lies still before it goes.
+        refuse_nonfinite: whether to quarantine a save whose receipts name tensors with NaN or Inf,
+            instead of publishing it with a warning.
+        remote_timeout: how long to wait for a step folder that has neither weights nor the path of
+            remote ones, before it is quarantined.
+        dead_reader_grace: how long to keep a dead explorer's lease, because its engine may still
+            read.
+        leftover_grace: how old an orphaned temporary file must be before the daemon deletes it.
         memory_dir: a second job directory that the same process serves, on a memory filesystem that
-            trainer, daemon and explorers of one host share. Its folder is made where it is missing.
-        exit_when_idle: whether the daemon ends once all trainers and explorers are gone, of which
-            it has seen one at least, and nothing is left to publish.
-        hang_time: after how long without an answer of storage this process ends itself. Longer than
-            storage takes to write one file of ``max_shard_size`` out, and than a pickle may be read
-            (300 s).
-        shared_group: a group, by name or number, that trainers, explorers and this daemon are all
-            in: what the daemon makes is the group's, to read and to write.
-        lease_time: after how long without a heartbeat a process counts as dead. Only heard in a job
-            that has none yet.
+            trainer, daemon and explorers of one host share. The daemon creates it if it is missing.
+        exit_when_idle: whether the daemon ends once all trainers and explorers are gone, at least
+            one was there, and nothing is left to publish.
+        hang_time: if storage has not answered for this long, the process ends itself. It must be
+            longer than storage takes to write one file of ``max_shard_size``, and than the limit
+            for reading a pickle (300 s).
+        shared_group: a group, by name or number, that trainers, explorers and this daemon all
+            belong to; it may read and write all files that the daemon makes.
+        lease_time: a process without a heartbeat for this long counts as dead. It takes effect
+            only in a new job.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -62,6 +163,7 @@ class DaemonConfig(BaseModel):
     copy_threads: Annotated[Count, Field(ge=1, le=64)] = 4
     prune_steps: bool = True
     prune_foreign: bool = False
+    refuse_nonfinite: bool = False
     remote_timeout: Annotated[Seconds, Field(ge=0)] = 60.0
     dead_reader_grace: Annotated[Seconds, Field(ge=0)] = 300.0
     leftover_grace: Annotated[Seconds, Field(gt=0)] = 900.0
@@ -69,11 +171,11 @@ class DaemonConfig(BaseModel):
     exit_when_idle: bool = False
     hang_time: Annotated[Seconds, Field(gt=0)] = 600.0
     shared_group: str | None = None
-    lease_time: Annotated[Seconds, Field(gt=0, le=3600)] = 30.0
+    lease_time: Annotated[Seconds, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)] = 30.0
 
 
-#: What a running daemon hears of; all else needs a restart. A new key belongs here only once the
-#: loop takes it over between two rounds.
+#: The keys that a running daemon reloads; all others need a restart. Add a new key here only if the
+#: loop applies it between two rounds.
 LIVE_KEYS: Final = frozenset(
     {
         "tick",
@@ -84,6 +186,7 @@ LIVE_KEYS: Final = frozenset(
         "copy_threads",
         "prune_steps",
         "prune_foreign",
+        "refuse_nonfinite",
         "remote_timeout",
         "dead_reader_grace",
         "leftover_grace",
@@ -95,16 +198,16 @@ LIVE_KEYS: Final = frozenset(
 
 
 class RunConfig(DaemonConfig):
-    """What ``syncd run`` can be told: a daemon's configuration, and its process's.
+    """All settings of ``syncd run``: those of a daemon and those of its process.
 
     Attributes:
         job: the job directory.
-        root: instead of one job, the folder whose folders are jobs, as they come and go.
-        concurrent_merges: of how many jobs below ``root`` saves are merged at a time.
+        root: instead of one job, a folder that contains jobs, which may come and go.
+        concurrent_merges: how many jobs below ``root`` may merge saves at the same time.
         metrics_port: the port on 127.0.0.1 where metrics are served; 0 for none.
         metrics_textfile: a file of this host that metrics are written to, for the node exporter.
         log_format: lines for people, or one JSON object a line.
-        log_level: the least that is logged.
+        log_level: the lowest level to log.
     """
 
     job: Path | None = None

@@ -1,37 +1,44 @@
-"""Where the daemon's configuration comes from: default < file < environment < command line."""
+"""The daemon's configuration: default < file < environment < command line; read, checked, reloaded.
+
+Messages say in words which values a key allows; these words are read off the key's type.
+"""
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, Literal, get_args, get_origin
 
+import annotated_types
 from pydantic import ValidationError
 
-from syncd.daemon.allowed import allowed, is_path, may_be_none, nearest, no_such_key
-from syncd.daemon.config import LIVE_KEYS, RunConfig
+from syncd.daemon.config import LIVE_KEYS, Quantity, RunConfig, Suffix
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event
 from syncd.protocol.names import printable
 
 log = logging.getLogger(__name__)
 
-KEYS: Final = tuple(RunConfig.model_fields)
+_FIELDS: Final = RunConfig.model_fields
+KEYS: Final = tuple(_FIELDS)
 #: What the name of an environment variable begins with.
 PREFIX: Final = "SYNCD_"
 DEFAULT: Final = "default"
 #: The most bytes of a file that is read as a configuration, and characters of it in a message.
 _LIMIT: Final = 1024 * 1024
 _SHOWN: Final = 200
+#: How alike a name must be to one that is meant.
+_ALIKE: Final = 0.7
 
 
 @dataclass(frozen=True)
-class Given:
-    """A value as it was found.
+class GivenValue:
+    """A value as given, with its source.
 
     Attributes:
         value: the value.
@@ -46,7 +53,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A configuration, and where each value comes from.
+    """A configuration, and the source of each value.
 
     Attributes:
         config: the values.
@@ -69,12 +76,12 @@ class Configuration:
             where = "as job = \"/…\" in a configuration file ('--config FILE')"
             if self.file is not None:
                 where = f'as job = "/…" in {self.file}'
-            raise InvalidSettingsError(f"which job? Name it on the command line, or {where}")
+            raise InvalidSettingsError(f"which job? Give it on the command line, or {where}")
         return self.config.job
 
     @property
     def root(self) -> Path | None:
-        """The folder of many jobs; None where one is to be served.
+        """The folder of many jobs; None if one job is to be served.
 
         Raises:
             InvalidSettingsError: both are named.
@@ -85,14 +92,14 @@ class Configuration:
                 f"{key} = {printable(getattr(config, key))} ({printable(self.sources[key])})"
                 for key in ("job", "root")
             )
-            raise InvalidSettingsError(f"one job, or many? {told}: leave one of them out")
+            raise InvalidSettingsError(f"one job or many? {told}: leave out one of them")
         return config.root
 
 
 def load(
     file: Path | None,
     environ: Mapping[str, str],
-    options: Mapping[str, Given] | None = None,
+    options: Mapping[str, GivenValue] | None = None,
 ) -> Configuration:
     """Read a configuration.
 
@@ -108,7 +115,9 @@ def load(
     """
     given = _from_file(file) if file is not None else {}
     given |= {
-        key: Given(environ[name], name) for key in KEYS if (name := PREFIX + key.upper()) in environ
+        key: GivenValue(environ[name], name)
+        for key in KEYS
+        if (name := PREFIX + key.upper()) in environ
     }
     given |= options or {}
     values = {
@@ -129,7 +138,7 @@ def load(
 
 
 def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that nobody reads, and that look like one that is meant: name → that one's."""
+    """Unknown environment variables with a similar known one: name → the known name."""
     found = {}
     for name in environ:
         if name.startswith(PREFIX):
@@ -140,7 +149,7 @@ def misspelt(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def to_toml(configuration: Configuration) -> str:
-    """All keys with their values, as a file that could be read again; sources as comments."""
+    """All keys with their values as a valid configuration file; sources are comments."""
     lines = []
     for key, value in written(configuration.config).items():
         shown = f"{key} = {toml_value(value)}"
@@ -149,18 +158,18 @@ def to_toml(configuration: Configuration) -> str:
 
 
 def written(config: RunConfig) -> dict[str, object]:
-    """Key → value, as TOML and JSON have it; an empty text stands for none."""
+    """Key → value as TOML and JSON write it; an empty string stands for None."""
     return {
         key: "" if value is None else value for key, value in config.model_dump(mode="json").items()
     }
 
 
 def toml_value(value: object) -> str:
-    """A value as TOML has it: JSON has the same numbers, truth values and text, but for one."""
+    """A value as TOML writes it: as JSON does, with one exception in text."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
-class Reloader:
+class ConfigReloader:
     """A configuration that is read again while the daemon runs.
 
     Promised: what cannot be used leaves the old one in force, all of it. What can be used, but not
@@ -188,14 +197,14 @@ class Reloader:
         applied(self.current.config)
 
     def again(self) -> RunConfig | None:
-        """Read it again; None where the old one stays."""
+        """Read it again; None if the old one stays in force."""
         self.whole = False
         try:
             asked = self._read()
         except InvalidSettingsError as error:
             log.error(
-                "the configuration stays as it was, since the new one cannot be used:\n%s",
-                error,
+                "the new configuration cannot be used, so the old one stays in force: %s",
+                "; ".join(str(error).split("\n")),
                 extra=Event.CONFIG_REFUSED(file=self.current.file, reason=error),
             )
             return None
@@ -215,7 +224,7 @@ class Reloader:
         self.whole = live == changed
         self._applied(config)
         log.info(
-            "the configuration was read again; changes in force: %d",
+            "configuration reloaded; changes in force: %d",
             len(live),
             extra=Event.CONFIG_READ(file=asked.file, changes=len(live)),
         )
@@ -225,7 +234,7 @@ class Reloader:
         was, asked = toml_value(before), toml_value(after)
         if key in LIVE_KEYS:
             log.info(
-                "%s = %s, and was %s",
+                "%s = %s (before: %s)",
                 key,
                 asked,
                 was,
@@ -241,25 +250,27 @@ class Reloader:
             )
 
 
-def _from_file(file: Path) -> dict[str, Given]:
+def _from_file(file: Path) -> dict[str, GivenValue]:
     try:
         with file.open("rb") as stream:
             content = stream.read(_LIMIT + 1)
     except OSError as error:
         raise InvalidSettingsError(
-            f"the configuration {printable(file)} cannot be read: {error.strerror}"
+            f"cannot read the configuration {printable(file)}: {error.strerror}"
         ) from error
     if len(content) > _LIMIT:
-        raise InvalidSettingsError(f"{printable(file)} is no configuration: it is above 1 MiB")
+        raise InvalidSettingsError(
+            f"{printable(file)} is not a configuration: it is larger than 1 MiB"
+        )
     try:
         found = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:  # a number of 5000 digits is the first alone
         raise InvalidSettingsError(f"{printable(file)} is not TOML: {error}") from error
-    return {key: Given(value, printable(file)) for key, value in found.items()}
+    return {key: GivenValue(value, printable(file)) for key, value in found.items()}
 
 
-def _misplaced(key: str, one: Given) -> str | None:
-    """What a service finds depends on no working directory; and no path has a NUL in it."""
+def _misplaced(key: str, one: GivenValue) -> str | None:
+    """The error of a path that is relative or contains a NUL; a service needs absolute paths."""
     if one.is_local or not is_path(key) or not isinstance(one.value, str):
         return None
     if one.value == "" or (Path(one.value).is_absolute() and "\0" not in one.value):
@@ -267,7 +278,7 @@ def _misplaced(key: str, one: Given) -> str | None:
     return _line(key, one, allowed(key))
 
 
-def _refused(key: str, given: Mapping[str, Given]) -> str:
+def _refused(key: str, given: Mapping[str, GivenValue]) -> str:
     one = given[key]
     if key not in KEYS:
         what = f"[{key}]" if isinstance(one.value, dict) else f"{key} = {_shown(one.value)}"
@@ -275,12 +286,86 @@ def _refused(key: str, given: Mapping[str, Given]) -> str:
     return _line(key, one, allowed(key))
 
 
-def _line(key: str, one: Given, may_be: str) -> str:
+def _line(key: str, one: GivenValue, may_be: str) -> str:
     name = "" if one.source != PREFIX + key.upper() else "the environment: "
     shown = f"{name}{one.source}" if name else f"{one.source}: {key}"
-    return f"{shown} = {_shown(one.value)}: allowed is {may_be}"
+    return f"{shown} = {_shown(one.value)}: must be {may_be}"
 
 
 def _shown(value: object) -> str:
     text = printable(toml_value(value))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def allowed(key: str) -> str:
+    """The allowed values of a key: ``one of "bf16", "fp16"``, ``a whole number, 1 or more``."""
+    kind = _kind(key)
+    if get_origin(kind) is Literal:
+        said = "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
+    elif kind is bool:
+        said = "true or false"
+    elif kind in {int, float}:
+        said = _number(key, whole=kind is int)
+    elif kind is Path:
+        said = "an absolute path"
+        said += "".join(f" that ends with {suffix}" for suffix in _suffixes(key))
+    else:
+        said = "text"
+    return f'{said}, or "" to leave it unset' if may_be_none(key) else said
+
+
+def may_be_none(key: str) -> bool:
+    """Whether a key may be unset, which an empty string does."""
+    return key in _FIELDS and type(None) in get_args(_FIELDS[key].annotation)
+
+
+def is_path(key: str) -> bool:
+    """Whether a key names a file or folder."""
+    return key in _FIELDS and _kind(key) is Path
+
+
+def nearest(key: str) -> str | None:
+    """The key that was probably meant."""
+    found = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=_ALIKE)
+    return found[0] if found else None
+
+
+def no_such_key(key: str) -> str:
+    """The message for an unknown key."""
+    meant = nearest(key)
+    if meant is not None:
+        return f"unknown key; did you mean {meant}?"
+    return "unknown key: 'syncd config show' lists all keys"
+
+
+def _kind(key: str) -> object:
+    """A key's type, without None."""
+    annotation = _FIELDS[key].annotation
+    if not may_be_none(key):
+        return annotation
+    kind = next(kind for kind in get_args(annotation) if kind is not type(None))
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def _number(key: str, *, whole: bool) -> str:
+    metadata = _FIELDS[key].metadata
+    unit = next((one for one in metadata if isinstance(one, Quantity) and one.unit), None)
+    said = "a whole number" if whole else "a number"
+    if unit is not None:
+        said = f"{said} of {unit.unit}, or text such as {unit.examples}"
+    for one in metadata:
+        match one:
+            case annotated_types.Gt():
+                said += f", above {one.gt}"
+            case annotated_types.Ge():
+                said += f", {one.ge} or more"
+            case annotated_types.Le():
+                said += f", at most {one.le}"
+            case _:
+                pass  # says nothing about the size
+    return said
+
+
+def _suffixes(key: str) -> list[str]:
+    marked = [get_args(kind) for kind in get_args(_FIELDS[key].annotation)]
+    return [one.suffix for marks in marked for one in marks if isinstance(one, Suffix)]

@@ -1,20 +1,22 @@
-"""What to do about what was seen. Pure; the daemon's behaviour is tested here."""
+"""The decision: from an Observation to the actions of a round. Pure; behaviour is tested here.
+
+Published versions stay by rules that compose, each a function of the sequences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Save, Unfinished, WholeSave
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.retention import keep_newest, kept
-from syncd.protocol.names import STATE_POINTER, printable, version_folder
+from syncd.protocol.names import CHECKPOINT_POINTER, STATE_POINTER, printable, version_folder
 from syncd.protocol.requests import Pause, RollbackRequest
 
 
 class PointerState(Enum):
-    """What a pointer file says."""
+    """The content of a pointer file."""
 
     STEP = "names a step"
     MISSING = "is not there"
@@ -26,7 +28,7 @@ class PointerState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """A pointer file as it was read. ``step`` is the step where it names one, else None."""
+    """A pointer file as it was read. ``step`` is None if it names no step."""
 
     state: PointerState
     step: int | None = None
@@ -119,26 +121,26 @@ class Observation:
 class Publish:
     """Merge this save and make it LATEST."""
 
-    save: Save
+    save: WholeSave
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Quarantine what has not become a save in time."""
+    """Quarantine a step that has not become a save in time."""
 
-    save: Save
+    save: Unfinished
 
 
 @dataclass(frozen=True, slots=True)
 class Republish:
-    """Make an old version LATEST again, under a new sequence, and answer who asked for it."""
+    """Make an old version LATEST again, under a new sequence, and answer the request."""
 
     request: RollbackRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """Say what became of a request: ``made`` is the new version, or ``why`` there is none."""
+class AnswerRequest:
+    """Answer a request: ``made`` is the new version; if there is none, ``why`` is the reason."""
 
     request: RollbackRequest
     made: int | None = None
@@ -147,7 +149,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Put on record that this save will never be published: a newer one is out."""
+    """Record that this save will never be published, because a newer one is."""
 
     step: int
     identity: str
@@ -155,7 +157,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Take a step whose folder is gone off the record."""
+    """Remove the record of a step whose folder is gone."""
 
     step: int
 
@@ -186,7 +188,7 @@ class CloseLeaseFolder:
 
 @dataclass(frozen=True, slots=True)
 class PruneStep:
-    """Delete a step folder, if it still holds what was seen."""
+    """Delete a step folder if its content has not changed since the scan."""
 
     seen: StepSeen
     why: str
@@ -194,19 +196,29 @@ class PruneStep:
 
 @dataclass(frozen=True, slots=True)
 class Learn:
-    """Find out of a save whether it holds a model alone: if so, its step may go."""
+    """Find out whether a save holds only a model; if so, its step may be pruned."""
 
     step: int
 
 
 #: What deletes something that someone had made.
 Pruning = DropLease | RetireVersion | PruneStep
-Action = Publish | GiveUp | Republish | Answer | Skip | Forget | CloseLeaseFolder | Learn | Pruning
+Action = (
+    Publish
+    | GiveUp
+    | Republish
+    | AnswerRequest
+    | Skip
+    | Forget
+    | CloseLeaseFolder
+    | Learn
+    | Pruning
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, in this order, and what is being waited for.
+    """The actions of a round in order, and the reason for waiting.
 
     Attributes:
         pending: whether something is published, answered or given up now, or will be by waiting,
@@ -219,8 +231,8 @@ class Decision:
 
 
 def decide(seen: Observation, config: DaemonConfig) -> Decision:
-    """What to do about an observation. New weights first; nobody waits for a deletion."""
-    new: tuple[Publish | GiveUp | Republish | Answer, ...]
+    """The actions for an observation. New weights come first, so nobody waits for a deletion."""
+    new: tuple[Publish | GiveUp | Republish | AnswerRequest, ...]
     if seen.rollbacks:
         # Until a request is answered nothing else is published: a daemon that takes over knows by
         # LATEST alone whether it was carried out.
@@ -247,33 +259,42 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     return Decision((*new, *records, *prunings), waiting_for, pending=pending)
 
 
-def _rollback(request: RollbackRequest, seen: Observation) -> Republish | Answer:
-    """A request is carried out once, however often it is found unanswered."""
+def _rollback(request: RollbackRequest, seen: Observation) -> Republish | AnswerRequest:
+    """The actions for rollback requests; each is carried out once, even if found again."""
     if request.id == seen.served_request:
-        return Answer(request, made=seen.latest)
+        return AnswerRequest(request, made=seen.latest)
     name = version_folder(request.sequence)
     if request.sequence == seen.latest:
-        return Answer(request, why=f"{name} is LATEST")
+        return AnswerRequest(request, why=f"{name} is LATEST")
     leasable = set(seen.versions) & set(seen.lease_folders)
     if request.sequence > seen.latest or request.sequence not in leasable:
-        return Answer(request, why=f"{name} is not there: it was retired, or never published")
+        return AnswerRequest(
+            request, why=f"{name} is not there: it was retired, or never published"
+        )
     return Republish(request)
 
 
 def _publish(seen: Observation, config: DaemonConfig) -> tuple[tuple[Publish | GiveUp, ...], str]:
-    """The pointer names the save, always; the same save is published once."""
+    """The save to publish: always the one that the pointer names, and each save only once."""
     if seen.pointer.step is None:
-        return (), f"{config.pointer} {seen.pointer.state.value}"
+        why = f"{config.pointer} {seen.pointer.state.value}"
+        missing = seen.pointer.state is PointerState.MISSING
+        if missing and seen.checkpoint.state is not PointerState.MISSING:
+            why += f", but {CHECKPOINT_POINTER} is there: give --pointer {CHECKPOINT_POINTER}"
+        return (), why
     save = seen.save
     if save is None:
-        return (), f"nothing is known of step {seen.pointer.step} yet"
+        return (), f"step {seen.pointer.step} has not been looked at yet"
     if save.known_as is not None and (seen.quarantined or save.known_as == seen.published_save):
         return (), ""
-    if save.identity is None:
+    if isinstance(save, Unfinished):
         overdue = save.awaits_path and seen.save_still_for >= config.remote_timeout
         return ((GiveUp(save),), "") if overdue else ((), save.reason)
     if not save.receipts and seen.save_still_for < config.tick:
-        return (), f"step {save.step} has no receipts: it must lie still for {config.tick:g} s"
+        return (
+            (),
+            f"step {save.step} has no receipts: its files must not change for {config.tick:g} s",
+        )
     return (Publish(save),), ""
 
 
@@ -310,6 +331,27 @@ def _versions(
             yield CloseLeaseFolder(sequence)
 
 
+#: Given all published sequences, lowest first: those that must stay.
+KeepRule = Callable[[Sequence[int]], frozenset[int]]
+
+
+def keep_newest(count: int) -> KeepRule:
+    """Keep the newest ``count`` versions.
+
+    Raises:
+        ValueError: ``count`` is below 1; LATEST itself always stays.
+    """
+    if count < 1:
+        raise ValueError(f"keep_newest({count}): at least LATEST stays")
+    return lambda sequences: frozenset(sequences[-count:])
+
+
+def kept(sequences: Iterable[int], rules: Iterable[KeepRule]) -> frozenset[int]:
+    """The versions that at least one rule keeps."""
+    ordered = sorted(sequences)
+    return frozenset().union(*(rule(ordered) for rule in rules))
+
+
 def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Learn]:
     if not config.prune_steps:
         return
@@ -322,7 +364,7 @@ def _steps(seen: Observation, config: DaemonConfig) -> Iterable[PruneStep | Lear
 
 
 def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> str:
-    """Why a step folder may go, or nothing. Every doubt keeps it."""
+    """The reason why a step folder may be pruned, or nothing. Every doubt keeps it."""
     if seen.pointer.step is None:
         return ""
     announced = seen.pointer.step if seen.announced_step is None else seen.announced_step

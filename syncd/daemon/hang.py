@@ -1,4 +1,4 @@
-"""Ending a process that hangs: its heartbeat is a thread, and would go on for ever.
+"""The end of a process that hangs: its heartbeat thread would otherwise go on forever.
 
 Progress is a call to shared storage that was answered, be it by an error: all that a daemon does is
 made of these, the copying threads of a merge too, and while it has nothing to do it looks at the
@@ -29,7 +29,7 @@ _STDERR: Final = 2
 
 
 class HangGuard:
-    """Ends this process where one of its jobs makes no progress for ``hang_time``.
+    """Ends this process if one of its jobs makes no progress for ``hang_time``.
 
     The end is that of :func:`faulthandler.dump_traceback_later`: a thread of C, which needs nothing
     of Python, writes where every thread stands to standard error and exits with status 1. What is
@@ -83,7 +83,7 @@ class HangGuard:
             faulthandler.cancel_dump_traceback_later()
 
     def watch(self, job: str) -> Callable[[], None]:
-        """Expect progress of a job from now on; returns what it calls whenever there was some."""
+        """Expect progress of a job from now on; returns a callback to report progress."""
         with self._changing:
             self._answered[job] = self._clock()
 
@@ -96,12 +96,12 @@ class HangGuard:
         return answered
 
     def silence(self, job: str) -> float:
-        """For how many seconds a job has made no progress; 0 where none is expected of it."""
+        """Seconds for which a job has made no progress; 0 if none is expected."""
         now = self._clock()
         return now - self._answered.get(job, now)
 
     def forget(self, job: str) -> None:
-        """Expect no more of a job that has come to its end."""
+        """Expect no progress of a job any more, because it has ended."""
         with self._changing:
             self._answered.pop(job, None)
 
@@ -135,7 +135,7 @@ def _counted(
 
 
 class AnsweredStorage(Storage):
-    """Storage that says when it has answered: after each call that any long work is made of.
+    """Storage that reports progress after each call, so that long work counts as progress.
 
     Args:
         root: the job directory.

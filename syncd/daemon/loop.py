@@ -1,17 +1,19 @@
-"""Scan, decide, act: nothing else."""
+"""The daemon's round: scan, decide, act."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
-from typing import Final
 
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import WholeSave
 from syncd.daemon.attempts import Attempts
+from syncd.daemon.benches import Benches
+from syncd.daemon.collect import Tidying
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     Action,
-    Answer,
+    AnswerRequest,
     CloseLeaseFolder,
     Decision,
     DropLease,
@@ -27,61 +29,56 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
-from syncd.daemon.going_live import GoingLive
-from syncd.daemon.journal import Journal, lasting
-from syncd.daemon.journal_file import JournalFile
-from syncd.daemon.meter import Meter
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
-from syncd.daemon.report import Reporter
 from syncd.daemon.scan import Known, Scanner
-from syncd.daemon.tidying import Tidying
-from syncd.daemon.turns import Turn
+from syncd.daemon.telling.going_live import GoingLive
+from syncd.daemon.telling.journal import Journal, JournalFile, lasting
+from syncd.daemon.telling.meter import Meter
+from syncd.daemon.telling.report import Reporter
+from syncd.daemon.turns import OTHERS_FIRST, Turn
 from syncd.protocol.errors import (
     CheckpointError,
     SupersededError,
 )
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.events import Event
 from syncd.protocol.names import parse_lease_marker
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage
-from syncd.storage.job import check_is_there
+from syncd.storage.job import Job
 from syncd.storage.judge import Clock, Judge
 from syncd.storage.reserve import Reserve
 from syncd.storage.sessions import DaemonLock, Session
 
-#: What a save waits for that could be merged now.
-_OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"
+log = logging.getLogger(__name__)
 
 
 class Loop:
     """The active daemon of one job, from its take-over to its end.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
-        config: the daemon's.
+        job: the job.
+        config: for the first round, and for all if its keys are not in ``LIVE_KEYS``.
         session: this process's heartbeat.
         lock: the daemon lock, held.
         judge: tells which explorers live.
         epoch: the room.
         cancel: called between chunks of a merge; raises to stop.
         publishes: whether new versions are made; without, the loop only prunes.
-        turn: asked before each merge whether this job may merge now.
+        turn: asked before each merge whether this job may merge now, and during it.
         notice: told when the job was first looked at, and what is done.
         meter: hears of what is done.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
+        config: for the next round. Only the keys in ``LIVE_KEYS`` may differ from before.
         pruned: what the last round has deleted.
     """
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         config: DaemonConfig,
         session: Session,
         lock: DaemonLock,
@@ -96,9 +93,8 @@ class Loop:
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
-        self._storage = storage
-        self._layout = layout
-        self._config = config
+        self._job = job
+        self.config = config
         self._lock = lock
         self._epoch = epoch
         self._clock = clock
@@ -107,20 +103,26 @@ class Loop:
         self._notice = notice or JobNotice()
         self.pruned: list[Pruning] = []
         self._cancel = cancel
-        self._scanner = Scanner(storage, layout, config, judge, clock=clock)
-        self._pruner = Pruner(
-            storage, layout, epoch, session.id, needed=self._scanner.is_needed, wall=wall
-        )
+        self._refused_turn = False
+        self._merging: int | None = None  # the step of the save that is merged now
+        self._scanner = Scanner(job, config.pointer, judge, clock=clock)
+        self._pruner = Pruner(job, epoch, session.id, needed=self._scanner.is_needed, wall=wall)
         self._publisher = Publisher(
-            storage, layout, config, epoch, session.id, cancel=cancel, wall=wall, clock=clock
+            job,
+            config,
+            epoch,
+            session.id,
+            cancel=self._may_go_on,
+            wall=wall,
+            clock=clock,
         )
         self._outcomes = self._publisher.outcomes
         self._meter = meter or Meter()
-        self._journal = Journal(self._meter, JournalFile(storage, layout, wall=wall), clock=clock)
-        self._going_live = GoingLive(storage, layout)
-        reserve = Reserve(storage, layout)
+        self._journal = Journal(self._meter, JournalFile(job, wall=wall), clock=clock)
+        self._going_live = GoingLive(job)
+        reserve = Reserve(job)
         self._reporter = Reporter(
-            layout,
+            job.layout,
             epoch,
             session,
             self._publisher,
@@ -131,40 +133,38 @@ class Loop:
             clock=clock,
             wall=wall,
         )
-        self._tidying = Tidying(
-            storage, layout, config, session, self._pruner, reserve, self._journal, clock=clock
-        )
+        self._tidying = Tidying(job, session, self._pruner, reserve, self._journal, clock=clock)
         self._attempts = Attempts(
-            storage,
-            layout,
-            config,
+            job,
             self._publisher,
             self._journal,
             self._reporter,
             self._tidying,
             clock=clock,
         )
+        self._benches = Benches(
+            job,
+            epoch,
+            self._publisher,
+            self._attempts,
+            self._journal,
+            self._reporter,
+            self._tidying,
+            self._turn,
+            lease_time=judge.lease_time,
+            publishes=publishes,
+            clock=clock,
+        )
         self._prunings_left = False
 
     def begin(self) -> None:
-        """After the take-over: recover what the daemon before us left."""
+        """Recover the state of the previous daemon, after the take-over."""
         adopted = self._publisher.recover()
         self._tidying.begin()
         self._reporter.report("watching")
-        self._journal.began(self._layout.root, self._epoch.number)
+        self._journal.began(self._job.layout.root, self._epoch.number)
         if adopted is not None:
             self._journal.adopted(adopted)
-
-    def reconfigure(self, config: DaemonConfig) -> None:
-        """Work by another configuration from the next round on.
-
-        Heard of it is what ``LIVE_KEYS`` names; the rest must be as it was.
-        """
-        self._config = config
-        self._scanner.reconfigure(config)
-        self._publisher.reconfigure(config)
-        self._tidying.reconfigure(config)
-        self._attempts.reconfigure(config)
 
     def run_once(self) -> Decision:
         """One round.
@@ -175,11 +175,13 @@ class Loop:
             CancelledError: asked to stop in the middle of a merge.
         """
         if self._lock.lost:
-            raise SupersededError(f"the lock of {self._layout.root} was taken by another daemon")
+            raise SupersededError(f"another daemon has taken the lock of {self._job.layout.root}")
         self.pruned.clear()
         started = self._clock()
-        seen = self._scanner.scan(self._known())
-        decision = decide(seen, self._config)
+        config = self.config
+        self._publisher.config = config
+        seen = self._scanner.scan(self._known(), config)
+        decision = decide(seen, config)
         self._notice.ready()  # before a merge, which may take minutes
         waiting_for = decision.waiting_for
         begun = self._clock()
@@ -189,12 +191,13 @@ class Loop:
         # New weights first; but after a merge nothing is pruned by what was seen before it, and
         # where one merge follows the other nothing ever would be.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
-        if not any(isinstance(action, Publish) for action in actions):
+        merges = any(isinstance(action, Publish | Learn) for action in actions)
+        if not (merges or self._benches.awaits_turn):
             self._turn.leave()
-        self._prunings_left = False
+        self._prunings_left = self._refused_turn = False
         for action in actions:
             self._cancel()
-            if _is_pruning(action) and self._clock() - begun > self._config.tick:
+            if _is_pruning(action) and self._clock() - begun > config.tick:
                 self._prunings_left = True  # new weights do not wait for old ones to go
                 continue
             try:
@@ -203,6 +206,7 @@ class Loop:
                 self._note(refused, action, error)
         if self._prunings_left:
             self._scanner.look_again()
+        waiting_for = "; ".join(filter(None, (waiting_for, self._look_at_benches(refused))))
         self._look_who_is_live(seen)
         self._journal.write()
         self._tidy(refused, seen)
@@ -219,13 +223,13 @@ class Loop:
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
     def end(self) -> None:
-        """Leave nothing half made; the lock is the caller's to release."""
+        """Remove unfinished work; the caller releases the lock."""
         self._tidying.end()
         self._journal.write()
         self._reporter.report("stopped")
 
     def _act(self, action: Action, whole_since: float) -> str:
-        """Carry out one action; returns what keeps it from being done yet, if anything."""
+        """Carry out one action; returns the reason if it has to wait."""
         match action:
             case Publish() | Republish() if not self._publishes:
                 pass
@@ -235,7 +239,7 @@ class Loop:
                 self._attempts.give_up(save, CheckpointError(save.reason))
             case Republish(request):
                 self._attempts.roll_back(request)
-            case Answer():
+            case AnswerRequest():
                 self._publisher.answer(action.request, made=action.made, why=action.why)
             case Skip():
                 self._outcomes.skip(action.step, action.identity)
@@ -246,8 +250,7 @@ class Loop:
             case CloseLeaseFolder():
                 self._pruner.close_lease_folder(action)
             case Learn(step):
-                self._outcomes.learn(step, prefix=self._config.dcp_prefix, cancel=self._cancel)
-                self._scanner.look_again()
+                self._learn_in_turn(step)
             case DropLease() | RetireVersion() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
@@ -271,29 +274,42 @@ class Loop:
         return gone
 
     def _note(self, refused: dict[str, str], action: Action, error: OSError) -> None:
-        """One thing that storage refuses keeps nobody from the rest; it is tried again."""
-        check_is_there(self._storage, self._layout)
+        """Note an action that storage refused: the others go on, and it is tried again."""
+        self._job.check_is_there()
         self._meter.failed(error)
         self._tidying.after(error)
         what = type(action).__name__
-        refused.setdefault(what, f"{what} is refused by storage, and tried again: {error}")
+        refused.setdefault(what, f"storage refuses {what}; trying again: {error}")
 
     def _tidy(self, refused: dict[str, str], seen: Observation) -> None:
-        """What is refused here is tried again too."""
+        """Clean up; work that storage refuses here is tried again too."""
         sessions = (parse_lease_marker(lease.marker) for lease in seen.leases)
         try:
             self._outcomes.write_again()
-            self._tidying.run_once(marker[1] for marker in sessions if marker)
+            leased = (marker[1] for marker in sessions if marker)
+            self._tidying.run_once(leased, self.config.leftover_grace)
         except OSError as error:
-            check_is_there(self._storage, self._layout)
-            refused.setdefault("tidy", f"what was left behind cannot be removed now: {error}")
+            self._job.check_is_there()
+            refused.setdefault("tidy", f"cannot remove leftovers now: {error}")
+
+    def _look_at_benches(self, refused: dict[str, str]) -> str:
+        """Make one of the builds that explorers request; returns the reason if it has to wait."""
+        try:
+            return self._benches.run_once(self.config.tick)
+        except OSError as error:
+            self._job.check_is_there()
+            self._meter.failed(error)
+            self._tidying.after(error)
+            refused["bench"] = f"storage refuses {self._job.layout.bench}: {error}"
+            return ""
 
     def _look_who_is_live(self, seen: Observation) -> None:
+        latest = self._publisher.latest  # of this round: explorers may have it already
         try:
-            for explorer, version, pause in self._going_live.look(seen.leases):
-                self._journal.live(explorer, version, pause)
+            for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
+                self._journal.live(load)
         except OSError as error:
-            check_is_there(self._storage, self._layout)
+            self._job.check_is_there()
             self._meter.failed(error)  # the next round looks again
 
     def _known(self) -> Known:
@@ -305,14 +321,46 @@ class Loop:
             served_request=self._publisher.served_request,
         )
 
-    def _publish_in_turn(self, save: Save, whole_since: float) -> str:
-        """Publish, unless as many other jobs of this process merge as may."""
-        if not self._turn.take():
-            return _OTHERS_FIRST
+    def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:
+        """Publish, unless the allowed number of other jobs of this process are merging."""
+        if not self._turn.take(save.identity):
+            self._refused_turn = True
+            return OTHERS_FIRST
+        self._merging = save.step
         try:
-            return self._attempts.publish(save, whole_since)
+            return self._attempts.publish(save, whole_since, self.config.tick, self._turn.progress)
         finally:
+            self._merging = None
             self._turn.leave()
+
+    def _learn_in_turn(self, step: int) -> None:
+        """Learn about a save in turn, because it needs as much memory as planning its merge.
+
+        Never the one that a save of this job waits for.
+        """
+        if not self._refused_turn and self._turn.take():
+            try:
+                self._outcomes.learn(step, prefix=self.config.dcp_prefix, cancel=self._cancel)
+            finally:
+                self._turn.leave()
+            self._scanner.look_again()
+
+    def _may_go_on(self) -> None:
+        """Checkpoint for work on versions, called often; raises to end the work."""
+        self._cancel()
+        published = self._merging
+        step = self._benches.building if published is None else published
+        if step is not None and self._turn.check(
+            lambda: published is not None and self._scanner.points_elsewhere(published)
+        ):
+            log.warning(
+                "step %d: its merge takes far longer than the size of its tensors explains: check "
+                "whether storage is slow, or the files in %s hold far more than their tensors; a "
+                "newer save replaces it, and other jobs no longer wait for it",
+                step,
+                self._job.layout.actor(step),
+                extra=Event.MERGE_LATE(step=step),
+            )
 
 
 def _is_pruning(action: Action) -> bool:

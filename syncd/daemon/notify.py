@@ -1,6 +1,6 @@
-"""What the service manager is told: sd_notify(3), a few lines over a datagram socket.
+"""Messages to the service manager: sd_notify(3), a few lines over a datagram socket.
 
-Where no service manager has started this process, nothing is told to anybody.
+If no service manager started this process, nothing is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LONGEST_SILENCE: Final = 10.0
 
 
 class ServiceManager:
-    """The service manager that has started this process, or nobody.
+    """The service manager that has started this process, if there is one.
 
     Safe to call from any thread. Not promised: that it hears; a manager that does not answer is
     nothing to the daemon.
@@ -55,7 +55,7 @@ class ServiceManager:
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> ServiceManager:
-        """The one that ``NOTIFY_SOCKET`` names; of other kinds than Unix sockets, none."""
+        """The manager that ``NOTIFY_SOCKET`` names; none if that is not a Unix socket."""
         address = environment.get("NOTIFY_SOCKET", "")
         if not address.startswith(("/", "@")):
             return cls()
@@ -65,7 +65,7 @@ class ServiceManager:
         return cls(address, watchdog=watchdog)
 
     def job(self, name: str) -> JobNotice:
-        """What one of this process's jobs is told through; the start waits for it."""
+        """The notice of one job of this process; the start is complete once all are ready."""
         with self._lock:
             if self._starting:
                 self._waiting.add(name)
@@ -74,7 +74,7 @@ class ServiceManager:
         )
 
     def alive(self) -> None:
-        """There was progress: neither the watchdog nor a slow start or stop ends this process."""
+        """Report progress, so that no watchdog or timeout of systemd ends the process."""
         if self._owes_ready:
             self._say_ready()
         extends = self._starting or self._stopping
@@ -82,7 +82,7 @@ class ServiceManager:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """The configuration is read anew while this is open, whatever comes of it."""
+        """Report a reload of the configuration while this is open, whatever its result."""
         # CLOCK_MONOTONIC, as time.monotonic() is on Linux; systemd 253 insists on it.
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
@@ -91,7 +91,7 @@ class ServiceManager:
             self._say_ready()
 
     def stopping(self) -> None:
-        """The process has begun to end. May be called from a signal handler.
+        """Report that the process has begun to end. May be called from a signal handler.
 
         Which may have interrupted the thread that holds a lock, of this class or of logging: here
         is none, and what is not heard is not said.
@@ -108,7 +108,7 @@ class ServiceManager:
         self._say_ready()
 
     def _say_ready(self) -> None:
-        """Until it is taken: a start that never heard of it would be ended as one that failed."""
+        """Send READY until it is accepted: otherwise systemd would end the start as failed."""
         self._owes_ready = self._send("READY=1") is not None
 
     def _tell(self, name: str, line: str) -> None:
@@ -123,11 +123,11 @@ class ServiceManager:
     def _send(self, *assignments: str) -> OSError | None:
         error = self._try_to_send(*assignments)
         if error is not None:
-            log.debug("the service manager does not hear %s: %s", assignments[0], error)
+            log.debug("cannot send %s to the service manager: %s", assignments[0], error)
         return error
 
     def _try_to_send(self, *assignments: str) -> OSError | None:
-        """Send; returns why it was not taken."""
+        """Send; returns the error if it was not accepted."""
         if self._socket is None:
             return None
         data = "\n".join(assignments).encode(errors="replace")
@@ -139,7 +139,7 @@ class ServiceManager:
 
 
 class JobNotice:
-    """What a daemon says of one job, for whoever started the process.
+    """A daemon's messages about one job to the service manager.
 
     Args:
         ready: called when the daemon has looked at the job, or stands by for another one.

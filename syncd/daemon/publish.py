@@ -1,47 +1,56 @@
-"""Making versions: merge a save inside our room, commit it, and let LATEST name it."""
+"""Publishing: merge a save inside the daemon's room, commit it, and let LATEST name it.
+
+``saves.json`` records the outcome of each step's last save.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from syncd.checkpoint.build import build_model_folder
-from syncd.checkpoint.free_space import FreeSpace
-from syncd.checkpoint.merge import Progress, unheard
-from syncd.checkpoint.remote import write_remote
+from syncd.checkpoint.build import FreeSpace, build_model_folder
+from syncd.checkpoint.chunked_save import holds_model_only
+from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
+from syncd.checkpoint.remote import look_at_weights, write_remote
 from syncd.checkpoint.republish import republish
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Remote, Save, WholeSave
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
-from syncd.protocol.errors import JobUnavailableError, SaveNotReadyError, VersionGoneError
+from syncd.protocol.errors import (
+    JobUnavailableError,
+    NonFiniteError,
+    VersionGoneError,
+)
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
+    Quarantine,
     RolledBack,
+    SaveOutcome,
+    SaveOutcomes,
     encode,
 )
-from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.requests import BenchRequest, RollbackRequest
 from syncd.storage.epoch import Epoch
-from syncd.storage.fsio import Storage
+from syncd.storage.errnos import is_gone
+from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Makes the versions of a job, one at a time; knows which one LATEST names, and what it is of.
+    """Makes the versions of a job, one at a time; knows LATEST and the save it was made from.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         config: the daemon's.
         epoch: the active daemon's room.
         session: for the notice that something is coming.
@@ -50,6 +59,7 @@ class Publisher:
         clock: seconds, monotonic, for timings.
 
     Attributes:
+        config: of the next version; the loop sets it at each round.
         latest: LATEST, as this daemon wrote or found it; None before the first version.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
@@ -58,8 +68,7 @@ class Publisher:
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         config: DaemonConfig,
         epoch: Epoch,
         session: str,
@@ -68,23 +77,22 @@ class Publisher:
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._storage = storage
-        self._layout = layout
-        self._config = config
+        self._job = job
+        self.config = config
         self._epoch = epoch
         self._session = session
         self._cancel = cancel
         self._clock = clock
         self._floor = 0
         advice = "make room there, or lower --keep"
-        self._free_space = FreeSpace(storage, layout.epochs, layout.root, advice=advice)
+        self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
-        self.outcomes = Outcomes(storage, layout, epoch, wall=wall)
+        self.outcomes = Outcomes(job, epoch, wall=wall)
 
     def recover(self) -> Manifest | None:
-        """After a take-over: read the records, and adopt a finished version or discard it.
+        """Read the records after a take-over, and adopt or discard a last unannounced version.
 
         Returns:
             The version that was adopted.
@@ -92,17 +100,17 @@ class Publisher:
         Raises:
             ProtocolMismatchError: LATEST is of a newer protocol.
         """
-        found = look_back(self._storage, self._layout)
+        found = look_back(self._job)
         self._take_notice_down()
         self.latest, self._floor = found.latest, found.highest
         self.outcomes.of_step = found.outcomes
         for sequence in found.unfinished:
             log.warning(
-                "%s is not whole: discarded",
+                "discarding %s: it is incomplete",
                 version_folder(sequence),
                 extra=Event.VERSION_DISCARDED(version=sequence),
             )
-            self._epoch.condemn(self._layout.version(sequence))
+            self._epoch.condemn(self._job.layout.version(sequence))
         served = found.served
         if found.adopted is not None:
             served = found.adopted
@@ -113,8 +121,8 @@ class Publisher:
             )
             self._epoch.open_leasing(served.sequence)
             self._announce(served)
-        elif self.latest is not None and not self._storage.exists(
-            self._layout.lease_folder(self.latest.sequence)
+        elif self.latest is not None and not self._job.storage.exists(
+            self._job.layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
         if served is None:
@@ -125,26 +133,31 @@ class Publisher:
             self.outcomes.found_published(served)
         return found.adopted
 
-    def reconfigure(self, config: DaemonConfig) -> None:
-        """Make the next version by another configuration."""
-        self._config = config
-
-    def check_room(self, save: Save) -> None:
-        """Not to begin what cannot end.
+    def check_room(self, save: WholeSave) -> None:
+        """Check that there is enough space for a merge before it begins.
 
         Raises:
             NoRoomError: the disk has no room for this version.
             SaveNotReadyError, CheckpointError: as :meth:`publish`.
         """
         self._free_space.check(
-            self._layout.actor(save.step),
-            save,
-            cast=self._config.cast,
-            prefix=self._config.dcp_prefix,
-            cancel=self._cancel,
+            self._job.layout.actor(save.step), save, self._merge_options(), self._cancel
         )
 
-    def publish(self, save: Save, *, progress: Progress = unheard) -> Manifest:
+    def check_finite(self, save: WholeSave) -> None:
+        """Check for NaN and Inf, if ``refuse_nonfinite`` is set.
+
+        Raises:
+            NonFiniteError: the save's receipts name tensors that hold some.
+        """
+        found = save.nonfinite
+        if self.config.refuse_nonfinite and found is not None and found.count:
+            raise NonFiniteError(
+                f"step {save.step} has {found}, and the daemon refuses that (refuse_nonfinite): "
+                "resume training from an earlier checkpoint, and save again"
+            )
+
+    def publish(self, save: WholeSave, *, progress: Progress = unheard) -> Manifest:
         """Merge a whole save and make it LATEST.
 
         Args:
@@ -156,32 +169,69 @@ class Publisher:
             CheckpointError: it can never be published as it is.
             SupersededError: another daemon has taken over.
         """
-        if save.identity is None:
-            raise SaveNotReadyError(save.reason)
 
         def build(folder: Path, sequence: int) -> Manifest:
-            if save.remote is not None:
-                step = self._layout.step(save.step)
-                return write_remote(self._storage, step, save, folder, sequence=sequence)
-            return build_model_folder(
-                self._storage,
-                self._layout.actor(save.step),
-                save,
-                folder,
-                sequence=sequence,
-                digests=self._config.digests,
-                max_file_size=self._config.max_shard_size,
-                threads=self._config.copy_threads,
-                cast=self._config.cast,
-                prefix=self._config.dcp_prefix,
-                cancel=self._cancel,
-                progress=progress,
-                clock=self._clock,
-            )
+            return self._build(save, folder, sequence, progress)
 
         manifest = self._make_version(save.step, build)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
+
+    def build_for_bench(
+        self, request: BenchRequest, save: WholeSave, *, progress: Progress = unheard
+    ) -> Manifest:
+        """Merge a complete save for one explorer only: makes no version, and changes no record.
+
+        Raises:
+            SaveNotReadyError, CheckpointError, SupersededError: as :meth:`publish`.
+        """
+        folder = self._epoch.start_build(request.id)
+        target = self._job.layout.bench_build(request.session, request.id)
+        try:
+            manifest = self._build(save, folder, 0, progress)
+            # Made by a superseded daemon it is an empty folder, which its successor removes.
+            self._job.storage.make_folder(target.parent, below=self._job.layout.bench)
+            self._epoch.commit_build(request.id, target)
+        except OSError as error:
+            self._epoch.raise_if_superseded(error)
+            raise
+        finally:
+            if self._job.storage.exists(folder):
+                self._job.storage.remove_tree(folder)
+        return manifest
+
+    def refuse_bench(self, request: BenchRequest, why: str) -> None:
+        """Replace a request for a build by the reason why there will be none."""
+        path = self._job.layout.bench_request(request.id)
+        refused = request.model_copy(update={"outcome": "refused", "why": why})
+        if self._job.storage.exists(path):  # else the explorer has taken it back
+            self._epoch.publish_file(path, encode(refused))
+
+    def _build(self, save: WholeSave, folder: Path, sequence: int, progress: Progress) -> Manifest:
+        """Merge a whole save into an empty folder of our room."""
+        match save:
+            case Remote():
+                step = self._job.layout.step(save.step)
+                return write_remote(self._job.storage, step, save, folder, sequence=sequence)
+            case _:
+                return build_model_folder(
+                    self._job.storage,
+                    self._job.layout.actor(save.step),
+                    save,
+                    folder,
+                    options=self._merge_options(),
+                    work=Work(self._cancel, progress, self._clock),
+                    sequence=sequence,
+                )
+
+    def _merge_options(self) -> MergeOptions:
+        return MergeOptions(
+            max_file_size=self.config.max_shard_size,
+            digests=self.config.digests,
+            cast=self.config.cast,
+            prefix=self.config.dcp_prefix,
+            threads=self.config.copy_threads,
+        )
 
     def republish(self, request: RollbackRequest) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
@@ -192,9 +242,9 @@ class Publisher:
             VersionGoneError, RecordError, VerificationError: it is not there, or damaged.
             SupersededError: another daemon has taken over.
         """
-        source = self._layout.version(request.sequence)
+        source = self._job.layout.version(request.sequence)
         try:
-            old = read_manifest(self._storage, source)
+            old = read_manifest(self._job.storage, source)
         except FileNotFoundError as error:
             raise VersionGoneError(f"{source} is gone, or damaged: it has no manifest") from error
 
@@ -206,9 +256,9 @@ class Publisher:
                 update={"sequence": sequence, "rolled_back": back, "timings": {}}
             )
             try:
-                republish(self._storage, source, folder, manifest, cancel=self._cancel)
+                republish(self._job.storage, source, folder, manifest, cancel=self._cancel)
             except FileNotFoundError as error:
-                if not self._storage.exists(folder):
+                if not self._job.storage.exists(folder):
                     raise
                 raise VersionGoneError(f"{source} is gone, or damaged: {error}") from error
             return manifest
@@ -219,29 +269,39 @@ class Publisher:
         """Replace a request by its answer."""
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
-        path = self._layout.request(request.id)
-        if self._storage.exists(path):  # else who asked has given up, and took it back
+        path = self._job.layout.request(request.id)
+        if self._job.storage.exists(path):  # else who asked has given up, and took it back
             self._epoch.publish_file(path, encode(answered))
 
     def _make_version(self, step: int, build: Callable[[Path, int], Manifest]) -> Manifest:
-        """Build a version in our room, commit it, and let LATEST name it."""
+        """Publish a version; this function is the order of all writes.
+
+        Everything is made in this daemon's room, and leaves it by a rename, which fails once
+        another daemon has taken over. docs/protocol.md has the reasons ("The fence: epochs").
+        """
+        epoch = self._epoch
         sequence = self._next_sequence()
-        notice = PublishNotice(sequence=sequence, step=step, session=self._session)
-        folder = self._epoch.start_version(sequence)
+        folder = epoch.start_version(sequence)  # mkdir building/VERSION
         try:
-            self._epoch.publish_file(self._layout.publish_lock, encode(notice))
+            # publish.lock, a hint: written and renamed, without fsync.
+            notice = PublishNotice(sequence=sequence, step=step, session=self._session)
+            epoch.publish_file(self._job.layout.publish_lock, encode(notice), durable=False)
+            # The files, each with its fsync, then manifest.json with its own, and the folder's.
             manifest = build(folder, sequence)
-            self._epoch.open_leasing(sequence)
+            # building/leases-VERSION, empty, is renamed to leases/VERSION; fsync of leases/.
+            epoch.open_leasing(sequence)
             self._floor = sequence  # whatever comes of it: an error may hide that it was done
-            self._epoch.publish_version(sequence)
+            # building/VERSION is renamed to published/VERSION; fsync of published/.
+            epoch.publish_version(sequence)
+            # LATEST is written with an fsync, and renamed; fsync of .syncd/. Explorers see it.
             self._announce(manifest)
         except OSError as error:
-            self._epoch.raise_if_superseded(error)
+            epoch.raise_if_superseded(error)
             raise
         finally:
-            if self._storage.exists(folder):
-                self._storage.remove_tree(folder)
-            if self._epoch.is_live():  # else the notice is our successor's by now
+            if self._job.storage.exists(folder):
+                self._job.storage.remove_tree(folder)
+            if epoch.is_live():  # else the notice is our successor's by now
                 self._take_notice_down()
         self._serve(manifest)
         return manifest
@@ -252,30 +312,30 @@ class Publisher:
         self.served_request = None if back is None else back.request
 
     def _next_sequence(self) -> int:
-        """The next number, passing over those whose names something else than a folder has."""
+        """The next number; skips names that are taken by something other than a folder."""
         sequence = self._floor + 1
-        while self._in_the_way(self._layout.version(sequence)) or self._in_the_way(
-            self._layout.lease_folder(sequence)
+        while self._in_the_way(self._job.layout.version(sequence)) or self._in_the_way(
+            self._job.layout.lease_folder(sequence)
         ):
             sequence += 1
         if parse_version_folder(version_folder(sequence)) is None:
             raise JobUnavailableError(
-                f"{self._layout.latest} names version {self._floor}, and there is no number above "
-                "it: no daemon wrote that; put back what it said before"
+                f"{self._job.layout.latest} names version {self._floor}, the highest number there "
+                "is; no daemon wrote that: restore the content that it had before"
             )
         return sequence
 
     def _in_the_way(self, path: Path) -> bool:
-        status = self._storage.status(path)
+        status = self._job.storage.status(path)
         return status is not None and not stat.S_ISDIR(status.st_mode)
 
     def _take_notice_down(self) -> None:
         try:
-            self._storage.unlink_if_there(self._layout.publish_lock)
+            self._job.storage.unlink_if_there(self._job.layout.publish_lock)
         except OSError as error:  # a hint only
             log.warning(
-                "%s stays: %s",
-                self._layout.publish_lock,
+                "cannot remove %s: %s",
+                self._job.layout.publish_lock,
                 error,
                 extra=Event.CLEANUP_DELAYED(reason=error),
             )
@@ -288,5 +348,137 @@ class Publisher:
             folder=version_folder(manifest.sequence),
             kind=manifest.kind,
         )
-        self._epoch.publish_file(self._layout.latest, encode(latest))
+        self._epoch.publish_file(self._job.layout.latest, encode(latest))
         self.latest = latest
+
+
+class Outcomes:
+    """The active daemon's record of saves: published, skipped or quarantined.
+
+    What happened has happened, also where storage refuses to put it on record now: see
+    :meth:`write_again`.
+
+    Args:
+        job: the job.
+        epoch: the active daemon's room.
+        wall: seconds since the epoch, for records that people read.
+
+    Attributes:
+        of_step: step → what became of its last save.
+    """
+
+    def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
+        self._job = job
+        self._epoch = epoch
+        self._wall = wall
+        self._unwritten = False
+        self.of_step: dict[int, SaveOutcome] = {}
+
+    def published(self, step: int, identity: str, sequence: int) -> None:
+        """A save was published."""
+        outcome = SaveOutcome(identity=identity, outcome="published", sequence=sequence)
+        self._put_on_record(step, outcome)
+
+    def found_published(self, manifest: Manifest) -> None:
+        """Record a version that a previous daemon made of a save."""
+        recorded = self.of_step.get(manifest.step)
+        # A later save of that step may have been quarantined: it is not tried again.
+        if recorded is not None and recorded.outcome == "quarantined":
+            return
+        outcome = SaveOutcome(
+            identity=manifest.save_id, outcome="published", sequence=manifest.sequence
+        )
+        if recorded is not None and recorded.identity == manifest.save_id:
+            outcome = outcome.model_copy(update={"model_only": recorded.model_only})
+        self._put_on_record(manifest.step, outcome)
+
+    def skip(self, step: int, identity: str) -> None:
+        """A save will never be published."""
+        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
+
+    def quarantine(self, save: Save, error: Exception) -> Path:
+        """A save cannot be published, and is not tried again.
+
+        Returns:
+            The file of the record that says why.
+        """
+        identity = save.known_as or ""
+        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
+        path = self._job.layout.quarantine / f"step_{save.step}-{name}.json"
+        record = Quarantine(
+            step=save.step,
+            identity=identity,
+            error=type(error).__name__,
+            reason=str(error),
+            time=self._wall(),
+        )
+        try:
+            self._epoch.publish_file(path, encode(record))
+        except OSError as refused:
+            log.error(
+                "cannot write %s: %s",
+                path,
+                refused,
+                extra=Event.RECORD_UNWRITTEN(path=path, reason=refused),
+            )
+        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
+        return path
+
+    def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
+        """Record whether a save of torch.distributed.checkpoint holds only a model.
+
+        Nothing is where it is not the save on record any more.
+
+        Args:
+            step: of the save.
+            prefix: what the names of the model's tensors begin with; None to find out.
+            cancel: called between reads; raises to stop.
+
+        Raises:
+            OSError: as the storage says: nothing is known.
+        """
+        outcome = self.of_step.get(step)
+        if outcome is None:
+            return
+        actor = self._job.layout.actor(step)
+        try:
+            model_only = holds_model_only(self._job.storage, actor, prefix=prefix, cancel=cancel)
+        except OSError as error:
+            if is_gone(error):
+                return
+            raise
+        now = look_at_weights(self._job.storage, self._job.layout.step(step), step)
+        if now.identity == outcome.identity:
+            self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
+
+    def forget(self, step: int) -> None:
+        """Take a step whose folder is gone off the record."""
+        if self.of_step.pop(step, None) is not None:
+            self._write()
+
+    def write_again(self) -> None:
+        """Write the records that storage refused before."""
+        if self._unwritten:
+            self._write()
+
+    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
+        if self.of_step.get(step) != outcome:
+            self.of_step[step] = outcome
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self._epoch.publish_file(
+                self._job.layout.saves, encode(SaveOutcomes(steps=self.of_step))
+            )
+        except OSError as error:
+            if not self._unwritten:
+                log.error(
+                    "cannot write %s now: %s",
+                    self._job.layout.saves,
+                    error,
+                    extra=Event.RECORD_UNWRITTEN(path=self._job.layout.saves, reason=error),
+                )
+            self._unwritten = True
+        else:
+            self._unwritten = False

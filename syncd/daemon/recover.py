@@ -1,4 +1,4 @@
-"""What the daemon before us left: its records, its versions, and every number it ever gave out."""
+"""Recovery after a take-over: the last daemon's records, its versions, and all its numbers."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
-from syncd.daemon.others import read_of_others
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_version_folder
-from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, Saves, parse
+from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import LONG_RECORD_LIMIT, RECORD_LIMIT, Storage
+from syncd.storage.job import Job
+from syncd.storage.record_files import OF_OTHERS, ReadPolicy
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +28,8 @@ _BELIEVED: Final = 10**15
 
 
 @dataclass(slots=True)
-class Found:
-    """What a daemon finds after its take-over.
+class FoundVersions:
+    """The versions and records that a daemon finds after its take-over.
 
     Attributes:
         latest: LATEST; None where there is none, or none that can be read.
@@ -48,21 +48,21 @@ class Found:
     highest: int = 0
 
 
-def look_back(storage: Storage, layout: JobLayout) -> Found:
-    """Read all of it; nothing is changed.
+def look_back(job: Job) -> FoundVersions:
+    """Read all records and versions; changes nothing.
 
     Raises:
         ProtocolMismatchError: LATEST or the saves on record are of a newer protocol.
         OSError: storage does not answer, which says nothing about what is there.
     """
     # What this client remembers of these may be older than the take-over.
-    for folder in (layout.state, layout.published, layout.leases):
-        storage.refresh(folder)
-    for folder in (layout.explorers, layout.requests):
-        _refresh_of_others(storage, folder)
-    look = _Look(storage, layout)
-    found = Found(latest=look.record(Latest, layout.latest))
-    saves = look.record(Saves, layout.saves, LONG_RECORD_LIMIT)
+    for folder in (job.layout.state, job.layout.published, job.layout.leases):
+        job.storage.refresh(folder)
+    for folder in (job.layout.explorers, job.layout.requests):
+        _refresh_of_others(job.storage, folder)
+    look = _Look(job)
+    found = FoundVersions(latest=look.record(Latest, job.layout.latest))
+    saves = look.record(SaveOutcomes, job.layout.saves, LONG_RECORD_LIMIT)
     found.outcomes = dict(saves.steps) if saves else {}
     found.highest = look.highest_sequence(found)
     known = found.latest.sequence if found.latest else 0
@@ -70,17 +70,17 @@ def look_back(storage: Storage, layout: JobLayout) -> Found:
         if sequence <= known:
             break
         if sequence > known + _BELIEVED:
-            _let_be(layout.version(sequence), "no daemon made it")
+            _let_be(job.layout.version(sequence), "no daemon made it")
             continue
         try:
             found.adopted = look.finished(sequence)
         except ProtocolMismatchError as error:
-            _let_be(layout.version(sequence), error)
+            _let_be(job.layout.version(sequence), error)
             continue
         if found.adopted is not None:
             break
-        if look.has_content(layout.lease_folder(sequence)):
-            _let_be(layout.version(sequence), "it is not whole, but held")
+        if look.has_content(job.layout.lease_folder(sequence)):
+            _let_be(job.layout.version(sequence), "it is incomplete, but leased")
         else:
             found.unfinished.append(sequence)
     if found.latest is not None:
@@ -88,21 +88,21 @@ def look_back(storage: Storage, layout: JobLayout) -> Found:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
             log.error(
-                "%s: what is pointed to is published again",
+                "%s: publishing the save that the pointer names again",
                 error,
                 extra=Event.VERSION_DAMAGED(
-                    path=layout.version(found.latest.sequence), reason=error
+                    path=job.layout.version(found.latest.sequence), reason=error
                 ),
             )
     return found
 
 
 def _let_be(path: Path, why: object) -> None:
-    log.error("%s is let be: %s", path, why, extra=Event.LEFT_ALONE(path=path, reason=why))
+    log.error("leaving %s alone: %s", path, why, extra=Event.LEFT_ALONE(path=path, reason=why))
 
 
 def _refresh_of_others(storage: Storage, folder: Path) -> None:
-    """One that this user may not touch keeps nobody from taking over."""
+    """Refresh a folder; if this user may not touch it, the take-over goes on."""
     try:
         storage.refresh(folder)
     except OSError as error:
@@ -110,52 +110,47 @@ def _refresh_of_others(storage: Storage, folder: Path) -> None:
             raise
 
 
+def _lost(path: Path, error: Exception) -> None:
+    log.error(
+        "%s: going on without it",
+        error,
+        extra=Event.RECORD_LOST(path=path, reason=error),
+    )
+
+
+#: Of the records that daemons alone write: a damaged one is like none.
+_OURS: Final = ReadPolicy(
+    absent=lambda error: error.errno == errno.ENOENT, damaged=is_no_record, newer=False, say=_lost
+)
+
+
 class _Look:
-    def __init__(self, storage: Storage, layout: JobLayout) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def record(self, model: type[R], path: Path, limit: int = RECORD_LIMIT) -> R | None:
-        """A record that daemons alone write; a lost or damaged one is like none."""
+        """A record that only daemons write; None if it is lost or damaged."""
         self._look_at(path)
-        try:
-            return parse(model, self._storage.read(path, limit), path)
-        except ProtocolMismatchError:
-            raise
-        except RecordError as error:
-            self._lost(path, error)
-            return None
-        except OSError as error:
-            if error.errno == errno.ENOENT:
-                return None
-            if is_no_record(error):
-                self._lost(path, error)
-                return None
-            raise
-
-    def _lost(self, path: Path, error: Exception) -> None:
-        log.error(
-            "%s: going on as if it were lost",
-            error,
-            extra=Event.RECORD_LOST(path=path, reason=error),
-        )
+        return self._job.read(model, path, _OURS, limit=limit)
 
     def _look_at(self, path: Path) -> None:
-        """Let the next read be of what is there now: a first open may be of what was replaced."""
+        """Open the file once, because a first open may still find the replaced file."""
         try:
-            self._storage.release(self._storage.open_read(path))
+            self._job.storage.release(self._job.storage.open_read(path))
         except OSError as error:
-            log.debug("%s: %s; the second look counts", path, error)
+            log.debug("%s: %s; looking a second time", path, error)
 
     def published(self) -> list[int]:
-        found = (parse_version_folder(n) for n in self._storage.names(self._layout.published))
+        found = (
+            parse_version_folder(n) for n in self._job.storage.names(self._job.layout.published)
+        )
         return [sequence for sequence in found if sequence is not None]
 
     def finished(self, sequence: int) -> Manifest | None:
         """The manifest of a published version, if every file that it lists has its size."""
-        folder = self._layout.version(sequence)
+        folder = self._job.layout.version(sequence)
         try:
-            manifest = read_manifest(self._storage, folder)
+            manifest = read_manifest(self._job.storage, folder)
         except ProtocolMismatchError:
             raise
         except (OSError, RecordError) as error:
@@ -164,7 +159,7 @@ class _Look:
             ):
                 raise  # storage that does not answer says nothing about the version
             log.warning(
-                "%s has no manifest that can be read: %s",
+                "cannot read the manifest of %s: %s",
                 folder,
                 error,
                 extra=Event.VERSION_DAMAGED(path=folder, reason=error),
@@ -174,7 +169,7 @@ class _Look:
             status = self._status(folder / file.name)
             if status is None or status.st_size != file.size:
                 log.warning(
-                    "%s is not %d bytes",
+                    "%s does not have the %d bytes that its manifest names",
                     folder / file.name,
                     file.size,
                     extra=Event.VERSION_DAMAGED(
@@ -184,7 +179,7 @@ class _Look:
                 return None
         return manifest if manifest.sequence == sequence else None
 
-    def highest_sequence(self, found: Found) -> int:
+    def highest_sequence(self, found: FoundVersions) -> int:
         """The highest sequence that anything in the job has ever named: it never goes back."""
         named = [0, *self.published()]
         if found.latest is not None:
@@ -193,22 +188,22 @@ class _Look:
         # number is still free.
         named.extend(
             parse_version_folder(name) or 0
-            for name in self._storage.names(self._layout.leases)
-            if found.latest is None or self.has_content(self._layout.leases / name)
+            for name in self._job.storage.names(self._job.layout.leases)
+            if found.latest is None or self.has_content(self._job.layout.leases / name)
         )
         named.extend(
-            self._told_sequence(self._layout.explorers / name, ExplorerReport)
-            for name in self._storage.names(self._layout.explorers)
+            self._told_sequence(self._job.layout.explorers / name, ExplorerReport)
+            for name in self._job.storage.names(self._job.layout.explorers)
         )
-        named.append(self._told_sequence(self._layout.daemon_report, DaemonReport))
+        named.append(self._told_sequence(self._job.layout.daemon_report, DaemonReport))
         named.extend(outcome.sequence or 0 for outcome in found.outcomes.values())
         known = found.latest.sequence if found.latest else 0
         return max(number for number in named if number <= known + _BELIEVED)
 
     def has_content(self, folder: Path) -> bool:
-        """Whether a folder has anything in it, as far as this user may know."""
+        """Whether a folder has content, as far as this user may read it."""
         try:
-            return bool(self._storage.names(folder))
+            return bool(self._job.storage.names(folder))
         except OSError as error:
             if is_refused_here(error):
                 return True
@@ -216,7 +211,7 @@ class _Look:
 
     def _status(self, path: Path) -> os.stat_result | None:
         try:
-            return self._storage.status(path)
+            return self._job.storage.status(path)
         except OSError as error:
             if is_refused_here(error):
                 return None
@@ -224,5 +219,5 @@ class _Look:
 
     def _told_sequence(self, path: Path, model: type[ExplorerReport | DaemonReport]) -> int:
         self._look_at(path)
-        report = read_of_others(self._storage, model, path)
+        report = self._job.read(model, path, OF_OTHERS)
         return 0 if report is None else report.sequence or 0

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from syncd.checkpoint.fingerprint import is_saved_over
 from syncd.checkpoint.remote import look_at_weights
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Save, Unfinished, is_saved_over
+from syncd.daemon.complaints import LetBe
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
-from syncd.daemon.let_be import LetBe
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     DCP_METADATA,
     parse_lease_marker,
@@ -27,17 +25,16 @@ from syncd.protocol.names import (
 from syncd.protocol.records import SaveOutcome, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.errnos import is_gone, is_refused_here
-from syncd.storage.fsio import Signature, Storage
-from syncd.storage.job import check_is_there
-from syncd.storage.judge import Clock, Judge, Liveness
-from syncd.storage.lookout import Lookout
+from syncd.storage.fsio import Signature
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock, Judge, Liveness, Lookout
 
 _POINTER_LIMIT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What the daemon itself knows of a job, from its records.
+    """The daemon's own knowledge of a job, from its records.
 
     Attributes:
         latest: LATEST's sequence, 0 before the first.
@@ -53,30 +50,27 @@ class Known:
 
 
 class Scanner:
-    """Looks at one job, again and again, and remembers what it need not look at twice.
+    """Looks at one job repeatedly, and remembers paths that it need not look at twice.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
-        config: the daemon's.
+        job: the job.
+        pointer: the name of the file that names the step to publish.
         judge: tells which explorers live.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
-        config: DaemonConfig,
+        job: Job,
+        pointer: str,
         judge: Judge,
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._storage = storage
-        self._layout = layout
-        self._config = config
-        self._lease_time = judge.lease_time
-        self._lookout = Lookout(judge, layout, tick=self._tick, clock=clock)
+        self._job = job
+        self._pointer_file = job.layout.root / pointer
+        self._longest_tick = judge.lease_time / 4
+        self._lookout = Lookout(judge, job.layout, tick=self._longest_tick, clock=clock)
         self._clock = clock
         self._save: Save | None = None
         self._save_since = 0.0
@@ -84,42 +78,33 @@ class Scanner:
         self._settled: object = None  # pointer as it was when its save needed no more looks
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
-        self._steps = Steps(storage, layout, clock=clock)
+        self._steps = Steps(job, clock=clock)
         self._let_be = LetBe(clock=clock)
-        self._steering = Steering(storage, layout)
+        self._steering = Steering(job)
 
-    def reconfigure(self, config: DaemonConfig) -> None:
-        """Look by another configuration."""
-        self._config = config
-        self._lookout.tick = self._tick
-        self.look_again()
-
-    @property
-    def _tick(self) -> float:
-        return min(self._config.tick, self._lease_time / 4)
-
-    def scan(self, known: Known) -> Observation:
+    def scan(self, known: Known, config: DaemonConfig) -> Observation:
         """Look once.
 
         Raises:
             JobUnavailableError: as :func:`check_is_there`.
         """
-        check_is_there(self._storage, self._layout)
-        pointer, pointer_key = self._pointer(self._layout.root / self._config.pointer)
-        checkpoint, checkpoint_key = self._pointer(self._layout.checkpoint_pointer)
+        self._job.check_is_there()
+        self._lookout.tick = min(config.tick, self._longest_tick)
+        pointer, pointer_key = self._pointer(self._pointer_file)
+        checkpoint, checkpoint_key = self._pointer(self._job.layout.checkpoint_pointer)
         self._look_at_pointed(pointer, pointer_key, known)
         save = self._save
         outcome = known.outcomes.get(save.step) if save else None
-        versions = self._versions(self._layout.published)
-        lease_folders = self._versions(self._layout.leases)
+        versions = self._versions(self._job.layout.published)
+        lease_folders = self._versions(self._job.layout.leases)
         # A listing may be late, or fail; that a version was retired is asked of its own name.
         lease_folders += tuple(
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))
-            if self._storage.exists(self._layout.lease_folder(sequence))
+            if self._job.storage.exists(self._job.layout.lease_folder(sequence))
         )
         steps, unrecorded, vanished = self._steps.look(
-            pointer, (pointer_key, checkpoint_key, known.published_save), known.outcomes
+            pointer, (pointer_key, checkpoint_key, known.published_save, config), known.outcomes
         )
         return Observation(
             pointer=pointer,
@@ -150,8 +135,13 @@ class Scanner:
         return self._steps.has_more
 
     def look_again(self) -> None:
-        """Let all step folders be due."""
+        """Make all step folders due for a look."""
         self._steps.look_again()
+
+    def points_elsewhere(self, step: int) -> bool:
+        """Whether the pointer now names another step; False in any doubt."""
+        pointer, _ = self._pointer(self._pointer_file)
+        return pointer.step is not None and pointer.step != step
 
     def is_needed(self, step: int) -> bool:
         """Whether a pointer names a step, or its trainer has announced it or one below it.
@@ -159,11 +149,11 @@ class Scanner:
         Asked when the step is out of sight already, of the server. Each file is opened twice: on
         storage whose first open may be of what was replaced, the second one is not.
         """
-        for folder in (self._layout.root, self._layout.state):
-            self._storage.refresh(folder)
+        for folder in (self._job.layout.root, self._job.layout.state):
+            self._job.storage.refresh(folder)
         for _ in range(2):
-            pointer, _ = self._pointer(self._layout.root / self._config.pointer)
-            checkpoint, _ = self._pointer(self._layout.checkpoint_pointer)
+            pointer, _ = self._pointer(self._pointer_file)
+            checkpoint, _ = self._pointer(self._job.layout.checkpoint_pointer)
             announced = self._announced()
         if pointer.step is None:
             return True
@@ -172,7 +162,7 @@ class Scanner:
 
     def _pointer(self, path: Path) -> tuple[Pointer, Signature | None]:
         try:
-            content, key = self._storage.read_with_signature(path, _POINTER_LIMIT)
+            content, key = self._job.storage.read_with_signature(path, _POINTER_LIMIT)
         except OSError as error:
             if is_gone(error):
                 return Pointer(PointerState.MISSING), None
@@ -195,19 +185,19 @@ class Scanner:
             and self._clock() - self._settled_at < LOOK_AGAIN
         ):
             return
-        save = look_at_weights(self._storage, self._layout.step(pointer.step), pointer.step)
+        save = look_at_weights(self._job.storage, self._job.layout.step(pointer.step), pointer.step)
         outcome = known.outcomes.get(save.step)
         if (
             outcome is not None
             and outcome.outcome == "published"
             and is_saved_over(save.identity or "", outcome.identity)
         ):
-            actor = self._layout.actor(save.step)
+            actor = self._job.layout.actor(save.step)
             why = (
-                f"{actor} is being saved into again: its .distcp files changed, and its "
+                f"a trainer is saving into {actor} again: its .distcp files changed, and its "
                 f"{DCP_METADATA}, which is written last, did not (touch that where all is well)"
             )
-            save = Save(save.step, None, why)
+            save = Unfinished(save.step, why)
         if self._save is None or (save.step, save.known_as) != (
             self._save.step,
             self._save.known_as,
@@ -230,14 +220,14 @@ class Scanner:
         self._settled_at = self._clock()
 
     def _versions(self, folder: Path) -> tuple[int, ...]:
-        found = (parse_version_folder(name) for name in self._storage.names(folder))
+        found = (parse_version_folder(name) for name in self._job.storage.names(folder))
         return tuple(sequence for sequence in found if sequence is not None)
 
     def _leases(self, sequences: tuple[int, ...]) -> list[LeaseSeen]:
         held = [
             (sequence, marker, parsed[1] if parsed else None)
             for sequence in sequences
-            for marker in self._markers(self._layout.lease_folder(sequence))
+            for marker in self._markers(self._job.layout.lease_folder(sequence))
             for parsed in [parse_lease_marker(marker)]
         ]
         liveness = self._lookout.look({session for _, _, session in held if session})
@@ -252,9 +242,9 @@ class Scanner:
         return found
 
     def _markers(self, folder: Path) -> list[str]:
-        """The leases on a version; where they cannot be seen, there is one for all we know."""
+        """The leases on a version; if they cannot be read, one is assumed."""
         try:
-            return self._storage.names(folder)
+            return self._job.storage.names(folder)
         except OSError as error:
             if not is_refused_here(error):
                 raise
@@ -262,10 +252,10 @@ class Scanner:
             return [""]
 
     def _announced(self) -> int | None:
-        """What the trainer announced last; 0 while it has not said yet where it begins."""
-        path = self._layout.trainer_report
+        """The step that the trainer announced last; 0 until it has announced its first."""
+        path = self._job.layout.trainer_report
         try:
-            return parse(TrainerReport, self._storage.read(path), path).step or 0
+            return parse(TrainerReport, self._job.storage.read(path), path).step or 0
         except RecordError:
             return 0  # it says something that we cannot read: prune nothing below it
         except OSError as error:

@@ -13,10 +13,10 @@ from typing import Final
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.hang import AnsweredStorage
 from syncd.daemon.loop import Loop
-from syncd.daemon.meter import MeterOf, unmetered
 from syncd.daemon.notify import JobNotice
-from syncd.daemon.participants import Participants
-from syncd.daemon.turns import Turn
+from syncd.daemon.presence import Participants
+from syncd.daemon.telling.meter import MeterOf, unmetered
+from syncd.daemon.turns import Turn, Turns
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -30,7 +30,7 @@ from syncd.protocol.records import Format, parse
 from syncd.storage.epoch import Epoch
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Storage
-from syncd.storage.job import check_folders, check_is_there, open_job
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge, sweep_broken
 from syncd.storage.repeats import Repeats
 from syncd.storage.reserve import Reserve
@@ -47,24 +47,25 @@ _QUIET: Final = 2
 
 
 class Service:
-    """One daemon process on one job: active, or standing by for the one that is.
+    """One daemon process on one job: active, or standing by for the active one.
 
-    Promised: :meth:`run` returns within a copy chunk of :meth:`stop`, and leaves nothing half made.
-    Not promised: that two of them never believe to be active at once; only one can commit.
+    Promised: after :meth:`stop`, :meth:`run` returns within one copy chunk, and leaves no
+    unfinished work. Not promised: that two daemons never both believe to be active; but only one of
+    them can commit.
 
     Args:
         root: the job directory.
-        config: what the daemon was told.
-        may_end: asked where ``exit_when_idle`` would end :meth:`run`.
-        answered: called whenever storage has answered: this is what counts as progress.
-        notice: told when the job was first looked at, and what is done.
-        each_tick: called between two rounds, by the thread of :meth:`run`.
-        turn: asked before each merge whether this job may merge now.
-        meter_of: makes what hears of all that is done.
+        config: the daemon's configuration.
+        may_end: asked before ``exit_when_idle`` ends :meth:`run`.
+        answered: called whenever storage has answered, which counts as progress.
+        notice: receives the daemon's messages for the service manager.
+        each_tick: called between two rounds, on the thread of :meth:`run`.
+        turn: asked whether this job may merge now; by default it always may.
+        meter_of: makes the meter that receives the daemon's events.
         storage: the shared storage.
 
     Raises:
-        InvalidSettingsError: ``shared_group`` is not there, or cannot be given to the job.
+        InvalidSettingsError: ``shared_group`` does not exist, or cannot be given to the job.
         JobUnavailableError: the job is not there, or this user may not write to it.
     """
 
@@ -82,18 +83,15 @@ class Service:
         storage: Storage | None = None,
     ) -> None:
         root = root.absolute()
-        self._layout = JobLayout(root)
         self._config = config
-        self._storage = storage or AnsweredStorage(root, answered)
+        self._job = Job(storage or AnsweredStorage(root, answered), JobLayout(root))
         self._notice = notice or JobNotice()
         self._may_end = may_end
         self._each_tick = each_tick
-        self._turn = turn or Turn()
-        self._meter = meter_of(self._storage, self._layout)
+        self._turn = turn or Turns(1, lambda _: 0.0).of(str(root), self.wake)
+        self._meter = meter_of(self._job)
         self._meter.active(yes=False)
         self._stopping = False
-        self._next = config
-        self._loop: Loop | None = None
         self._held: tuple[Session, DaemonLock] | None = None
         self._quiet_rounds = 0
         self._away = False
@@ -106,7 +104,8 @@ class Service:
         self._remember_folder()
         if self._lease_time != config.lease_time:
             log.warning(
-                "the lease time of this job is %g s, since it was first opened; %g s is not heard",
+                "this job's lease time was fixed at %g s when the job was created; ignoring the "
+                "configured %g s",
                 self._lease_time,
                 config.lease_time,
                 extra=Event.CONFIG_UNHEARD(
@@ -114,7 +113,7 @@ class Service:
                 ),
             )
         self._participants = self._participants_of_job()
-        self._watcher = Watcher({root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})})
+        self._watcher = Watcher({})  # to be woken; what it watches is for run() to begin and to end
 
     def stop(self) -> None:
         """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
@@ -122,10 +121,11 @@ class Service:
         self._watcher.wake()
 
     def give_up(self) -> None:
-        """Let other daemons have the job now, though the thread of :meth:`run` is stuck.
+        """Release the job to other daemons now, even if the thread of :meth:`run` is stuck.
 
-        Its heartbeats end. The fence keeps out what it may still do once another daemon has taken
-        over; when it comes back, it ends. May be called from any thread, and hang as storage does.
+        Its heartbeats end. Once another daemon has taken over, the fence blocks anything that this
+        one may still do; when its thread comes back, it ends. May be called from any thread. Hangs
+        if storage hangs.
         """
         self.stop()
         if (held := self._held) is not None:
@@ -134,20 +134,23 @@ class Service:
             session.close()
 
     def reload(self, config: DaemonConfig) -> None:
-        """Take another configuration over before the next round.
+        """Use another configuration from the next round on.
 
-        Heard of it is what ``LIVE_KEYS`` names. May be called from any thread.
+        Only the keys in ``LIVE_KEYS`` may differ. May be called from any thread.
         """
-        self._next = config
+        self._config = config
         self._watcher.wake()
 
     def wake(self) -> None:
-        """Let the next tick be now. May be called from a signal handler or any thread."""
+        """Begin the next tick now. May be called from a signal handler or any thread."""
         self._watcher.wake()
 
     def run(self) -> None:
-        """Serve until stopped, or until there is nobody and nothing left to serve."""
+        """Serve until stopped, or until no participant and nothing to publish is left."""
         with self._watcher:
+            self._watcher.watch(
+                {self._job.layout.root: frozenset({STATE_POINTER, CHECKPOINT_POINTER})}
+            )
             while not self._stopping:
                 try:
                     self._stand_by_and_serve()
@@ -155,7 +158,7 @@ class Service:
                     self._say(f"standing by: {error}", error, event=Event.DAEMON_STANDS_BY)
                 except CancelledError:
                     log.info(
-                        "stopped in the middle of something; nothing is half done",
+                        "stopped: the work in progress was given up; nothing is half done",
                         extra=Event.DAEMON_STOPPED(),
                     )
                 except JobUnavailableError as error:
@@ -173,7 +176,7 @@ class Service:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is there now and nothing is left to publish, or the job itself is away."""
+        """Whether no participant is alive and nothing is left to publish, or the job is away."""
         return self._away or (self._quiet_rounds >= _QUIET and not self._participants.alive)
 
     @property
@@ -185,31 +188,24 @@ class Service:
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
     def _wait(self) -> None:
-        """Wait for an event or a tick; then do what was asked for meanwhile."""
+        """Wait for an event or a tick; then apply a reload that was requested meanwhile."""
         self._watcher.wait(self._tick)
         self._each_tick()
-        # Not taken out of there: another thread may put the next one in between two steps of that.
-        config = self._next
-        if config is not self._config:
-            self._config = config
-            self._participants.reconfigure(tick=self._tick)
-            if self._loop is not None:
-                self._loop.reconfigure(config)
 
     def _stand_by_and_serve(self) -> None:
-        """From one session to its end: until stopped, superseded, or without storage."""
+        """Run one session: until stopped, superseded, or without storage."""
         self._check_there()
-        check_folders(self._storage, self._layout)
-        path = self._layout.format
-        lease_time = parse(Format, self._storage.read(path), path).lease_time
+        self._job.check_folders()
+        path = self._job.layout.format
+        lease_time = parse(Format, self._job.storage.read(path), path).lease_time
         if lease_time != self._lease_time:
             # Another job came in its place, and the living must not be judged by the one before.
             self._lease_time = lease_time
             self._participants = self._participants_of_job()
         self._away = False
-        with Session(self._layout, self._lease_time, prefix=DAEMON_SESSION) as session:
-            judge = Judge(self._storage, self._lease_time)
-            lock = DaemonLock(self._storage, self._layout, self._lease_time, judge)
+        with Session(self._job.layout, self._lease_time, prefix=DAEMON_SESSION) as session:
+            judge = Judge(self._job.storage, self._lease_time)
+            lock = DaemonLock(self._job, self._lease_time, judge)
             self._held = session, lock
             try:
                 if self._elected(lock):
@@ -220,19 +216,17 @@ class Service:
                 lock.release()
 
     def _open_job(self) -> float:
-        """Make what is missing of ours in the job; returns its lease time."""
+        """Create syncd's missing files in the job; returns its lease time."""
         if self._config.shared_group is not None:
-            share_with_group(self._storage, self._layout, self._config.shared_group)
-        lease_time = open_job(
-            self._storage, self._layout, lease_time=self._config.lease_time
-        ).lease_time
-        check_rights(self._storage, self._layout)
+            share_with_group(self._job, self._config.shared_group)
+        lease_time = self._job.open(lease_time=self._config.lease_time).lease_time
+        check_rights(self._job)
         return lease_time
 
     def _check_there(self) -> None:
-        """Look that the job is there; where another is in its place, open that."""
+        """Check that the job is there; if another job is in its place, open that one."""
         try:
-            check_is_there(self._storage, self._layout)
+            self._job.check_is_there()
         except JobUnavailableError:
             if not self._is_made_anew():
                 raise
@@ -241,12 +235,12 @@ class Service:
         self._remember_folder()
 
     def _is_made_anew(self) -> bool:
-        """Whether a trainer without our hooks has begun another job: its pointer, nothing of ours.
+        """Whether a trainer without hooks has begun another job: a pointer, but no ``.syncd``.
 
         A job that is being deleted is the same folder to its end: nothing is made in that. Nor is
         anything on another device: there the storage is not mounted, whatever may lie below it.
         """
-        layout, storage = self._layout, self._storage
+        layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
         if folder is None or not storage.exists(pointer):
             if folder is None or not storage.exists(layout.published):
@@ -255,8 +249,8 @@ class Service:
         return folder.st_dev == self._device and folder.st_ino != self._inode
 
     def _remember_folder(self) -> None:
-        """Which folder the job's is."""
-        folder = self._storage.status(self._layout.root)
+        """Remember the identity of the job's folder."""
+        folder = self._job.storage.status(self._job.layout.root)
         if folder is not None:
             self._device, self._inode = folder.st_dev, folder.st_ino
 
@@ -273,17 +267,16 @@ class Service:
         return False
 
     def _serve(self, session: Session, lock: DaemonLock) -> None:
-        epoch = Epoch.take_over(self._storage, self._layout)
-        sweep_broken(self._storage, self._layout)
+        epoch = Epoch.take_over(self._job)
+        sweep_broken(self._job)
         loop = Loop(
-            self._storage,
-            self._layout,
+            self._job,
             self._config,
             session,
             lock,
             # Merges may follow each other for hours; that an explorer is dead has to be found out
             # all the same, and the grace of its lease is longer than any slip.
-            Judge(self._storage, self._lease_time, counts_pauses=True),
+            Judge(self._job.storage, self._lease_time, counts_pauses=True),
             epoch,
             cancel=self._check_stopping,
             turn=self._turn,
@@ -292,37 +285,36 @@ class Service:
         )
         loop.begin()
         self._quiet_rounds = 0
-        self._loop = loop
         self._meter.active(yes=True)
         try:
             while not self._stopping:
                 self._round(loop)
                 if self._participants.gone and self.is_idle and self._may_end():
                     log.info(
-                        "all trainers and explorers are gone, and all is published: the end",
+                        "exiting: all trainers and explorers are gone, and all saves are published",
                         extra=Event.DAEMON_ENDS(),
                     )
                     self._stopping = True
                     return
                 self._wait()
         finally:
-            self._loop = None
             self._meter.active(yes=False)
             if epoch.is_live():
                 loop.end()
 
     def _round(self, loop: Loop) -> None:
-        """One round; what storage refuses for now does not end the epoch."""
+        """Run one round; if storage refuses something for now, the epoch goes on."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
             # In this order: whoever is gone now had written all that it ever will. What a round saw
             # while someone was there says nothing about what they wrote last.
             self._look_for_participants()
             self._look_at_rights()
+            loop.config = self._config  # which any thread may replace in the middle of a round
             if not loop.run_once().pending and not self._participants.alive:
                 self._quiet_rounds = quiet + 1
         except OSError as error:
-            if not self._storage.exists(self._layout.format):
+            if not self._job.is_there():
                 raise
             self._say(f"paused: {error}", error)
         else:
@@ -330,29 +322,31 @@ class Service:
             self._said = ""
 
     def _participants_of_job(self) -> Participants:
-        return Participants(self._storage, self._layout, self._lease_time, tick=self._tick)
+        return Participants(self._job, self._lease_time)
 
     def _look_for_participants(self) -> None:
         if self._config.exit_when_idle:
-            self._participants.look()
+            self._participants.look(self._tick)
 
     def _look_at_rights(self) -> None:
-        """Say it once, with the first steps that are seen, where they could not be pruned."""
+        """Warn once, with the first steps seen, if this user cannot prune them."""
         if self._rights_seen:
             return
-        found = unprunable(self._storage, self._layout)
+        found = unprunable(self._job)
         self._rights_seen = found is not None
         if found:
             why = f"{found}: {TO_DELETE}"
-            log.warning("%s", why, extra=Event.RIGHTS_MISSING(job=self._layout.root, reason=why))
+            log.warning(
+                "%s", why, extra=Event.RIGHTS_MISSING(job=self._job.layout.root, reason=why)
+            )
 
     def _gave_up_reserve(self) -> bool:
-        """A full disk must not keep out who would prune it."""
+        """Free the reserve on a full disk, so that the daemon can take over and prune."""
         try:
-            return Reserve(self._storage, self._layout).give_up()
+            return Reserve(self._job).give_up()
         except OSError as error:
             log.warning(
-                "the reserve cannot be given up: %s",
+                "the disk is full, and the reserved space cannot be freed: %s",
                 error,
                 extra=Event.CLEANUP_DELAYED(reason=error),
             )
@@ -370,7 +364,7 @@ class Service:
         event: Event = Event.DAEMON_PAUSED,
         change: str = "",
     ) -> None:
-        """Log each change, and now and then what does not change.
+        """Log each change; repeat an unchanged state now and then.
 
         ``change`` is what counts as one, where names in the message are new ones each time.
         """
@@ -382,4 +376,4 @@ class Service:
             self._repeats.forget(self._said)
             self._said = state
         if self._repeats.due(state):
-            log.warning("%s", what, extra=event(job=self._layout.root, reason=why))
+            log.warning("%s", what, extra=event(job=self._job.layout.root, reason=why))

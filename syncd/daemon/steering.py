@@ -1,107 +1,86 @@
-"""What people ask of a job, as its daemon finds it: the pause, and requests."""
+"""Requests of people, read by the daemon: the pause, and rollbacks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from syncd.daemon.let_be import LetBe
-from syncd.protocol.errors import RecordError
-from syncd.protocol.layout import JobLayout
+from syncd.daemon.complaints import LetBe
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.records import parse
 from syncd.protocol.requests import Pause, RollbackRequest
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
-from syncd.storage.fsio import Storage
+from syncd.storage.errnos import is_gone, is_refused_here, is_unreadable
+from syncd.storage.job import Job
+from syncd.storage.record_files import ReadPolicy
 
 
 class Steering:
-    """Reads what is asked; only what cannot be read because storage fails is an error.
+    """Reads requests; a request that is damaged is no error, only failing storage is.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._let_be = LetBe()
+        self._policy = ReadPolicy(damaged=is_unreadable, say=self._let_be.say)
 
     def pause(self) -> Pause | None:
-        """The pause that holds, if there is one; a damaged one holds too."""
-        path = self._layout.paused
-        try:
-            return parse(Pause, self._storage.read(path), path)
-        except RecordError as error:
-            self._let_be.say(path, error)
-        except OSError as error:
-            if is_gone(error):
-                return None
-            if not (is_no_record(error) or is_refused_here(error)):
-                raise
-            self._let_be.say(path, error)
+        """The pause in force, if any; a damaged record counts as a pause."""
+        path = self._job.layout.paused
         # Someone meant something by it, and what happens meanwhile cannot be undone.
-        return Pause(id="", by=f"{path.name}, which cannot be read", time=0.0)
+        damaged = Pause(id="", by=f"{path.name} (unreadable)", time=0.0)
+        return self._job.read(Pause, path, self._policy, unreadable=damaged)
 
     def is_paused(self) -> bool:
         """Whether the job is paused now, asked of the server."""
-        self._storage.refresh(self._layout.state)
+        self._job.storage.refresh(self._job.layout.state)
         return self.pause() is not None
 
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
-        """What is asked for and not answered, always in the same order.
+        """The unanswered requests, always in the same order.
 
         What the daemon may not answer is left out: it would be found unanswered for ever, and
         nothing else be published.
         """
-        if not self._asked():
+        if not self.asked():
             return ()
         try:
             # It asks whether an answer may be written, and lets the server say whether there is
             # one: another daemon's, that came after this client's last look.
-            self._storage.refresh(self._layout.requests)
+            self._job.storage.refresh(self._job.layout.requests)
         except OSError as error:
             if not (is_gone(error) or is_refused_here(error)):
                 raise
-            self._let_be.say(self._layout.requests, error)
+            self._let_be.say(self._job.layout.requests, error)
             return ()
-        return self._asked()
+        return self.asked()
 
     def answered(self) -> list[Path]:
-        """Answers that nobody has taken yet."""
+        """Answers that no requester has read yet."""
         return [
-            self._layout.requests / name
+            self._job.layout.requests / name
             for name in self._names()
             if (request := self._request(name)) and request.outcome != "asked"
         ]
 
-    def _asked(self) -> tuple[RollbackRequest, ...]:
+    def asked(self) -> tuple[RollbackRequest, ...]:
+        """The rollbacks that are queued, as far as this client knows; only reads."""
         found = [self._request(name) for name in self._names()]
         return tuple(request for request in found if request and request.outcome == "asked")
 
     def _names(self) -> list[str]:
         try:
-            return self._storage.names(self._layout.requests)
+            return self._job.storage.names(self._job.layout.requests)
         except OSError as error:
             if not is_refused_here(error):
                 raise
-            self._let_be.say(self._layout.requests, error)
+            self._let_be.say(self._job.layout.requests, error)
             return []
 
     def _request(self, name: str) -> RollbackRequest | None:
-        path = self._layout.requests / name
+        path = self._job.layout.requests / name
         if name.startswith(TEMPORARY):
             return None
-        try:
-            request = parse(RollbackRequest, self._storage.read(path), path)
-        except RecordError as error:
-            self._let_be.say(path, error)
-        except OSError as error:
-            if not (is_gone(error) or is_no_record(error) or is_refused_here(error)):
-                raise
-            if not is_gone(error):
-                self._let_be.say(path, error)
-        else:
-            # Its id becomes a path: only that of the file itself will do.
-            return request if self._layout.request(request.id) == path else None
-        return None
+        request = self._job.read(RollbackRequest, path, self._policy)
+        # Its id becomes a path: only that of the file itself will do.
+        return request if request and self._job.layout.request(request.id) == path else None

@@ -9,9 +9,8 @@ from typing import Final
 
 from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save
+from syncd.daemon.complaints import LetBe
 from syncd.daemon.decide import Pointer, StepSeen
-from syncd.daemon.let_be import LetBe
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
@@ -30,8 +29,9 @@ from syncd.protocol.names import (
 from syncd.protocol.records import SaveOutcome
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.judge import Clock
-from syncd.storage.steps import step_folders
+from syncd.storage.step_folders import step_folders
 
 #: How many step folders one look is into: the rest wait for the next ones.
 _AT_A_TIME: Final = 64
@@ -43,14 +43,12 @@ class Steps:
     """Which step folders are due, and what is in them.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         clock: seconds, monotonic.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, *, clock: Clock) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, *, clock: Clock) -> None:
+        self._job = job
         self._clock = clock
         self._key: object = None
         self._at = 0.0
@@ -66,7 +64,7 @@ class Steps:
         return bool(self._due) or self._again
 
     def look_again(self) -> None:
-        """Let all step folders be due."""
+        """Make all step folders due for a look."""
         self._key = None
 
     def look(
@@ -82,7 +80,9 @@ class Steps:
             outcome = outcomes.get(step)
             try:
                 if outcome is not None:
-                    look = look_at_step(self._storage, self._layout.step(step), step, outcome)
+                    look = look_at_step(
+                        self._job.storage, self._job.layout.step(step), step, outcome
+                    )
                     if look is None:
                         vanished.append(step)
                         continue
@@ -98,11 +98,11 @@ class Steps:
             except OSError as error:
                 if not is_refused_here(error):
                     raise
-                self._let_be.say(self._layout.step(step), error)
+                self._let_be.say(self._job.layout.step(step), error)
         return tuple(seen), tuple(unrecorded), tuple(vanished)
 
     def _refill(self, pointer: Pointer, key: object, outcomes: Mapping[int, SaveOutcome]) -> None:
-        """Let step folders be due: when a pointer moved, after a version, and now and then.
+        """Make step folders due: when a pointer moved, after a version, and now and then.
 
         The newest come first, and a round that has begun goes on behind them, so that the oldest of
         very many get their turn however often something moves.
@@ -112,7 +112,7 @@ class Steps:
         is_time = not self._due and now - self._at >= LOOK_AGAIN
         if not (moved or is_time or (self._again and not self._due)):
             return
-        steps = set(step_folders(self._storage, self._layout))
+        steps = set(step_folders(self._job))
         self._note_passed(pointer, steps, is_time=is_time)
         ordered = sorted(steps | outcomes.keys(), reverse=True)
         if self._due:
@@ -139,11 +139,11 @@ class Steps:
             self._passed = frozenset()
 
     def _skipped_save(self, step: int) -> Save | None:
-        """A whole save below the pointer; a full checkpoint that stays is nothing to record."""
-        folder = self._layout.step(step)
-        if self._storage.exists(folder / FULL) or self._storage.exists(folder / SAVING):
+        """A complete save below the pointer; None for a full checkpoint that stays."""
+        folder = self._job.layout.step(step)
+        if self._job.storage.exists(folder / FULL) or self._job.storage.exists(folder / SAVING):
             return None
-        save = look_at_weights(self._storage, folder, step)
+        save = look_at_weights(self._job.storage, folder, step)
         passed = bool(save.receipts) or step in self._passed
         return save if save.identity is not None and passed else None
 
@@ -151,7 +151,7 @@ class Steps:
 def look_at_step(
     storage: Storage, folder: Path, step: int, outcome: SaveOutcome
 ) -> StepSeen | None:
-    """What a step's folder holds now, beside what is on record of it; None where it is gone."""
+    """A step folder's present content beside its record; None if the folder is gone."""
     names = set(storage.names(folder))
     if not names and not storage.exists(folder):
         return None

@@ -1,5 +1,5 @@
-"""``syncd doctor``: what a job's storage really does, measured; and what that means for syncd.
+"""``syncd doctor``: measures a job's storage, and judges whether syncd can rely on it.
 
-What is measured is in :mod:`.alone` (by one process), :mod:`.together` (by several) and
-:mod:`.facts`; what it means is in :mod:`.verdicts` and :mod:`.job_verdicts`, which touch nothing.
+The probes are in :mod:`.alone` (by one process), :mod:`.together` (by several) and :mod:`.facts`;
+the judgements are in :mod:`.verdicts` and :mod:`.job_verdicts`, which touch nothing.
 """

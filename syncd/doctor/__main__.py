@@ -11,6 +11,7 @@ from syncd.doctor.channel import Channel, serve
 from syncd.doctor.facts import facts_of
 from syncd.doctor.party import Here
 from syncd.protocol.errors import SyncdError
+from syncd.protocol.names import printable
 from syncd.storage.fsio import Storage
 
 #: Seconds without a call after which whoever started this counts as gone.
@@ -32,7 +33,7 @@ def main() -> None:
             given_up=lambda: os.getppid() != parent,
         )
     except (SyncdError, OSError) as error:
-        print(f"syncd: {error}", file=sys.stderr)
+        print(f"syncd: {printable(error)}", file=sys.stderr)
         sys.exit(1)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from syncd.doctor import verdicts
-from syncd.doctor.calls import DONE
 from syncd.doctor.finding import Finding
 from syncd.doctor.party import Here, error_name, put
+from syncd.doctor.party_calls import DONE
 from syncd.storage.fsio import Storage, signature
 
 #: How often something is done of which the median counts.

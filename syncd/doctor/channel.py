@@ -1,4 +1,4 @@
-"""How processes that measure together talk: by files in their room, each written once."""
+"""The channel between processes that measure together: files in their room, each written once."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from syncd.doctor.calls import Answer, Call, End, Request
 from syncd.doctor.finding import Finding
 from syncd.doctor.party import Here, Party, put
+from syncd.doctor.party_calls import End, PartyAnswer, PartyCall, PartyRequest
 from syncd.protocol.errors import JobUnavailableError, RecordError
 from syncd.protocol.names import TEMPORARY
 from syncd.protocol.records import R, encode, parse
@@ -42,7 +42,7 @@ class Channel:
         self._mine, self._others = f"{me}-{other}", f"{other}-{me}"
         self._said = self._heard = 0
 
-    def say(self, record: Answer | Request) -> None:
+    def say(self, record: PartyAnswer | PartyRequest) -> None:
         """Say something, whole at once."""
         self._said += 1
         name = f"{self._mine}-{self._said}"
@@ -82,7 +82,7 @@ class Channel:
 
 def _silent(path: Path, limit: float, *, ended: bool) -> str:
     if ended:
-        return "the process that measures together with this one has ended: run both again"
+        return "the other measuring process has ended: run both again"
     return (
         f"{path} was not written within {limit:.0f} s: the process that measures together with "
         "this one has ended, or storage lags by more than that; run both again"
@@ -107,22 +107,22 @@ class There(Party):
         self._limit = 0.0
         self._owes = False
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: PartyCall) -> None:
         """Ask it."""
         self._settle()
         self._limit = call.seconds + self._patience
-        self._channel.say(Request(call=call))
+        self._channel.say(PartyRequest(call=call))
         self._owes = True
 
-    def end(self) -> Answer:
+    def end(self) -> PartyAnswer:
         """Wait for its answer."""
         answer = self._hear()
         if answer.failed is not None:
             raise OSError(errno.EIO, f"the other process says {answer.failed}")
         return answer
 
-    def _hear(self) -> Answer:
-        answer = self._channel.hear(Answer, self._limit, self._has_ended)
+    def _hear(self) -> PartyAnswer:
+        answer = self._channel.hear(PartyAnswer, self._limit, self._has_ended)
         self._owes = False
         return answer
 
@@ -135,8 +135,8 @@ class There(Party):
         """Tell it what was found, and that it is over; waits until it has heard that."""
         try:
             self._settle()
-            self._channel.say(Request(end=End(findings=findings)))
-            self._channel.hear(Answer, self._patience, self._has_ended)
+            self._channel.say(PartyRequest(end=End(findings=findings)))
+            self._channel.hear(PartyAnswer, self._patience, self._has_ended)
         except JobUnavailableError as error:
             log.debug("%s", error)  # nothing more is wanted of it
 
@@ -166,15 +166,15 @@ def serve(
     """
     try:
         while True:
-            request = channel.hear(Request, idle, given_up)
+            request = channel.hear(PartyRequest, idle, given_up)
             if request.call is None:
-                channel.say(Answer())
+                channel.say(PartyAnswer())
                 return request.end.findings if request.end else ()
             begins(request.call.seconds)
             try:
                 answer = here.perform(request.call)
             except OSError as error:
-                answer = Answer(failed=str(error))
+                answer = PartyAnswer(failed=str(error))
             channel.say(answer)
     finally:
         here.close()

@@ -11,23 +11,21 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar, cast
 
-from syncd.doctor import alone, job, job_verdicts, together
-from syncd.doctor.calls import Facts
+from syncd.doctor import alone, job_probes, job_verdicts, together
 from syncd.doctor.channel import TALK, There, serve
 from syncd.doctor.facts import facts_of
 from syncd.doctor.finding import Finding
-from syncd.doctor.meeting import helpers, new_name, receive, visit
 from syncd.doctor.party import Here, Party
-from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
+from syncd.doctor.party_calls import Facts
+from syncd.doctor.peer import helpers, new_name, receive, visit
+from syncd.storage.job import Job, no_folder
 from syncd.storage.probe_room import ProbeRoom, sweep_rooms
 
 T = TypeVar("T")
 Found = Finding | list[Finding]
 
 
-class Limits(NamedTuple):
+class Deadlines(NamedTuple):
     """How long what is waited for, in seconds.
 
     Attributes:
@@ -57,7 +55,7 @@ class Watching:
 
 
 #: What storage says where this user may make nothing.
-_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
 
 #: Makes those with whom this process measures, in a room that is theirs.
 Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
@@ -82,17 +80,13 @@ class Examination:
     refuses it, or the process is killed. Each probe ends within ``limits.probe``.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         watching: hears of the progress.
         limits: how long what is waited for.
     """
 
-    def __init__(
-        self, storage: Storage, layout: JobLayout, watching: Watching, limits: Limits
-    ) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, watching: Watching, limits: Deadlines) -> None:
+        self._job = job
         self._watching = watching
         self._limits = limits
         self._findings: list[Finding] = []
@@ -104,7 +98,7 @@ class Examination:
             JobUnavailableError: the job directory is not there.
         """
         return self.run(
-            lambda room: helpers(self._storage, room, self._limits.answer), two_hosts=False
+            lambda room: helpers(self._job.storage, room, self._limits.answer), two_hosts=False
         )
 
     def with_peer(self) -> list[Finding]:
@@ -118,7 +112,7 @@ class Examination:
     @contextmanager
     def _received(self, room: ProbeRoom) -> Iterator[list[There]]:
         self._watching.begins("the other host, which is waited for")
-        peer = receive(self._storage, room, self._limits.meeting, self._limits.answer)
+        peer = receive(self._job.storage, room, self._limits.meeting, self._limits.answer)
         yield [peer]
         peer.dismiss(tuple(self._findings))
 
@@ -132,21 +126,19 @@ class Examination:
         Raises:
             JobUnavailableError: the job directory is not there, or those others are gone.
         """
-        storage, layout = self._storage, self._layout
+        storage, layout = self._job.storage, self._job.layout
         try:
             if self._bounded("the job's folder", lambda: storage.status(layout.root)) is None:
-                raise JobUnavailableError(
-                    f"the job directory {layout.root} is not there: create it, or mount its storage"
-                )
+                raise no_folder(layout.root)
             facts = self._bounded("mount", lambda: facts_of(layout.root))
-            daemon = self._bounded("daemon", lambda: job.DaemonProbe(storage, layout))
-            clock = job.ClockProbe()
+            daemon = self._bounded("daemon", lambda: job_probes.DaemonProbe(self._job))
+            clock = job_probes.ClockProbe()
             self._probe("mount", lambda: job_verdicts.mount(facts))
             self._probe("software", lambda: job_verdicts.software(facts))
-            finding, lease_time = self._bounded("format", lambda: job.format_of(storage, layout))
+            finding, lease_time = self._bounded("format", lambda: job_probes.format_of(self._job))
             self._note(finding)
-            self._probe("room", lambda: job.room(storage, layout))
-            self._probe("others", lambda: job.others(storage, layout))
+            self._probe("room", lambda: job_probes.room(self._job))
+            self._probe("others", lambda: job_probes.others(self._job))
             watch = partial(daemon.find, lease_time, self._limits.look)
             with self._in_room(new_name(for_peer=two_hosts), facts) as room:
                 if room is None:
@@ -162,11 +154,14 @@ class Examination:
     @contextmanager
     def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
         """A room while it is open; None where this user may make none, which is a finding."""
-        storage, layout = self._storage, self._layout
+        storage = self._job.storage
+        if job_verdicts.is_read_only(facts):  # which was found already
+            yield None
+            return
 
         def make() -> ProbeRoom:
-            sweep_rooms(storage, layout)
-            made = ProbeRoom.make(storage, layout, name)
+            sweep_rooms(self._job)
+            made = ProbeRoom.make(self._job, name)
             storage.mkdir(made.path / TALK)
             return made
 
@@ -175,15 +170,17 @@ class Examination:
             room = self._bounded("rights", make)
         except OSError as error:
             why = str(error)
-            if error.errno in _REFUSED:
-                self._probe("rights", lambda: job.rights(storage, layout, facts, why))
+            if error.errno == errno.EROFS:
+                self._note(job_verdicts.exported_read_only(why))
+            elif error.errno in _REFUSED:
+                self._probe("rights", lambda: job_probes.rights(self._job, facts, why))
             else:
                 self._note(job_verdicts.broken("rights", why))
         if room is None:
             yield None
             return
         try:
-            self._probe("rights", lambda: job.rights(storage, layout, facts, None))
+            self._probe("rights", lambda: job_probes.rights(self._job, facts, None))
             yield room
         except _HungError as error:
             self._note(job_verdicts.left_behind(str(room.path), str(error)))
@@ -198,14 +195,14 @@ class Examination:
         self,
         room: ProbeRoom,
         facts: Facts,
-        clock: job.ClockProbe,
+        clock: job_probes.ClockProbe,
         lease_time: float,
         others: Sequence[Party],
         *,
         two_hosts: bool,
     ) -> None:
         """Do all probes that write, in a room."""
-        storage, limit, path = self._storage, self._limits.look, room.path
+        storage, limit, path = self._job.storage, self._limits.look, room.path
 
         def here(name: str) -> Here:
             return Here(storage, path / name, lambda: facts)
@@ -241,7 +238,7 @@ class Examination:
 
     def _prepared(self, room: ProbeRoom, name: str, probe: Callable[[], Found]) -> Found:
         room.beat()
-        self._storage.mkdir(room.path / name)
+        self._job.storage.mkdir(room.path / name)
         found = probe()
         room.beat()  # a room that was removed meanwhile says nothing about storage
         return found
@@ -299,7 +296,7 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
     raise _HungError(name)
 
 
-def join(storage: Storage, layout: JobLayout, watching: Watching, limits: Limits) -> list[Finding]:
+def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
     """Be the other host: do what the one that examines asks for; returns what it has found.
 
     Where storage does not answer this host, that is all that is found.
@@ -316,9 +313,9 @@ def join(storage: Storage, layout: JobLayout, watching: Watching, limits: Limits
         return False
 
     def work() -> tuple[Finding, ...]:
-        room, channel = visit(storage, layout, limits.meeting)
+        room, channel = visit(job, limits.meeting)
         watching.begins("what the other host asks for")
-        here = Here(storage, room, lambda: facts_of(layout.root))
+        here = Here(job.storage, room, lambda: facts_of(job.layout.root))
         return serve(channel, here, idle=limits.probe, given_up=goes_on, begins=goes_on)
 
     try:

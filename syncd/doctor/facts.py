@@ -1,4 +1,4 @@
-"""What a process knows of itself, its host and how the job is mounted, without changing a thing."""
+"""Facts about this process, its host and the job's mount, read without changing anything."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from syncd import __version__
-from syncd.doctor.calls import Facts
+from syncd.doctor.party_calls import Facts
 
 
 class Mount(NamedTuple):

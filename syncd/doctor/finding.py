@@ -1,4 +1,4 @@
-"""What a probe has found: measured, judged, and said in words. Pure."""
+"""A probe's finding: measured, judged, and said in words. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 Measured = bool | int | float | str | None | list[str] | dict[str, float | str | None]
 
 
-class Verdict(Enum):
+class Severity(Enum):
     """How bad it is."""
 
     OK = "ok"
@@ -34,7 +34,7 @@ class Finding(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: str
-    verdict: Verdict
+    verdict: Severity
     words: str
     advice: str = ""
     measured: dict[str, Measured] = {}
@@ -42,20 +42,20 @@ class Finding(BaseModel):
 
 def ok(name: str, words: str, **measured: Measured) -> Finding:
     """Nothing is wrong."""
-    return Finding(name=name, verdict=Verdict.OK, words=words, measured=measured)
+    return Finding(name=name, verdict=Severity.OK, words=words, measured=measured)
 
 
 def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
     """Someone should know."""
-    return Finding(name=name, verdict=Verdict.WARN, words=words, advice=advice, measured=measured)
+    return Finding(name=name, verdict=Severity.WARN, words=words, advice=advice, measured=measured)
 
 
 def fail(name: str, words: str, advice: str, **measured: Measured) -> Finding:
     """A promise cannot hold."""
-    return Finding(name=name, verdict=Verdict.FAIL, words=words, advice=advice, measured=measured)
+    return Finding(name=name, verdict=Severity.FAIL, words=words, advice=advice, measured=measured)
 
 
-def worst(findings: list[Finding]) -> Verdict:
+def worst(findings: list[Finding]) -> Severity:
     """The worst of the verdicts."""
     found = {finding.verdict for finding in findings}
-    return next((v for v in (Verdict.FAIL, Verdict.WARN) if v in found), Verdict.OK)
+    return next((v for v in (Severity.FAIL, Severity.WARN) if v in found), Severity.OK)

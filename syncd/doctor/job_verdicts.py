@@ -1,12 +1,12 @@
-"""What is known of a job, its mount, its users and its hosts, and what that means. Pure."""
+"""Verdicts on a job, its mount, its users and its hosts. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Final
 
-from syncd.doctor.calls import Facts
 from syncd.doctor.finding import Finding, Measured, fail, ok, warn
+from syncd.doctor.party_calls import Facts
 from syncd.protocol.names import printable
 
 #: Less than this, and no daemon can take over: bytes and inodes of its reserve.
@@ -27,25 +27,44 @@ _TORCH: Final = (2, 6)
 def mount(facts: Facts, name: str = "mount") -> Finding:
     """How the job is mounted on a host; the finding has a name of its own for the other one's."""
     words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
-    options = set(facts.options.split(","))
+    options = _options(facts)
     told: dict[str, Measured] = {"filesystem": facts.filesystem, "options": facts.options}
-    if "ro" in options:
+    if is_read_only(facts):
         return fail(name, f"mounted read-only: {words}", "mount it rw", **told)
     if facts.filesystem.startswith("nfs") and "soft" in options:
         return warn(
             name,
-            f"mounted soft: {words}; a server that is slow for a while fails reads and writes",
-            "mount it hard: syncd waits for storage, and says that it does",
+            f"mounted soft: {words}; while the server is slow, reads and writes fail",
+            "mount it hard: syncd then waits for storage, and logs that it waits",
             **told,
         )
     if "nocto" in options:
         return warn(
             name,
-            f"mounted nocto: {words}; a changed file may be found only when the cache ends",
+            f"mounted nocto: {words}; a changed file may be seen only after the cache expires",
             "mount it without nocto",
             **told,
         )
     return ok(name, words, **told)
+
+
+def is_read_only(facts: Facts) -> bool:
+    """Whether nobody may write where a job is mounted."""
+    return "ro" in _options(facts)
+
+
+def _options(facts: Facts) -> set[str]:
+    return set(facts.options.split(","))
+
+
+def exported_read_only(why: str) -> Finding:
+    """Storage that is mounted rw, and takes no writes."""
+    return fail(
+        "mount",
+        f"mounted rw, but its server refuses writes: {why}",
+        "have the server export it for writing; a disk that had errors may stay read-only until "
+        "checked",
+    )
 
 
 def format_of(lease_time: float | None, wrong: str | None) -> Finding:
@@ -77,17 +96,21 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
         job: the job directory.
     """
     if beats:
-        return ok("daemon", f"a daemon serves this job: {said or 'it has not said anything yet'}")
+        return ok("daemon", f"a daemon serves this job: {said or 'it has reported nothing yet'}")
     last = f"; the last one was {said}" if said else ""
     start = f"start one: syncd run {job}"
     if beats is None:
         return warn("daemon", f"no daemon serves this job{last}", start)
     if watched < lease_time:
-        return ok("daemon", f"a daemon has this job, and was not watched for a whole lease{last}")
+        return ok(
+            "daemon",
+            "a daemon holds this job; it was not watched long enough to tell whether it is "
+            f"alive{last}",
+        )
     return warn(
         "daemon",
         f"the daemon's heartbeat has not moved for {watched:.0f} s{last}",
-        f"look at its host and its log; where it is gone, {start}",
+        f"look at its host and its log; if it is gone, {start}",
         watched=watched,
     )
 
@@ -110,12 +133,12 @@ def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
         if said
     )
     measured: dict[str, Measured] = {"bytes": free, "inodes": inodes, "version": version}
-    advice = "make room, or lower --keep; 'syncd prune JOB --dry-run' says what could go"
+    advice = "free space, or lower --keep; 'syncd prune JOB --dry-run' lists what could be deleted"
     if (free is not None and free < _LEAST[0]) or (inodes is not None and inodes < _LEAST[1]):
         return fail("room", f"the disk is full: {words}", advice, **measured)
     few = inodes is not None and inodes < _FEW_INODES
     if few or (free is not None and version is not None and free < _VERSIONS * version):
-        return warn("room", f"there is little room: {words}", advice, **measured)
+        return warn("room", f"the disk is nearly full: {words}", advice, **measured)
     return ok("room", words, **measured)
 
 
@@ -130,11 +153,11 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
         ahead: seconds by which storage's clock is ahead of this host's; None where unknown.
     """
     measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
-    advice = "let NTP or chrony keep the clocks of all hosts; syncd itself compares none"
+    advice = "synchronize all hosts' clocks by NTP or chrony; syncd itself does not compare clocks"
     if abs(jumped) > _JUMP:
         return warn(
             "clock",
-            f"the clock of this host was set by {jumped:+.1f} s within {watched:.0f} s",
+            f"the clock of this host was changed by {jumped:+.1f} s within {watched:.0f} s",
             advice,
             **measured,
         )
@@ -146,14 +169,16 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
             advice,
             **measured,
         )
-    return ok("clock", "the clock runs evenly, and near that of storage", **measured)
+    return ok(
+        "clock", "this host's clock runs evenly, and agrees with the storage's clock", **measured
+    )
 
 
 def software(facts: Facts) -> Finding:
     """What is installed here."""
     words = f"syncd {facts.syncd}, Python {facts.python}, Linux {facts.kernel}"
     if facts.torch is None:
-        return ok("software", f"{words}; no torch: for a daemon that casts nothing, none is needed")
+        return ok("software", f"{words}; no torch: a daemon needs it only with --dtype")
     numbers = tuple(int(part) for part in facts.torch.split(".")[:2] if part.isdecimal())
     if numbers < _TORCH:
         return warn(
@@ -183,7 +208,7 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
         )
     if kept:
         return warn("rights", kept, to_delete)
-    return ok("rights", f"{us}: may write, and delete what trainers made")
+    return ok("rights", f"{us}: may write, and delete the trainers' files")
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
@@ -196,11 +221,11 @@ def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
         return warn("others", "no folder of the job could be looked at", "look at its rights")
     for path, mode, _, _ in writers:
         if mode & _OTHERS_WRITE:
-            sticky = ", but not delete what is not his" if mode & _STICKY else ""
+            sticky = ", but delete only their own files" if mode & _STICKY else ""
             return warn(
                 "others",
-                f"every user may write to {printable(path)}{sticky} (mode {mode:04o}): whoever "
-                "writes there can have weights published, and use up the daemon's memory",
+                f"every user may write to {printable(path)}{sticky} (mode {mode:04o}): anyone "
+                "can publish weights there, and use up the daemon's memory",
                 f"chmod o-w {printable(path)}, and let trainers, daemon and explorers share a "
                 "group",
             )
@@ -224,14 +249,14 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
     if ours.client == theirs.client:
         return warn(
             "hosts",
-            f"both ran on one host, {ours.host}: what two hosts see was not measured",
-            "run --peer 0 and --peer 1 on two hosts that share the job",
+            f"both ran on one host, {ours.host}: visibility between hosts was not measured",
+            "run --peer 0 and --peer 1 on two different hosts that share the job",
         )
     if ours.host == theirs.host and ours.boot != theirs.boot:
         return warn(
             "hosts",
-            f"two hosts are both called {ours.host}: each would take a daemon of the other for a "
-            "process of its own that is gone",
+            f"two hosts are both called {ours.host}: each would mistake a daemon on the other "
+            "host for a dead process of its own",
             "give each host, or container, a name of its own",
         )
     if ours.syncd != theirs.syncd:
@@ -244,7 +269,7 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
         return warn(
             "hosts",
             f"{words}; {ours.filesystem} here, {theirs.filesystem} there",
-            "mount it the same way on both, unless one of them is the server",
+            "mount it in the same way on both hosts, unless one of them is the server",
         )
     return ok("hosts", words, answer=answer)
 
@@ -262,8 +287,8 @@ def broken(name: str, why: str) -> Finding:
     """That storage failed where it should not."""
     return fail(
         name,
-        f"it could not be measured: {printable(why)}",
-        "look at the log of this host's kernel, and at the server",
+        f"this could not be measured: {printable(why)}",
+        "check this host's kernel log, and the server",
     )
 
 
@@ -271,8 +296,8 @@ def hung(name: str, seconds: float) -> Finding:
     """That storage did not answer at all."""
     return fail(
         name,
-        f"storage did not answer within {seconds:.0f} s; nothing else was measured",
-        "look whether the server can be reached; a hard mount waits for it without end",
+        f"storage did not answer within {seconds:.0f} s; the remaining checks were skipped",
+        "check whether the server can be reached; a hard mount waits for it forever",
         seconds=seconds,
     )
 

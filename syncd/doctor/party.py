@@ -1,4 +1,4 @@
-"""What one of the processes that measure together can do in their room, and see of it."""
+"""One of the processes that measure together: its actions in their room, and its view of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from syncd.doctor.calls import DONE, Answer, Call, Change, Facts, How, Look
+from syncd.doctor.party_calls import DONE, Change, Facts, How, Look, PartyAnswer, PartyCall
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.names import TEMPORARY
 from syncd.storage.errnos import is_gone
@@ -32,11 +32,11 @@ class Party(ABC):
     """
 
     @abstractmethod
-    def begin(self, call: Call) -> None:
+    def begin(self, call: PartyCall) -> None:
         """Ask for something."""
 
     @abstractmethod
-    def end(self) -> Answer:
+    def end(self) -> PartyAnswer:
         """Wait until what was asked for is done.
 
         Raises:
@@ -44,13 +44,13 @@ class Party(ABC):
             JobUnavailableError: it does not answer.
         """
 
-    def _ask(self, call: Call) -> Answer:
+    def _ask(self, call: PartyCall) -> PartyAnswer:
         self.begin(call)
         return self.end()
 
     def attempt(self, change: Change, name: str, other: str | None = None, text: str = "") -> str:
         """Change something; returns ``done``, or the name of the error: ``EEXIST``."""
-        call = Call(do="attempt", change=change, name=name, other=other, text=text)
+        call = PartyCall(do="attempt", change=change, name=name, other=other, text=text)
         return self._ask(call).text
 
     def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
@@ -66,25 +66,25 @@ class Party(ABC):
 
     def see(self, how: How, name: str) -> str:
         """Look once; returns what is seen, or the name of an error after a ``!``."""
-        return self._ask(Call(do="see", how=how, name=name)).text
+        return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
         """Look until each shows something else; seconds for each, None where it is not within."""
-        return self._ask(Call(do="until", looks=tuple(looks), seconds=limit)).after
+        return self._ask(PartyCall(do="until", looks=tuple(looks), seconds=limit)).after
 
     def listen(self, folder: str, name: str) -> None:
         """Begin to wait for an event of a name in a folder."""
-        self._ask(Call(do="listen", name=folder, text=name))
+        self._ask(PartyCall(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
         """Wait for it; the seconds that it took from now on, None where none came."""
-        return self._ask(Call(do="heard", seconds=limit)).after[0]
+        return self._ask(PartyCall(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
         """What it says of itself."""
-        found = self._ask(Call(do="tell")).facts
+        found = self._ask(PartyCall(do="tell")).facts
         if found is None:
-            raise JobUnavailableError("the other process does not say what it is")
+            raise JobUnavailableError("the other process does not identify itself")
         return found
 
 
@@ -101,14 +101,14 @@ class Here(Party):
         self._storage = storage
         self._room = room
         self._tell = tell
-        self._call: Call | None = None
+        self._call: PartyCall | None = None
         self._watcher: Watcher | None = None
 
-    def begin(self, call: Call) -> None:
+    def begin(self, call: PartyCall) -> None:
         """Keep in mind what is to be done."""
         self._call = call
 
-    def end(self) -> Answer:
+    def end(self) -> PartyAnswer:
         """Do it."""
         assert self._call is not None  # noqa: S101 # a slip of ours, not of the user's
         call, self._call = self._call, None
@@ -119,16 +119,16 @@ class Here(Party):
         if self._watcher is not None:
             self._watcher.close()
 
-    def perform(self, call: Call) -> Answer:
+    def perform(self, call: PartyCall) -> PartyAnswer:
         """Do what is asked for."""
-        path, answer = self._path(call.name), Answer()
+        path, answer = self._path(call.name), PartyAnswer()
         match call.do:
             case "attempt" if call.change is not None:
-                answer = Answer(text=self._attempt(call.change, call))
+                answer = PartyAnswer(text=self._attempt(call.change, call))
             case "see" if call.how is not None:
-                answer = Answer(text=self._see(call.how, path))
+                answer = PartyAnswer(text=self._see(call.how, path))
             case "until":
-                answer = Answer(after=self._until(call.looks, call.seconds))
+                answer = PartyAnswer(after=self._until(call.looks, call.seconds))
             case "race" if call.change is not None:
                 answer = self._race(call.change, call)
             case "rewrite":
@@ -139,17 +139,17 @@ class Here(Party):
                 self.close()
                 self._watcher = Watcher({path: frozenset({call.text})})
             case "heard":
-                answer = Answer(after=(self._hear(call.seconds),))
+                answer = PartyAnswer(after=(self._hear(call.seconds),))
             case "tell":
-                answer = Answer(facts=self._tell())
+                answer = PartyAnswer(facts=self._tell())
             case _:
-                answer = Answer(failed=f"{call.do} of nothing")
+                answer = PartyAnswer(failed=f"{call.do} of nothing")
         return answer
 
     def _path(self, name: str | None) -> Path:
         return self._room / name if name else self._room
 
-    def _attempt(self, change: Change, call: Call) -> str:
+    def _attempt(self, change: Change, call: PartyCall) -> str:
         path, other = self._path(call.name), self._path(call.other)
         storage = self._storage
         try:
@@ -207,7 +207,7 @@ class Here(Party):
                 return tuple(after)
             time.sleep(_PAUSE)
 
-    def _race(self, change: Change, call: Call) -> Answer:
+    def _race(self, change: Change, call: PartyCall) -> PartyAnswer:
         """Try to be the one who makes each of many names."""
         won: list[int] = []
         counts: dict[str, int] = {}
@@ -221,16 +221,16 @@ class Here(Party):
                 won.append(number)
             elif said != errno.errorcode[errno.EEXIST]:
                 counts[said] = counts.get(said, 0) + 1
-        return Answer(won=tuple(won), counts=counts)
+        return PartyAnswer(won=tuple(won), counts=counts)
 
-    def _rewrite(self, path: Path, seconds: float) -> Answer:
+    def _rewrite(self, path: Path, seconds: float) -> PartyAnswer:
         end, written = time.monotonic() + seconds, 0
         while time.monotonic() < end:
             written += 1
             _replace(self._storage, path, _block(written))
-        return Answer(counts={"written": written})
+        return PartyAnswer(counts={"written": written})
 
-    def _reread(self, path: Path, seconds: float) -> Answer:
+    def _reread(self, path: Path, seconds: float) -> PartyAnswer:
         counts = {"read": 0, "torn": 0, "missing": 0, "stale": 0, "different": 0}
         end, last = time.monotonic() + seconds, b""
         while time.monotonic() < end:
@@ -247,7 +247,7 @@ class Here(Party):
                 counts["torn"] += 1
             counts["different"] += found[:_BLOCK] != last
             last = found[:_BLOCK]
-        return Answer(counts=counts)
+        return PartyAnswer(counts=counts)
 
     def _hear(self, limit: float) -> float | None:
         if self._watcher is None:

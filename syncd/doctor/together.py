@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from typing import Final
 
 from syncd.doctor import job_verdicts, verdicts
-from syncd.doctor.calls import DONE, Call, Change, Look
 from syncd.doctor.channel import TALK
 from syncd.doctor.finding import Finding
 from syncd.doctor.party import Party
+from syncd.doctor.party_calls import DONE, Change, Look, PartyCall
 
 #: How many names each way of making one is raced for.
 _ROUNDS: Final = 200
@@ -53,7 +53,9 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
     for way in _WAYS:
         # This process last: it does its part only when it is asked for its answer, and first.
         for number, party in reversed(list(enumerate(parties))):
-            call = Call(do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60)
+            call = PartyCall(
+                do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60
+            )
             party.begin(call.model_copy(update={"name": f"{room}/source-{number}"}))
         answers = [party.end() for party in parties]
         won[way] = [answer.won for answer in answers]
@@ -65,14 +67,14 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
 
 def replaced(parties: Sequence[Party], room: str) -> Finding:
     """Who reads a file that is being replaced finds it whole."""
-    parties[0].begin(Call(do="rewrite", name=f"{room}/file", seconds=0.01))
+    parties[0].begin(PartyCall(do="rewrite", name=f"{room}/file", seconds=0.01))
     parties[0].end()
     counts = []
     for writer in parties:
         # This process last: it does its part only when it is asked for its answer, and first.
         for party in parties[::-1]:
             do, seconds = ("rewrite", _CHURN + 0.2) if party is writer else ("reread", _CHURN)
-            party.begin(Call(do=do, name=f"{room}/file", seconds=seconds))
+            party.begin(PartyCall(do=do, name=f"{room}/file", seconds=seconds))
         answers = [party.end() for party in parties]
         counts += [answer.counts for answer in answers if "read" in answer.counts]
     return verdicts.replaced(counts)
@@ -151,7 +153,9 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
         wrong += verdicts.expected("a listing", said, "file/full/name")
-    promise = "after a change of one's own in a folder, all that is asked in it is right at once"
+    promise = (
+        "after a process changes a folder, all its lookups in that folder are up to date at once"
+    )
     return verdicts.compare("refresh", promise, wrong)
 
 
@@ -179,7 +183,9 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
         wrong += verdicts.gone("a rename out of a folder that another process has removed", said)
         said = onlooker.attempt("create", f"{here}/leases/late")
         wrong += verdicts.gone("making a file in a folder that another process has removed", said)
-    promise = "a folder that another process has removed lets nothing out, and nothing in"
+    promise = (
+        "once another process has removed a folder, nothing can be moved out of it or created in it"
+    )
     return verdicts.compare("fence", promise, wrong)
 
 
@@ -194,7 +200,7 @@ def leases(pair: tuple[Party, Party], room: str) -> Finding:
         actor.must("create", f"{here}/lease")
         said = onlooker.attempt("rmdir", here)
         wrong += verdicts.full("rmdir of a folder in which another process made a file", said)
-    promise = "rmdir never takes a folder in which another process has made a file"
+    promise = "rmdir never removes a folder in which another process has made a file"
     return verdicts.compare("leases", promise, wrong)
 
 
@@ -214,7 +220,7 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
             wrong += verdicts.expected(f"{what} a folder of the other process", said, DONE)
     return verdicts.compare(
         "shared",
-        "each process may change what the other makes",
+        "each process may change the other's files",
         wrong,
         "run both as one user, or share the job with a group that both are in (--shared-group, "
         "umask 002)",

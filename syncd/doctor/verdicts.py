@@ -1,6 +1,6 @@
-"""What measured storage means for syncd. Pure: each function says what one probe has found.
+"""Verdicts on measured storage. Pure: each function judges the findings of one probe.
 
-What each probe does, and which promise hangs on it, is in ``docs/doctor.md``.
+``docs/doctor.md`` says what each probe does, and which promise depends on it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from syncd.doctor.calls import DONE
 from syncd.doctor.finding import Finding, fail, ok, warn
+from syncd.doctor.party_calls import DONE
 
 #: What a folder that is not empty may be called.
 _FULL: Final = frozenset({"ENOTEMPTY", "EEXIST"})
 #: What may be said of a name, or of a folder on its way, that is gone.
 _GONE: Final = frozenset({"ENOENT", "ESTALE"})
 _ELSEWHERE: Final = (
-    "put the job on storage that does what POSIX says: a local disk, NFS 4 (vers=4.1 or 4.2), "
+    "put the job on storage with POSIX semantics: a local disk, NFS 4 (vers=4.1 or 4.2), "
     "CephFS, Lustre, WekaFS"
 )
 _MOUNT: Final = "mount it without nocto, and with a shorter attribute cache (actimeo=3)"
@@ -59,12 +59,14 @@ def links(said: str, *, are_same: bool) -> Finding:
     if said != DONE:
         return fail(
             "links",
-            f"a file cannot have a second name here (link says {said}): no job can be opened, and "
-            "no name be taken, without",
+            f"a file cannot have a second name here (link says {said}): without hard links no "
+            "job can be opened, and no name claimed",
             _ELSEWHERE,
         )
     if not are_same:
-        return fail("links", "a hard link is another file than the first one", _ELSEWHERE)
+        return fail(
+            "links", "a hard link leads to a different file than the original name", _ELSEWHERE
+        )
     return ok("links", "a file can have two names: full state dicts are published without a copy")
 
 
@@ -79,14 +81,14 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
     if file is None or folder is None:
         told = ", ".join(f"fsync of a {what}: {error}" for what, error in said.items())
         return fail(
-            "sync", f"{told}: nothing that is published would survive a power loss", _ELSEWHERE
+            "sync", f"{told}: published versions would not survive a power loss", _ELSEWHERE
         )
     words = f"a file in {_seconds(file)}, a folder in {_seconds(folder)}"
     if max(file, folder) > _SLOW_SYNC:
         return warn(
             "sync",
             f"fsync is slow: {words}; each version waits for several of them",
-            "look what else writes to this storage; a full or failing disk does this too",
+            "check what else writes to this storage; a full or failing disk also causes this",
             file=file,
             folder=folder,
         )
@@ -112,8 +114,8 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
     if not still:
         return fail(
             "heartbeats",
-            "a file that nobody touches looks different each time (inode, size or times): a dead "
-            "process would count as alive for ever",
+            "an untouched file looks different each time (inode, size or times): a dead process "
+            "would count as alive forever",
             _ELSEWHERE,
         )
     if not touched or step is None or step > lease_time / _WELL_ABOVE:
@@ -139,8 +141,8 @@ def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
         return warn(
             "owner",
             f"what user {us[0]} makes belongs to user {made[0]} here: the server maps users",
-            "run trainers, daemon and explorers as users that the server knows, or export it with "
-            "no_root_squash where they are root",
+            "run trainers, daemon and explorers as users that the server knows, or, if they run "
+            "as root, export it with no_root_squash",
             made=made[0],
             us=us[0],
         )
@@ -148,9 +150,9 @@ def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
         return fail(
             "owner",
             f"a folder made with the owner's rights {us[1]:o} has {made[1]:o}",
-            "mount it so that modes count (no fmask, dmask or umask option)",
+            "mount it so that file modes take effect (no fmask, dmask or umask option)",
         )
-    return ok("owner", f"what is made here belongs to user {us[0]}")
+    return ok("owner", f"new files here belong to user {us[0]}, as they should")
 
 
 def race(
@@ -234,13 +236,13 @@ def _opened(changed: Sequence[float | None], limit: float) -> Finding:
     if late is None:
         return fail(
             "open",
-            f"a file that was replaced is still the old one after {limit:.0f} s: explorers would "
-            "not hear of new versions",
+            f"a replaced file still reads as the old one after {limit:.0f} s: explorers would "
+            "not see new versions",
             _MOUNT,
         )
     words = f"a replaced file is read {_late(late)}"
     if late > _SLOW:
-        return warn("open", f"{words}: so late explorers hear of a version", _MOUNT, seconds=late)
+        return warn("open", f"{words}: explorers see new versions this late", _MOUNT, seconds=late)
     return ok("open", words, seconds=late)
 
 
@@ -261,7 +263,7 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
     if late > lease_time / _WELL_ABOVE:
         return warn(
             "lease_time",
-            f"{words}: there is little to spare",
+            f"{words}: too close to the lease time",
             f"{_MOUNT}; or give a new job --lease-time {math.ceil(_WELL_ABOVE * late)}",
             seconds=late,
             lease_time=lease_time,
@@ -290,12 +292,12 @@ def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
     if late is not None:
         return ok("events", f"events come {_late(late)}", seconds=late)
     if two_hosts:
-        return ok("events", "events do not cross hosts: all is found at the next tick")
+        return ok("events", "file events do not cross hosts: changes are found at the next tick")
     return warn(
         "events",
-        "this host sends no events of this filesystem: all is found at the next tick",
-        "look at 'sysctl fs.inotify', where the limits of this host are; some FUSE filesystems "
-        "send none at all",
+        "this host sends no file events for this filesystem: changes are found at the next tick",
+        "check this host's limits with 'sysctl fs.inotify'; some FUSE filesystems send no events "
+        "at all",
     )
 
 

@@ -5,29 +5,32 @@
     SyncdError                     1   base of all; never raised itself
     ├── InvalidSettingsError       2   an option, a name or a folder that cannot be used
     │   ├── NameTakenError         2   … because a live participant has that name
-    │   └── InvalidTransitionError 2   … a status that cannot follow the one that is
-    ├── RecordError                3   a record of ours that cannot be read
+    │   ├── InvalidTransitionError 2   … a status that cannot follow the one that is
+    │   └── TorchMissingError      2   … because it needs torch, which is not installed
+    ├── RecordError                3   a record of syncd's that cannot be read
     │   └── ProtocolMismatchError  3   … because a newer protocol wrote it
     ├── CheckpointError            4   a save that can never be published as it is: quarantined
-    │   ├── ShardFormatError       4   a file that is not what torch.save writes, or asks for code
-    │   ├── PlacementError         4   a placement or mesh that we do not know how to merge
-    │   └── CoverageError          4   pieces that overlap, leave gaps, or disagree
-    ├── SaveNotReadyError          5   a save that is not whole yet, or changed under us: look again
+    │   ├── ShardFormatError       4   a file not in torch.save's format, or asking for code
+    │   ├── PlacementError         4   a placement or mesh that syncd does not know how to merge
+    │   ├── CoverageError          4   pieces that overlap, leave gaps, or disagree
+    │   └── NonFiniteError         4   weights with NaN or Inf, which --refuse-nonfinite refuses
+    ├── SaveNotReadyError          5   a save that is not whole yet, or changed under way: retry
     ├── VersionGoneError           6   a version that was retired before it could be leased
-    ├── VerificationError          7   a version whose bytes are not what its manifest says
+    ├── VerificationError          7   a version whose bytes differ from its manifest
     ├── EngineMismatchError        8   weights that do not fit the engine: names, shapes, dtypes
     ├── WaitTimeoutError           9   nothing newer came in time
     ├── SupersededError           10   another daemon has taken over; stand by
     ├── JobUnavailableError       11   the job folder cannot be used now (missing, unmounted, busy)
     ├── CancelledError            12   asked to stop in the middle of something
     ├── SaveFailedError          13   a trainer's save that did not become whole
-    ├── NoRoomError              14   the disk has no room for what was about to be written
-    ├── EngineBrokenError        15   an engine of which nobody knows what weights it has
+    ├── NoRoomError              14   the disk has no room for the files that are to be written
+    ├── EngineBrokenError        15   an engine whose weights are unknown
     ├── NotFollowingError        16   a background watcher that has ended by itself
     ├── CommandFailedError       17   a command of the user's that did not take a version
     ├── ServerError              18   an inference server that was asked for something
     │   ├── ServerRefusedError   18   … and says that it did not do it
-    │   └── ServerUnreachableError 18 … and does not answer (an OSError too)
+    │   ├── ServerUnreachableError 18 … and does not answer (an OSError too)
+    │   └── ServerBusyError      18   … and cannot do it now: try again (an OSError too)
     ├── UnfitStorageError        19   storage on which a promise of syncd's cannot hold
     ├── BroadcastError           20   weights that did not travel by broadcast; the files still do
     └── OutOfStepError           21   a training whose ranks are in different collectives: end it
@@ -53,6 +56,7 @@ __all__ = [
     "JobUnavailableError",
     "NameTakenError",
     "NoRoomError",
+    "NonFiniteError",
     "NotFollowingError",
     "OutOfStepError",
     "PlacementError",
@@ -60,12 +64,14 @@ __all__ = [
     "RecordError",
     "SaveFailedError",
     "SaveNotReadyError",
+    "ServerBusyError",
     "ServerError",
     "ServerRefusedError",
     "ServerUnreachableError",
     "ShardFormatError",
     "SupersededError",
     "SyncdError",
+    "TorchMissingError",
     "UnfitStorageError",
     "VerificationError",
     "VersionGoneError",
@@ -86,15 +92,23 @@ class InvalidSettingsError(SyncdError):
 
 
 class NameTakenError(InvalidSettingsError):
-    """Raised when a live participant has the name, or took it while we were counted as dead."""
+    """Raised when a live participant has the name, or took it while this one counted as dead."""
 
 
 class InvalidTransitionError(InvalidSettingsError):
     """Raised when a participant's status cannot follow the one that it has."""
 
 
+class TorchMissingError(InvalidSettingsError, ModuleNotFoundError):
+    """Raised when torch or NumPy is needed and not installed; the message has the command.
+
+    Attributes:
+        name: the module that is missing, as in any ``ModuleNotFoundError``.
+    """
+
+
 class RecordError(SyncdError):
-    """Raised when a file that should hold a record of ours does not."""
+    """Raised when a file that should hold a record of syncd does not."""
 
     exit_code = 3
 
@@ -110,7 +124,7 @@ class CheckpointError(SyncdError):
 
 
 class ShardFormatError(CheckpointError):
-    """Raised when a file is not what ``torch.save`` writes, or its pickle asks for code to run."""
+    """Raised when a file is not in ``torch.save``'s format, or its pickle asks for code to run."""
 
 
 class PlacementError(CheckpointError):
@@ -119,6 +133,10 @@ class PlacementError(CheckpointError):
 
 class CoverageError(CheckpointError):
     """Raised when the pieces of a tensor overlap, leave gaps, or disagree on shape or dtype."""
+
+
+class NonFiniteError(CheckpointError):
+    """Raised when weights hold NaN or Inf, and the daemon is told to refuse such a save."""
 
 
 class SaveNotReadyError(SyncdError):
@@ -134,10 +152,10 @@ class VersionGoneError(SyncdError):
 
 
 class VerificationError(SyncdError):
-    """Raised when a version's files are not what its manifest says.
+    """Raised when a version's files differ from its manifest.
 
     Attributes:
-        sequence: of the version, where it is known.
+        sequence: of the version, if it is known.
     """
 
     exit_code = 7
@@ -166,7 +184,7 @@ class SupersededError(SyncdError):
 
 
 class JobUnavailableError(SyncdError):
-    """Raised when a job folder cannot be used now: missing, unmounted, or busy."""
+    """Raised when a job folder cannot be used now: missing, unmounted, read-only, or busy."""
 
     exit_code = 11
 
@@ -184,7 +202,7 @@ class SaveFailedError(SyncdError):
 
 
 class NoRoomError(SyncdError):
-    """Raised when storage has no room for a version; nothing was begun."""
+    """Raised when storage has no room for the next write; nothing is half done."""
 
     exit_code = 14
 
@@ -206,7 +224,7 @@ class EngineBrokenError(SyncdError):
 
 
 class NotFollowingError(SyncdError):
-    """Raised when what followed a job in the background has ended, and the engine stays behind."""
+    """Raised when a background watcher has ended, so the engine stays behind."""
 
     exit_code = 16
 
@@ -218,7 +236,7 @@ class CommandFailedError(SyncdError):
 
 
 class ServerError(SyncdError):
-    """Raised when an inference server did not do what it was asked, or did not say that it did."""
+    """Raised when an inference server did not carry out a request, or did not confirm it."""
 
     exit_code = 18
 
@@ -227,16 +245,22 @@ class ServerRefusedError(ServerError):
     """Raised when a server answers with an error.
 
     Attributes:
-        answer: its JSON; None where there is none in it.
+        answer: its JSON; None if there is none in it.
+        status: of HTTP; None if the answer itself was no error.
     """
 
-    def __init__(self, message: str, *, answer: object = None) -> None:
+    def __init__(self, message: str, *, answer: object = None, status: int | None = None) -> None:
         super().__init__(message)
         self.answer = answer
+        self.status = status
+
+
+class ServerBusyError(ServerError, OSError):
+    """Raised when a server cannot carry out a request now: it may well do so later."""
 
 
 class ServerUnreachableError(ServerError, OSError):
-    """Raised when a server does not answer: what was asked for may have been done, or not."""
+    """Raised when a server does not answer: the request may have been carried out, or not."""
 
 
 class UnfitStorageError(SyncdError):

@@ -1,10 +1,10 @@
-"""The names of what is logged: what scripts may rely on, where messages may be reworded.
+"""The events of the log: names that scripts may rely on, because messages may be reworded.
 
-A line of the log belongs to an event where its call says so::
+A line of the log belongs to an event if its call says so::
 
     log.info("version %d is there", 7, extra=Event.VERSION_ADOPTED(version=7))
 
-Names and fields are documented in ``docs/logging.md``; one that is not there fails the tests.
+``docs/logging.md`` documents names and fields; a name that is not there fails the tests.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final
 
-#: How the names of threads begin that serve one of many jobs: what they log is of the job whose
-#: directory follows.
+#: The prefix of the names of threads that serve one of many jobs. The job's directory follows it:
+#: their log lines are about that job.
 JOB_THREAD: Final = "job "
 
 
 class Event(StrEnum):
-    """What a line of the log is about."""
+    """The event that a line of the log is about."""
 
     NOTE = "note"
 
     ADAPTER_WITHOUT_BASE = "adapter_without_base"
+    BENCH_BUILT = "bench_built"
+    BENCH_REFUSED = "bench_refused"
     CLEANUP_DELAYED = "cleanup_delayed"
     COMMAND_FAILED = "command_failed"
     CONFIG_CHANGED = "config_changed"
@@ -45,8 +47,11 @@ class Event(StrEnum):
     JOB_UNAVAILABLE = "job_unavailable"
     LEFT_ALONE = "left_alone"
     LEFTOVER_REMOVED = "leftover_removed"
+    MERGE_ENDED = "merge_ended"
+    MERGE_LATE = "merge_late"
     METRICS_SERVED = "metrics_served"
     METRICS_UNWRITTEN = "metrics_unwritten"
+    MODEL_CONFIG_CHANGED = "model_config_changed"
     NAME_LOST = "name_lost"
     PRUNED = "pruned"
     PUT_BACK = "put_back"
@@ -62,14 +67,16 @@ class Event(StrEnum):
     VERSION_ADOPTED = "version_adopted"
     VERSION_DAMAGED = "version_damaged"
     VERSION_DISCARDED = "version_discarded"
+    VERSION_NONFINITE = "version_nonfinite"
     VERSION_PUBLISHED = "version_published"
     VERSION_ROLLED_BACK = "version_rolled_back"
     WAITING = "waiting"
+    WATCHING = "watching"
 
     def __call__(self, **fields: object) -> dict[str, object]:
-        """What a call of a logger takes as ``extra``.
+        """The ``extra`` argument for a call of a logger.
 
         Args:
-            fields: name → value; what JSON does not know is written as text.
+            fields: name → value; a value that JSON does not know is written as text.
         """
         return {"event": self.value, "fields": fields}

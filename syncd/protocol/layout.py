@@ -76,7 +76,7 @@ class JobLayout:
 
     @property
     def daemon_lock(self) -> Path:
-        """Who should be working."""
+        """The lease of the daemon that should be working."""
         return self.state / "daemon.lock"
 
     @property
@@ -91,7 +91,7 @@ class JobLayout:
 
     @property
     def saves(self) -> Path:
-        """What became of each save: published, skipped or quarantined."""
+        """The outcome of each save: published, skipped or quarantined."""
         return self.state / "saves.json"
 
     @property
@@ -101,7 +101,7 @@ class JobLayout:
 
     @property
     def journal(self) -> Path:
-        """What became of saves and versions, a line for each; the older ones are beside it."""
+        """The history of saves and versions, a line for each; the older ones are beside it."""
         return self.state / "journal.jsonl"
 
     @property
@@ -124,51 +124,51 @@ class JobLayout:
 
     @property
     def explorers(self) -> Path:
-        """What each explorer says about itself."""
+        """The report of each explorer about itself."""
         return self.state / "explorers"
 
     def explorer(self, name: str) -> Path:
-        """What one explorer says about itself."""
+        """The report of one explorer about itself."""
         return self.explorers / f"{name}.json"
 
     @property
     def trainer_report(self) -> Path:
-        """What the trainer says about itself."""
+        """The report of the trainer about itself."""
         return self.state / "trainer.json"
 
     @property
     def claims(self) -> Path:
-        """Which session has which name."""
+        """The claims: which session has which name."""
         return self.state / "claims"
 
     def claim(self, role: str, name: str) -> Path:
-        """Which session is the explorer of a name, or the one trainer."""
+        """The session that is the explorer of a name, or the one trainer."""
         return self.claims / (f"explorer.{name}" if role == "explorer" else role)
 
     @property
     def offer(self) -> Path:
-        """Whom the trainer offers a transfer of weights."""
+        """The trainer's offer of a transfer of weights, and its members."""
         return self.state / "broadcast" / "offer.json"
 
     @property
     def rendezvous(self) -> Path:
-        """Where the members of an offer that is decided meet."""
+        """The meeting place of the members of an offer that is decided."""
         return self.offer.with_name("group.json")
 
     def verdict(self, offer: str) -> Path:
-        """Whether an offered transfer takes place."""
+        """The verdict on an offered transfer: it takes place, or does not."""
         return self.offer.with_name(f"{offer}.verdict")
 
     def saved_state(self, role: str, name: str) -> Path:
-        """What the trainer, or an explorer, needs to resume."""
+        """The state that the trainer, or an explorer, needs to resume."""
         meta = self.state / "meta"
         return meta / (f"explorer_meta.{name}.json" if role == "explorer" else "trainer_meta.json")
 
     @property
     def drafts(self) -> Path:
-        """Temporary names of what is renamed into a folder that others watch.
+        """Temporary files that are renamed into a folder that others watch.
 
-        Whoever lists or watches that folder sees nothing that is half made.
+        So a process that lists or watches that folder sees nothing half made.
         """
         return self.state / "drafts"
 
@@ -184,7 +184,7 @@ class JobLayout:
 
     @property
     def requests(self) -> Path:
-        """What the active daemon is asked to do, and its answers."""
+        """The requests to the active daemon, and its answers."""
         return self.state / "requests"
 
     def request(self, request: str) -> Path:
@@ -192,8 +192,21 @@ class JobLayout:
         return self.requests / f"{request}.json"
 
     @property
+    def bench(self) -> Path:
+        """The steps that are built for one explorer each, and the requests for them."""
+        return self.state / "bench"
+
+    def bench_request(self, request: str) -> Path:
+        """The request for one such build."""
+        return self.bench / f"{request}.json"
+
+    def bench_build(self, session: str, request: str) -> Path:
+        """The build itself: a complete model folder, of the explorer with this session."""
+        return self.bench / session / request
+
+    @property
     def doctor(self) -> Path:
-        """Where ``syncd doctor`` measures, while it does."""
+        """The folder that ``syncd doctor`` measures in, while it runs."""
         return self.state / "doctor"
 
     @property
@@ -203,5 +216,5 @@ class JobLayout:
 
 
 def older_lines(path: Path) -> Path:
-    """Where the lines before those of a file that grows are, e.g. ``journal.older.jsonl``."""
+    """The file with the older lines of a file that grows, e.g. ``journal.older.jsonl``."""
     return path.with_name(f"{path.stem}.older{path.suffix}")

@@ -1,9 +1,10 @@
-"""Every name of the on-disk protocol, and what a name says. Pure: nothing here touches the disk."""
+"""Every name of the on-disk protocol: made and parsed. Pure: nothing here touches the disk."""
 
 from __future__ import annotations
 
 import re
 import sys
+import unicodedata
 from typing import Final
 
 from syncd.protocol.errors import InvalidSettingsError
@@ -22,14 +23,14 @@ RECEIPTS: Final = ".receipts"
 #: Someone wants it kept: a file in a step folder, or in the lease folder of a version.
 PINNED: Final = ".pinned"
 FULL_STATE_DICT: Final = "model.safetensors"
-#: What torch.distributed.checkpoint writes last into its folder; and what it has before that.
+#: The file that torch.distributed.checkpoint writes last into a folder, and its name before that.
 DCP_METADATA: Final = ".metadata"
 DCP_UNFINISHED: Final = ".metadata.tmp"
 DCP_SUFFIX: Final = ".distcp"
 HUGGINGFACE: Final = "huggingface"
-#: Of trainers whose weights are elsewhere: a line that says where.
+#: A line with the path of the weights, from trainers that keep them elsewhere.
 REMOTE_PATH: Final = "remote_sampler_path.txt"
-#: PEFT's folder beside it, and what PEFT calls the files of an adapter.
+#: PEFT's folder beside it, and PEFT's names for the files of an adapter.
 LORA_ADAPTER: Final = "lora_adapter"
 ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -45,7 +46,7 @@ _VERSION = re.compile(r"v([0-9]{6,18})", re.ASCII)
 _SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII)
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
-#: What a step folder must not hold, for the pruner: it could be resumed from, or is not ours.
+#: Files that keep the pruner off a step folder: it could be resumed from, or is not syncd's.
 #: A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is its too.
 _RESUMABLE = re.compile(
     r"(optim|extra_state)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
@@ -55,13 +56,17 @@ _RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)
 _PART = re.compile(
     r"(?:shard-([0-9]{5,9})-)?model-([0-9]{5,9})-of-([0-9]{5,9})\.safetensors", re.ASCII
 )
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|index\.json)", re.ASCII | re.DOTALL)
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|gguf|index\.json)", re.ASCII | re.DOTALL)
+
+_CONTROL = re.compile("[\0-\x1f\x7f-\x9f]")
+#: Invisible, and part of words in Persian and Indic scripts, and of emoji.
+_JOINERS: Final = "\u200c\u200d"
 
 
 def is_weights_name(name: str) -> bool:
-    """Whether a file of ``huggingface/`` holds weights, or is their index.
+    """True if a file of ``huggingface/`` holds weights, or is their index.
 
-    Those are what a merge writes, and never what it reads.
+    A merge writes such files, and never reads them.
     """
     return _WEIGHTS.fullmatch(name) is not None
 
@@ -72,7 +77,7 @@ def step_folder(step: int) -> str:
 
 
 def parse_step_folder(name: str) -> int | None:
-    """The step that a folder's name says, or None where it is not a step folder."""
+    """The step that a folder's name says, or None if it is not a step folder."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -83,7 +88,7 @@ def version_folder(sequence: int) -> str:
 
 
 def parse_version_folder(name: str) -> int | None:
-    """The sequence that a folder's name says, or None where it is not a version folder."""
+    """The sequence that a folder's name says, or None if it is not a version folder."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match and version_folder(int(match[1])) == name else None
 
@@ -104,32 +109,32 @@ def extra_state_name(world_size: int, rank: int) -> str:
 
 
 def parse_shard_name(name: str) -> tuple[int, int] | None:
-    """``(world_size, rank)`` of a model shard's name, or None where it is not one."""
+    """``(world_size, rank)`` of a model shard's name, or None if it is not one."""
     match = _SHARD.fullmatch(name)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def distcp_order(name: str) -> tuple[int, int, str]:
-    """How ``.distcp`` files are sorted: by rank and number, where their names say these."""
+    """The sort key of a ``.distcp`` file: its rank and number, if its name has these."""
     match = _DISTCP.fullmatch(name)
     return (int(match[1]), int(match[2]), name) if match else (sys.maxsize, 0, name)
 
 
 def is_dcp_file(name: str) -> bool:
-    """Whether a name is that of a file that ``torch.distributed.checkpoint`` writes for a save."""
+    """True if a name is that of a file that ``torch.distributed.checkpoint`` writes for a save."""
     return name == DCP_METADATA or name.endswith(DCP_SUFFIX)
 
 
 def is_rank_metadata(name: str) -> bool:
-    """Whether a name is that of the metadata of one rank alone, which DCP writes on request."""
+    """True if a name is that of the metadata of one rank alone, which DCP writes on request."""
     return _RANK_METADATA.fullmatch(name) is not None
 
 
 def parse_part_name(name: str) -> tuple[int | None, int, int] | None:
     """``(shard, file, files)`` of a Hugging Face file's name that says of how many it is one.
 
-    The shard is None where it holds whole tensors: ``model-00001-of-00002.safetensors``. With
-    ``shard-00001-`` before it is what a rank wrote through ``HuggingFaceStorageWriter``. None where
+    The shard is None if it holds whole tensors: ``model-00001-of-00002.safetensors``. With
+    ``shard-00001-`` before it a rank wrote it through ``HuggingFaceStorageWriter``. None if
     the name is of another kind.
     """
     match = _PART.fullmatch(name)
@@ -156,7 +161,7 @@ def full_receipt_name(rank: int) -> str:
 
 
 def is_full_receipt_name(name: str) -> bool:
-    """Whether a file is some rank's receipt of a full checkpoint."""
+    """True if a file is some rank's receipt of a full checkpoint."""
     return name.startswith(_FULL_RECEIPT)
 
 
@@ -166,12 +171,12 @@ def failure_name(rank: int) -> str:
 
 
 def is_resumable_state(name: str) -> bool:
-    """Whether a file of an ``actor/`` folder makes the step one that can be resumed from."""
+    """True if a file of an ``actor/`` folder makes the step one that can be resumed from."""
     return _RESUMABLE.fullmatch(name) is not None
 
 
 def parse_pointer(content: bytes) -> int | None:
-    """The step that a pointer file names, or None where it is empty or torn.
+    """The step that a pointer file names, or None if it is empty or torn.
 
     A negative number is returned as it is: it says that there is no step yet.
     """
@@ -179,14 +184,14 @@ def parse_pointer(content: bytes) -> int | None:
     return int(match[1]) if match else None
 
 
-def checked_name(name: str, what: str) -> str:
-    """The name itself, where it can stand in a file name.
+def checked_name(name: object, what: str) -> str:
+    """The name itself, if it can stand in a file name.
 
     Raises:
         InvalidSettingsError: it has other characters than ASCII letters, digits, ``_`` and ``-``,
             starts with ``-``, is empty, or is longer than 64.
     """
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidSettingsError(
             f"{what} {name!r} cannot be part of a file name: use 1 to 64 ASCII letters, digits, "
             "'_' or '-', and do not begin with '-'"
@@ -200,13 +205,27 @@ def lease_marker(name: str, session: str) -> str:
 
 
 def parse_lease_marker(marker: str) -> tuple[str, str] | None:
-    """``(name, session)`` of a lease's file name, or None where it is not one of ours."""
+    """``(name, session)`` of a lease's file name, or None if it is not one of ours."""
     name, dot, session = marker.partition(".")
     return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
 
 
-def printable(name: object) -> str:
-    """A name as one line of text: what others named may hold newlines, escapes, or any bytes."""
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(name)
-    )
+def has_control(text: str) -> bool:
+    """True if text has control characters: C0, DEL or C1. No tensor and no file is named so."""
+    return _CONTROL.search(text) is not None
+
+
+def printable(text: object) -> str:
+    """Text from outside as one line that a terminal shows and never obeys.
+
+    Control, bidi and other invisible characters, line ends and bytes that are no UTF-8 are escaped
+    by a backslash; spaces and joiners, which many scripts need, stay.
+    """
+    plain = str(text)
+    return plain if plain.isprintable() else "".join(map(_printable, plain))
+
+
+def _printable(char: str) -> str:
+    if char.isprintable() or char in _JOINERS or unicodedata.category(char) == "Zs":
+        return char
+    return char.encode("unicode_escape").decode()

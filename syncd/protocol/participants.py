@@ -1,4 +1,4 @@
-"""What participants write besides their reports (:mod:`.reports`). One writer a file."""
+"""The records that participants write besides their :mod:`.reports`. One writer a file."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.names import checked_name
-from syncd.protocol.records import Record, Step
+from syncd.protocol.records import Record, Step, Text
 
 
 class Claim(Record):
-    """``.syncd/claims/…``: which session has a name."""
+    """``.syncd/claims/…``: which session has a name.
+
+    Attributes:
+        name: the name, for people: that of a trainer is not in the file's name.
+    """
 
     session: str
+    name: Text | None = None
 
 
 class _Owned(BaseModel):
@@ -24,10 +29,10 @@ class _Owned(BaseModel):
 def session_of(content: bytes) -> str | None:
     """The session that a participant's report or claim names, of whatever protocol it is.
 
-    That is what lets an older syncd tell whether a newer participant lives.
+    So an older syncd can tell whether a newer participant lives.
 
     Returns:
-        None where it names none, or none that can be part of a file name.
+        None if it names none, or none that can be part of a file name.
     """
     try:
         return checked_name(_Owned.model_validate_json(content).session, "the session")
@@ -35,7 +40,19 @@ def session_of(content: bytes) -> str | None:
         return None
 
 
-class Member(BaseModel):
+class _Named(BaseModel):
+    name: str
+
+
+def name_in(content: bytes) -> str | None:
+    """The name that a participant's report or claim says, of whatever protocol it is."""
+    try:
+        return _Named.model_validate_json(content).name
+    except ValidationError:
+        return None
+
+
+class OfferedMember(BaseModel):
     """An explorer that an offer is made to.
 
     Attributes:
@@ -66,18 +83,18 @@ class Offer(Record):
     offer: OfferId
     session: str
     step: Step
-    members: tuple[Member, ...]
+    members: tuple[OfferedMember, ...]
     decided: Literal["go", "off", "files"] | None = None
 
 
-class Verdict(Record):
-    """``.syncd/broadcast/OFFER.verdict``: what became of an offer; the first one counts."""
+class OfferVerdict(Record):
+    """``.syncd/broadcast/OFFER.verdict``: the outcome of an offer; the first one counts."""
 
     verdict: Literal["go", "off"]
     session: str
 
 
-class GroupMember(Member):
+class GroupMember(OfferedMember):
     """An explorer in a weight group.
 
     Attributes:
@@ -95,10 +112,10 @@ class Rendezvous(Record):
     Attributes:
         offer: which one.
         generation: one process group's life; it only grows.
-        group_name: never used before; what tells this group from every other.
+        group_name: never used before; it tells this group from every other.
         address, port: of the store that rank 0 keeps.
         backend: of torch.distributed.
-        save_id: what is transferred: run, step and counter.
+        save_id: the weights that are transferred: run, step and counter.
     """
 
     offer: OfferId
@@ -124,7 +141,7 @@ class Rendezvous(Record):
 
 
 class SavedState(Record):
-    """``.syncd/meta/…``: what a trainer or an explorer needs to resume.
+    """``.syncd/meta/…``: the state that a trainer or an explorer needs to resume.
 
     Attributes:
         iteration: the last one that is finished.

@@ -1,4 +1,4 @@
-"""Who syncs when: the settings both hooks share, and the decisions made from them. Pure.
+"""The sync policy: the settings both hooks share, and the decisions made from them. Pure.
 
 The names and meanings are those of Trinity-RFT's Synchronizer, Trainer and Explorer. A version is
 compared by its sequence, never by its step: a trainer that resumes goes back in steps.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from enum import Enum, StrEnum
+from numbers import Integral, Real
 from typing import Final, Self, TypeVar
 
 from syncd.protocol.errors import InvalidSettingsError, InvalidTransitionError
 
-#: What users may rely on; the rest is for syncd itself.
+#: The names that users may rely on; the rest is for syncd itself.
 __all__ = [
     "Pull",
     "RunningStatus",
@@ -32,14 +34,14 @@ __all__ = [
 
 
 class RunningStatus(StrEnum):
-    """What a trainer or an explorer is doing."""
+    """The status of a trainer or an explorer."""
 
     RUNNING = "running"
     REQUIRE_SYNC = "require_sync"
     STOPPED = "stopped"
 
 
-#: What may come after each status: nobody requires a sync who is not running.
+#: The statuses that may follow each one: only a running participant can require a sync.
 _NEXT: Final = {
     RunningStatus.STOPPED: {RunningStatus.RUNNING},
     RunningStatus.RUNNING: {RunningStatus.REQUIRE_SYNC, RunningStatus.STOPPED},
@@ -53,12 +55,12 @@ def check_transition(
     """Check that a participant may go from one status to another.
 
     Args:
-        now: what its status is.
-        status: what it is to be; the same as now is fine where no old status is given.
-        old_status: what the caller believes that it is.
+        now: its status.
+        status: its next status; the same as now is fine if no old status is given.
+        old_status: its status as the caller believes.
 
     Raises:
-        InvalidTransitionError: it may not, or the caller is wrong about what the status is.
+        InvalidTransitionError: it may not, or the caller is wrong about the present status.
     """
     if old_status is not None and old_status is not now:
         raise InvalidTransitionError(
@@ -75,28 +77,35 @@ class _Choice(StrEnum):
     """A setting's choices, with the other names that they have."""
 
     @classmethod
-    def parse(cls, value: str) -> Self:
+    def parse(cls, value: object, setting: str = "the choice") -> Self:
         """The choice of a name or an alias, upper or lower case.
+
+        Args:
+            value: the name.
+            setting: which setting it is, for the message.
 
         Raises:
             InvalidSettingsError: there is no such choice.
         """
-        name = value.lower()
+        name = value.lower() if isinstance(value, str) else str(value)
         name = _ALIASES.get(name, name)
         try:
             return cls(name)
         except ValueError:
+            meant = get_close_matches(name, (*cls, *_ALIASES), n=1)
+            hint = f"; did you mean {str(meant[0])!r}?" if meant else ""
             raise InvalidSettingsError(
-                f"{value!r} is none of {', '.join(cls)}, or their older names"
+                f"{setting} is {value!r}: it must be one of {', '.join(cls)}, or an older "
+                f"name{hint}"
             ) from None
 
 
 class SyncMethod(_Choice):
-    """How weights travel.
+    """The way that weights travel.
 
     ``nccl`` (``online``): by a broadcast. ``checkpoint`` (``offline``): each rank writes its
     shards, the daemon merges them. ``memory``: rank 0 gathers the full state dict into one
-    safetensors file, which the daemon links; on a tmpfs where all share a host.
+    safetensors file, which the daemon links; on a tmpfs if all share a host.
     """
 
     NCCL = "nccl"
@@ -105,7 +114,7 @@ class SyncMethod(_Choice):
 
 
 class SyncStyle(_Choice):
-    """Who decides when weights travel."""
+    """The side that decides when weights travel."""
 
     FIXED = "fixed"
     TRAINER_DRIVEN = "trainer_driven"
@@ -123,11 +132,11 @@ _ALIASES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
-    """When a trainer syncs and saves, when an explorer pulls, and how long anyone waits.
+    """The times for a trainer to sync and save, for an explorer to pull, and limits of waits.
 
     Attributes:
         method: how weights travel; a name or an alias of it will do.
-        style: who decides; likewise.
+        style: the side that decides; likewise.
         sync_interval: steps between two syncs.
         trainer_sync_interval, explorer_sync_interval: those of one side; None = sync_interval.
         sync_offset: steps that explorers do before the first sync counts (a step-ahead pipeline).
@@ -143,8 +152,8 @@ class SyncSettings:
         broadcast_timeout: seconds that a broadcast's handshake, its setup and its transfer may take
             each, before that step goes by the checkpoint path instead.
         broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.
-        broadcast_digests: whether explorers check a digest of each bucket; None = where the weights
-            are on the CPU.
+        broadcast_digests: whether explorers check a digest of each bucket; None = only if the
+            weights are on the CPU.
         master_address: where explorers reach rank 0 of the trainer; None = this host's address.
 
     Raises:
@@ -170,19 +179,22 @@ class SyncSettings:
 
     def __post_init__(self) -> None:
         # Frozen for all but its own beginning.
-        object.__setattr__(self, "method", SyncMethod.parse(self.method))
-        object.__setattr__(self, "style", SyncStyle.parse(self.style))
-        for name in ("sync_interval", "trainer_sync_interval", "explorer_sync_interval"):
-            _check(name, getattr(self, name), 1, "1 or more steps")
+        object.__setattr__(self, "method", SyncMethod.parse(self.method, "method"))
+        object.__setattr__(self, "style", SyncStyle.parse(self.style, "style"))
+        _check("sync_interval", self.sync_interval, 1, "1 or more steps")
+        for name in ("trainer_sync_interval", "explorer_sync_interval"):
+            _check(name, getattr(self, name), 1, "1 or more steps", or_none=True)
         _check("checkpoint_every", self.checkpoint_every, 1, "1 or more syncs")
         _check("broadcast_bucket", self.broadcast_bucket, 1, "1 or more bytes")
         _check("save_interval", self.save_interval, 0, "0 (never) or more steps")
-        for name in ("sync_offset", "max_staleness", "max_explorer_lag"):
-            _check(name, getattr(self, name), 0, "0 or more steps")
+        _check("sync_offset", self.sync_offset, 0, "0 or more steps")
+        for name in ("max_staleness", "max_explorer_lag"):
+            _check(name, getattr(self, name), 0, "0 or more steps", or_none=True)
         for name in ("sync_timeout", "save_timeout", "broadcast_timeout"):
-            if not getattr(self, name) > 0:
+            seconds = getattr(self, name)
+            if not isinstance(seconds, Real) or not float(seconds) > 0:
                 raise InvalidSettingsError(
-                    f"{name} is {getattr(self, name)}: it must be more than 0 seconds"
+                    f"{name} is {seconds!r}: it must be a number of seconds, more than 0"
                 )
 
     @property
@@ -217,14 +229,40 @@ class SyncSettings:
         return replace(self, method=SyncMethod.CHECKPOINT), warning
 
 
-def _check(name: str, value: int | None, least: int, needed: str) -> None:
-    if value is not None and value < least:
-        raise InvalidSettingsError(f"{name} is {value}: it must be {needed}")
+#: A class of settings, of which all have defaults.
+Given = TypeVar("Given")
+
+
+def given_or_default(name: str, kind: type[Given], value: object) -> Given:
+    """Settings that someone gave as an argument, or the defaults if that is None.
+
+    Args:
+        name: of the argument.
+        kind: the class of the settings.
+        value: the argument.
+
+    Raises:
+        InvalidSettingsError: it is something else.
+    """
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise InvalidSettingsError(
+            f"{name} is a {type(value).__name__}: it must be a {kind.__name__}(...)"
+        )
+    return value
+
+
+def _check(name: str, value: object, least: int, needed: str, *, or_none: bool = False) -> None:
+    if or_none and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
+        raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number, {needed}")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerDecision:
-    """What a trainer does now.
+    """The actions of a trainer now.
 
     Attributes:
         sync: let the weights of this step travel.
@@ -246,7 +284,7 @@ def trainer_decision(
     on_its_way: bool = False,
     waiting: bool = False,
 ) -> TrainerDecision:
-    """What to do after ``step``, or while the trainer waits for data.
+    """The trainer's actions after ``step``, or while it waits for data.
 
     Args:
         settings: of the job.
@@ -254,14 +292,14 @@ def trainer_decision(
         last_sync_step: the step that was synced last; None before the first.
         requested: whether a live explorer requires a sync that was not answered yet.
         on_its_way: whether a save was announced that the daemon has neither published nor refused:
-            whoever waits gets that one.
+            a waiting explorer gets that one.
         waiting: whether the trainer waits for data: a full checkpoint is of no use to anyone then.
     """
     new = step > 0 and step != last_sync_step
     if settings.style is not SyncStyle.EXPLORER_DRIVEN:
         sync, nothing_new = new and step % settings.trainer_interval == 0, False
     elif settings.method is SyncMethod.NCCL:
-        # Whoever asks waits for a transfer, and may never have had these weights.
+        # The asking explorer waits for a transfer, and may never have had these weights.
         sync, nothing_new = requested, False
     else:
         sync = requested and new
@@ -271,7 +309,7 @@ def trainer_decision(
 
 
 def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
-    """Whether an explorer is to finish its work in flight after ``step``, and then to sync.
+    """True if an explorer is to finish its work in flight after ``step``, and then to sync.
 
     Never under ``fully_async``: a watcher behind the explorer pulls by itself.
 
@@ -288,12 +326,12 @@ def explorer_sync_is_due(settings: SyncSettings, step: int) -> bool:
 def explorer_syncs(
     settings: SyncSettings, step: int, *, trainer_requires_sync: bool | None
 ) -> bool:
-    """Whether an explorer whose work in flight is finished syncs now.
+    """True if an explorer whose work in flight is finished syncs now.
 
     Args:
         settings: of the job.
         step: the last step that it began.
-        trainer_requires_sync: None where the trainer has stopped.
+        trainer_requires_sync: None if the trainer has stopped.
     """
     if not explorer_sync_is_due(settings, step):
         return False
@@ -303,14 +341,17 @@ def explorer_syncs(
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What an engine serves: the sequence, which only grows, and the trainer's step."""
+    """A version that an engine serves: the sequence, which only grows, and the trainer's step.
+
+    The sequence is 0 of a step that is evaluated and is no published version.
+    """
 
     sequence: int
     step: int
 
 
 class Pull(Enum):
-    """What an explorer does with the newest version."""
+    """An explorer's action on the newest version."""
 
     LOAD = "load"
     ADOPT = "adopt"
@@ -318,14 +359,14 @@ class Pull(Enum):
 
 
 def pull_decision(held: Version | None, newest: Version | None) -> Pull:
-    """What to do with the newest version, by what is held.
+    """The action on the newest version, given the version that is held.
 
     An engine begins with the weights of step 0: a first version of that step is adopted without
     being loaded. Of versions of one step, the higher sequence is newer; a lower one is never taken.
 
     Args:
-        held: what the engine serves; None before its first version.
-        newest: what is published; None before the first.
+        held: the version that the engine serves; None before its first.
+        newest: the newest published version; None before the first.
     """
     if newest is None or (held is not None and newest.sequence <= held.sequence):
         return Pull.NOTHING_NEW
@@ -333,12 +374,12 @@ def pull_decision(held: Version | None, newest: Version | None) -> Pull:
 
 
 def may_produce(settings: SyncSettings, held: Version | None, newest: Version | None) -> bool:
-    """Whether an explorer is fresh enough to go on producing (``max_staleness``).
+    """True if an explorer is fresh enough to go on producing (``max_staleness``).
 
     Args:
         settings: of the job.
-        held: what its engine serves; None before its first version.
-        newest: what is published; None before the first.
+        held: the version that its engine serves; None before its first.
+        newest: the newest published version; None before the first.
     """
     return settings.max_staleness is None or _lag(held, newest) <= settings.max_staleness
 
@@ -346,23 +387,23 @@ def may_produce(settings: SyncSettings, held: Version | None, newest: Version | 
 def must_wait_for_explorers(
     settings: SyncSettings, newest: Version | None, held: Iterable[Version | None]
 ) -> bool:
-    """Whether the trainer waits for the slowest explorer (``max_explorer_lag``).
+    """True if the trainer waits for the slowest explorer (``max_explorer_lag``).
 
-    Only what is published counts: for anything else an explorer would wait for the trainer.
+    Only published versions count: for anything else an explorer would wait for the trainer.
 
     Args:
         settings: of the job.
-        newest: what is published; None before the first.
-        held: what each explorer serves that is to be waited for.
+        newest: the newest published version; None before the first.
+        held: the version of each explorer that the trainer waits for.
     """
     most = settings.max_explorer_lag
     return most is not None and any(_lag(version, newest) > most for version in held)
 
 
 def after_broadcast(held: Version, newest: Version) -> Version:
-    """What an explorer counts as serving whose weights came by a broadcast of the present run.
+    """The version that an explorer counts as serving after a broadcast of the present run.
 
-    Where the newest version is of the step that it has, or of one before, that brings nothing new.
+    If the newest version is of that step, or of one before, it brings nothing new.
     """
     return (
         Version(max(held.sequence, newest.sequence), held.step)
@@ -377,7 +418,7 @@ def _lag(held: Version | None, newest: Version | None) -> int:
         return max(0, newest.step - held.step)
     if pull_decision(held, newest) is not Pull.LOAD or newest is None:
         return 0
-    # At least one: after a trainer has resumed, what is newer may be of a lower step.
+    # At least one: after a trainer has resumed, a newer version may be of a lower step.
     return max(1, newest.step - (held.step if held else 0))
 
 
@@ -385,10 +426,10 @@ K = TypeVar("K")
 
 
 def unanswered(requests: Mapping[K, int], answered: Mapping[K, int]) -> set[K]:
-    """Who has asked since it was last answered.
+    """The participants that have asked since they were last answered.
 
     Args:
-        requests: who requires a sync now → how often it has asked so far.
-        answered: who → how often it had asked when it was answered last.
+        requests: participant that requires a sync now → how often it has asked so far.
+        answered: participant → how often it had asked when it was answered last.
     """
     return {who for who, asked in requests.items() if asked > answered.get(who, 0)}

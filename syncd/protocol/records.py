@@ -7,7 +7,9 @@ comparing them (``docs/protocol.md``, "Sessions and time").
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal, Self, TypeVar
 
@@ -15,7 +17,7 @@ import pydantic
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
-from syncd.protocol.names import checked_name, printable
+from syncd.protocol.names import checked_name, has_control, printable
 
 PROTOCOL: Final = 1
 
@@ -23,15 +25,19 @@ Sequence = Annotated[int, Field(ge=1, lt=2**63)]
 Step = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(ge=0)]
+#: Seconds: heartbeats are a third of it apart, and a shorter one would be work for nothing.
+SHORTEST_LEASE_TIME: Final = 0.05
+LONGEST_LEASE_TIME: Final = 3600
+LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME)]
 #: xxh3-128, as 32 hexadecimal digits.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
-#: What a version is: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
+#: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
 
 
 def _stays_inside(path: str) -> str:
     parts = path.split("/")
-    if any(part in {"", ".", ".."} for part in parts) or any(ord(c) < 32 for c in path):
+    if any(part in {"", ".", ".."} for part in parts) or has_control(path):
         raise ValueError(f"{path!r} is not a plain path inside the folder")
     return path
 
@@ -68,8 +74,10 @@ class Record(BaseModel):
 
 
 R = TypeVar("R", bound=Record)
-#: The most characters of what a file says that go into a message.
+#: The most characters of a file's text that go into a message.
 _SHOWN: Final = 200
+#: The most tensors that a record of NaN and Inf names.
+_NAMED: Final = 4
 
 
 def parse(model: type[R], content: bytes, where: object) -> R:
@@ -122,9 +130,9 @@ def encode(record: Record) -> bytes:
 
 
 class Format(Record):
-    """``.syncd/format.json``: written once, by whoever is first."""
+    """``.syncd/format.json``: written once, by the first process that needs it."""
 
-    lease_time: Annotated[float, Field(gt=0, le=3600)] = 30.0
+    lease_time: LeaseTime = 30.0
 
 
 class Latest(Record):
@@ -150,10 +158,12 @@ class VersionFile(BaseModel):
     digest: Digest | None = None
 
 
-class TensorEntry(BaseModel):
-    """A tensor of a version; ``dtype`` is safetensors' name for it."""
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor of a version; ``dtype`` is safetensors' name for it.
 
-    model_config = ConfigDict(frozen=True)
+    No model: that takes a kilobyte each, and a version may have a million of them.
+    """
 
     name: str
     dtype: str
@@ -169,7 +179,7 @@ class RolledBack(BaseModel):
         sequence: the older one.
         instead_of: the identity of the save that LATEST answered until then: that one is not
             published again, however long the pointer names it.
-        request: who asked for it.
+        request: the request that asked for it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -193,21 +203,58 @@ class AdaptedModel(BaseModel):
     revision: Annotated[str, Field(max_length=4096)] | None = None
 
 
+class NonFinite(BaseModel):
+    """The tensors of a file, or of several, that hold NaN or Inf.
+
+    Attributes:
+        count: how many tensors; of several ranks' files at least so many.
+        names: the names of the first ones, cut and without control characters: a daemon reads the
+            receipts of all ranks at every look.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    count: Size
+    names: Annotated[tuple[Text, ...], FailFast()] = ()
+
+    @classmethod
+    def of(cls, names: Collection[str]) -> NonFinite:
+        """The record of tensors by their names."""
+        first = itertools.islice(names, _NAMED)
+        shown = (printable(name[:_SHOWN])[:_SHOWN] for name in first)
+        return cls(count=len(names), names=tuple(shown))
+
+    @classmethod
+    def of_all(cls, found: Iterable[NonFinite]) -> NonFinite:
+        """The record of several files, each with parts of the same tensors or with others."""
+        found = list(found)
+        together = cls.of(dict.fromkeys(name for one in found for name in one.names))
+        most = max((one.count for one in found), default=0)
+        return together.model_copy(update={"count": max(together.count, most)})
+
+    def __str__(self) -> str:
+        tensors = "tensor" if self.count == 1 else "tensors"
+        more = ["…"] if self.count > len(self.names) else []
+        return f"NaN or Inf in {self.count} {tensors} ({', '.join([*self.names, *more])})"
+
+
 class Manifest(Record):
-    """``manifest.json`` of a version: what it is and what its bytes must be.
+    """``manifest.json`` of a version: its kind, files, tensors and digests.
 
     Attributes:
         sequence: which version; 0 for a folder merged by hand, which was never published.
         kind: ``full``, a Hugging Face model folder, ``adapter``, one that PEFT loads, or
             ``remote``, no weights but where they are.
         remote: that path, of kind ``remote`` alone.
-        base_model: which model the adapter is for, of kind ``adapter`` alone; None also where the
-            adapter does not say: then whoever loads it has to know.
+        base_model: which model the adapter is for, of kind ``adapter`` alone; None also if the
+            adapter does not say: then the explorer has to know.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
         digests: which digests the entries carry.
-        rolled_back: of what older version this one is the republication; None for a save's own.
+        rolled_back: the older version that this one republishes; None for a save's own version.
+        nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
+            looked, for example in a save without receipts.
         timings: seconds by name, measured by the daemon.
     """
 
@@ -223,6 +270,7 @@ class Manifest(Record):
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     base_model: AdaptedModel | None = None
     rolled_back: RolledBack | None = None
+    nonfinite: NonFinite | None = None
     timings: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -245,7 +293,7 @@ _SAVE_ID: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class SaveId:
-    """What tells one save from every other: written as ``run-step-counter``.
+    """The unique identity of a save: written as ``run-step-counter``.
 
     Attributes:
         run: agreed once by the ranks of a trainer.
@@ -262,12 +310,12 @@ class SaveId:
 
     @classmethod
     def parse(cls, text: str) -> SaveId | None:
-        """Read one, or None where the text is not one."""
+        """Read one, or None if the text is not one."""
         match = _SAVE_ID.fullmatch(text)
         return cls(match[1], int(match[2]), int(match[3])) if match else None
 
     def is_newer_than(self, other: SaveId) -> bool:
-        """Whether it is a later save of the same run."""
+        """True if it is a later save of the same run."""
         return self.run == other.run and self.counter > other.counter
 
 
@@ -275,7 +323,8 @@ class ReceiptFile(BaseModel):
     """A file that a receipt vouches for.
 
     ``digest`` is the xxh3-128 of ``over``: a torch.save file's zip central directory (which holds
-    the CRC-32 of every record), a safetensors file's header, or the whole content.
+    the CRC-32 of every record), a safetensors file's header, or the whole content. ``nonfinite`` is
+    None if the writer did not look.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -284,10 +333,11 @@ class ReceiptFile(BaseModel):
     size: Size
     digest: Digest
     over: Literal["central-directory", "header", "content"]
+    nonfinite: NonFinite | None = None
 
 
 class Receipt(Record):
-    """``actor/.receipts/rank_R.json``: what one rank has written, whole and durable.
+    """``actor/.receipts/rank_R.json``: the files that one rank has written, whole and durable.
 
     Attributes:
         save_id: run id, step and counter; the same on all ranks of one save.
@@ -303,14 +353,15 @@ class Receipt(Record):
 
 
 class SaveOutcome(BaseModel):
-    """What became of one save, by its identity.
+    """The outcome of one save, by its identity.
 
     Attributes:
         model_only: of a save of ``torch.distributed.checkpoint``: whether it was seen to hold
-            nothing but a model, and so is none to resume from; None where nobody has looked.
+            nothing but a model, and so is none to resume from; None if nobody has looked.
     """
 
-    model_config = ConfigDict(frozen=True)
+    # pydantic before 2.10 keeps all names that begin with model_ for itself, and warns.
+    model_config = ConfigDict(frozen=True, protected_namespaces=())
 
     identity: str
     outcome: Literal["published", "skipped", "quarantined"]
@@ -318,7 +369,7 @@ class SaveOutcome(BaseModel):
     model_only: bool | None = None
 
 
-class Saves(Record):
+class SaveOutcomes(Record):
     """``.syncd/saves.json``: the outcome of the last save in each step folder that still exists."""
 
     steps: dict[Step, SaveOutcome] = Field(default_factory=dict)
@@ -335,7 +386,7 @@ class Quarantine(Record):
 
 
 class PublishNotice(Record):
-    """``.syncd/publish.lock``: what is on its way. A hint only."""
+    """``.syncd/publish.lock``: the version that is on its way. A hint only."""
 
     sequence: Sequence
     step: Step

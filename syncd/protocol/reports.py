@@ -1,31 +1,59 @@
-"""What trainers, explorers and the daemon say about themselves, each in a file that it replaces."""
+"""Reports: trainers, explorers and the daemon each describe themselves in a file of their own."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from syncd.protocol.policy import SyncSettings, SyncStyle
 from syncd.protocol.records import Record, Seconds, Sequence, SessionId, Size, Step, Text
 
+#: How many of its last loads an explorer's report names. The daemon reads each report at least once
+#: in half as many rounds, and publishes at most one version a round.
+LOADS_KEPT: Final = 16
 
-class Reload(BaseModel):
-    """How an engine came to the version that it serves: seconds by the explorer's clock.
+
+class Load(BaseModel):
+    """An explorer began to serve a version from its files.
 
     Attributes:
-        sequence, step: the version.
-        verify: to read all of it and to compare it with the manifest; with a stage folder that is
-            one pass with the copy, or the wait for another explorer's copy.
-        prepare: what the engine did while it still served, and what its user waited for.
-        pause: how long it did not serve: from ``pause`` to the end of ``resume``.
-        load: of that, what ``load`` took.
-        staged: whether it was read from a copy on its own host; None where staging is off.
-        not_staged: why it was not, where it should have been.
+        sequence: the version.
+        time: seconds since the epoch, by the explorer's clock.
+        pause: seconds for which its engine did not serve meanwhile; None if nobody measured that.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
     sequence: Sequence
+    time: float
+    pause: Seconds | None = None
+
+
+def loads_with(loads: tuple[Load, ...], load: Load) -> tuple[Load, ...]:
+    """An explorer's last loads and one more, if it is of a newer version; the oldest go."""
+    if loads and load.sequence <= loads[-1].sequence:
+        return loads
+    return (*loads, load)[-LOADS_KEPT:]
+
+
+class Reload(BaseModel):
+    """The times of loading the version that an engine serves: seconds by the explorer's clock.
+
+    Attributes:
+        sequence, step: the version; sequence 0 of a step that was built for a bench.
+        verify: to read all of it and to compare it with the manifest; with a stage folder that is
+            one pass with the copy, or the wait for another explorer's copy.
+        prepare: the engine's work while it still served, and the time that its user waited.
+        pause: how long it did not serve: from ``pause`` to the end of ``resume``.
+        load: the part of that for ``load``.
+        staged: whether it was read from a copy on its own host; None if staging is off.
+        not_staged: why it was not, if it should have been.
+    """
+
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+
+    sequence: Size
     step: Step
     verify: Seconds = 0.0
     prepare: Seconds = 0.0
@@ -40,8 +68,58 @@ class Reload(BaseModel):
         return self.verify + self.prepare + self.pause
 
 
+class SyncTerms(BaseModel):
+    """The settings that a trainer and its explorers must have alike, as one of them says its own.
+
+    Attributes:
+        style: the side that decides when weights travel.
+        trainer_interval, explorer_interval: steps between two syncs of either side.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    style: Annotated[str, Field(pattern=r"^[a-z_]{1,40}$")]
+    trainer_interval: Size
+    explorer_interval: Size
+
+    @classmethod
+    def of(cls, settings: SyncSettings | None) -> SyncTerms | None:
+        """Those of settings; None if nobody has given any."""
+        if settings is None:
+            return None
+        return cls(
+            style=settings.style.value,
+            trainer_interval=settings.trainer_interval,
+            explorer_interval=settings.explorer_interval,
+        )
+
+    def unlike(self, explorer: SyncTerms) -> str:
+        """The differences between an explorer's settings and these, a trainer's; empty if none.
+
+        An explorer that follows by itself goes by no interval; it must only be one that asks, of a
+        trainer that waits to be asked.
+        """
+        asked, follows = SyncStyle.EXPLORER_DRIVEN.value, SyncStyle.FULLY_ASYNC.value
+        compared = []
+        if explorer.style != follows or self.style == asked:
+            compared.append(("style", self.style, explorer.style))
+        if self.style == explorer.style != asked and self.style != follows:
+            ours, theirs = self, explorer
+            compared.append(("the trainer's interval", *_both(ours, theirs, "trainer_interval")))
+            compared.append(("the explorer's interval", *_both(ours, theirs, "explorer_interval")))
+        return ", ".join(
+            f"{name} is {ours} for the trainer and {theirs} for the explorer"
+            for name, ours, theirs in compared
+            if ours != theirs
+        )
+
+
+def _both(ours: SyncTerms, theirs: SyncTerms, name: str) -> tuple[str, str]:
+    return str(getattr(ours, name)), str(getattr(theirs, name))
+
+
 class ExplorerReport(Record):
-    """``.syncd/explorers/ID.json``: what an explorer says about itself.
+    """``.syncd/explorers/ID.json``: an explorer's report about itself.
 
     Attributes:
         sequence, step: the version that it serves; None before the first.
@@ -50,14 +128,22 @@ class ExplorerReport(Record):
         requests: how often it has required a sync; it waits now while its status says so.
         joined: the offer of a transfer that it has joined.
         reload: how it came to the version that it serves.
+        loads: its last loads of versions of this job, the newest at the end, those of the explorer
+            that had its name before included; None in the report of a release that says nothing of
+            them.
         fault: why it cannot be relied on: what its engine serves is not known, or nothing follows
             the job any more; None while all is well.
-        workers: how many ranks of a weight group it is; 0 where it takes no part in broadcasts, as
+        workers: how many ranks of a weight group it is; 0 if it takes no part in broadcasts, as
             an explorer of before there were any, which says nothing of it.
-        group: the name of the weight group that all its workers have open; None where they have
+        group: the name of the weight group that all its workers have open; None if they have
             none, or one of them has failed.
-        received: the save id of the weights that it serves, where they came by a broadcast: then
+        received: the save id of the weights that it serves, if they came by a broadcast: then
             ``step`` is theirs, and ``sequence`` that of the newest version it holds the files of.
+        bench: the step that it evaluates. While it does so it follows nothing: ``sequence``,
+            ``step`` and ``reload`` are None, and nobody waits for it.
+        starting: the reason that it waits before it runs for the first time. Meanwhile its status
+            is ``stopped``, because nobody is to wait for it.
+        sync: the settings that it syncs by; None if it was given none.
     """
 
     name: str
@@ -70,28 +156,42 @@ class ExplorerReport(Record):
     requests: Size = 0
     joined: str | None = None
     reload: Reload | None = None
+    loads: tuple[Load, ...] | None = None
     fault: Text | None = None
     workers: Size = 0
     group: str | None = None
     received: str | None = None
+    bench: Step | None = None
+    starting: Text | None = None
+    sync: SyncTerms | None = None
     time: float
 
     @property
     def pause(self) -> float | None:
-        """How long the engine did not serve while it loaded what it serves; None: not known."""
+        """Seconds that the engine did not serve while it loaded its version; None: not known."""
         if self.reload is None or self.reload.sequence != self.sequence:
             return None
         return self.reload.pause
 
+    @property
+    def last_loads(self) -> tuple[Load, ...]:
+        """Its last loads; if its release does not name them, the load of the version it serves."""
+        if self.loads is not None:
+            return self.loads
+        if self.sequence is None or self.received is not None:
+            return ()  # weights by a broadcast are no version's
+        return (Load(sequence=self.sequence, time=self.time, pause=self.pause),)
+
 
 class TrainerReport(Record):
-    """``.syncd/trainer.json``: what the trainer says about itself.
+    """``.syncd/trainer.json``: the trainer's report about itself.
 
     Attributes:
         step: the step that it last announced a save for; None before the first.
         name, session: None in the report of a trainer that does not register: then its status
             alone says whether it works.
         nothing_new: how often it has told explorers that wait that nothing newer will come.
+        sync: the settings that it syncs by; None if it was given none.
     """
 
     run_id: str
@@ -101,11 +201,12 @@ class TrainerReport(Record):
     name: str | None = None
     session: SessionId | None = None
     nothing_new: Size = 0
+    sync: SyncTerms | None = None
     time: float
 
 
 class DaemonCounters(BaseModel):
-    """What a daemon has done since it took over."""
+    """Counters of a daemon's work since it took over."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -119,10 +220,10 @@ class DaemonCounters(BaseModel):
 
 
 class MergeProgress(BaseModel):
-    """How far the merge is that the daemon is at.
+    """The progress of the daemon's current merge.
 
     Attributes:
-        step: whose save.
+        step: the step of the save.
         done, total: bytes of tensors.
         seconds: since it began, by the daemon's clock.
     """
@@ -139,10 +240,11 @@ class DaemonReport(Record):
     """``.syncd/daemon.json``: state of the active daemon, for people and ``syncd status``.
 
     Attributes:
-        paused: the id of the pause that this daemon keeps to; None where it publishes.
+        paused: the id of the pause that this daemon keeps to; None if it publishes.
         memory_dir: the second job that the same process serves, on its own host.
         merge: how far it is, while the state is ``merging`` and some of it is done. It may be some
             seconds old.
+        release: the daemon's own; None of one that knows no bench requests.
     """
 
     session: str
@@ -157,4 +259,5 @@ class DaemonReport(Record):
     memory_dir: Text | None = None
     counters: DaemonCounters = DaemonCounters()
     merge: MergeProgress | None = None
+    release: Text | None = None
     time: float

@@ -1,4 +1,4 @@
-"""Files of the daemon's that grow by a line for each thing that happens, up to a bound.
+"""The daemon's files that grow by a line for each event, up to a bound.
 
 At :data:`LIMIT` bytes such a file becomes the one with the older lines, by one rename, and a new
 one is begun: so there are two at most, of which the older one goes as a whole.
@@ -12,16 +12,16 @@ from typing import Final
 from syncd.protocol.layout import older_lines
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
 from syncd.storage.fsio import Storage
-from syncd.storage.in_the_way import move_away
+from syncd.storage.record_files import move_away
 
-#: Bytes; what is appended at once may be more.
+#: Bytes; one append may be longer.
 LIMIT: Final = 4 * 1024 * 1024
 
 
 def append(storage: Storage, path: Path, data: bytes, *, durable: bool, limit: int = LIMIT) -> None:
-    """Append to a file, which is made where it is missing.
+    """Append to a file, which is made if it is missing.
 
-    What stands there and is no file is given another name first. Not promised: the older lines,
+    If something else than a file has that name, it is renamed first. Not promised: the older lines,
     where a daemon that was superseded just then begins a new file as well.
 
     Args:
@@ -63,9 +63,9 @@ def _turn_over(storage: Storage, path: Path) -> None:
 
 
 def last_lines(storage: Storage, path: Path, limit: int = 2 * LIMIT) -> list[bytes]:
-    """The last lines of such a file, oldest first; what is not there, or no file, has none.
+    """The last lines of such a file, oldest first; none if it is missing, or is no file.
 
-    A line may be there twice where a new file was begun meanwhile.
+    A line may be there twice if a new file was begun meanwhile.
 
     Args:
         storage: the shared storage.

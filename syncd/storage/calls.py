@@ -4,7 +4,8 @@ A subclass that counts, fails or kills at the k-th of them reaches every state t
 leave. Reading goes through here too, so that a read may fail as well.
 
 Below the job directory no link is ever followed: a link there could lead a daemon to read, or
-delete, what is not the job's.
+delete, files outside the job. So :class:`Beneath` opens each folder on the way by itself, with
+``O_NOFOLLOW``, and gives the system call the last name and the descriptor of its folder.
 """
 
 from __future__ import annotations
@@ -14,19 +15,24 @@ import fcntl
 import os
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from syncd.storage.beneath import Beneath
 from syncd.storage.errnos import is_gone
 
+#: A path as system calls take it: its last name, and a descriptor of its folder; or the whole path.
+Place = tuple[str, int | None]
+
+_FOLDER: Final = os.O_DIRECTORY | os.O_CLOEXEC
 #: _IOW(0x94, 13, struct file_clone_range), of linux/fs.h.
 _FICLONERANGE: Final = 0x4020940D
 
 
 class Kind(Enum):
-    """What a name in a folder stands for, links not followed."""
+    """The kind of a name in a folder, links not followed."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -35,7 +41,7 @@ class Kind(Enum):
 
 
 class Free(NamedTuple):
-    """What this user may still take; None where the filesystem does not say."""
+    """The room that this user may still take; None if the filesystem does not say."""
 
     bytes: int | None
     inodes: int | None
@@ -54,15 +60,15 @@ class Calls:
         self._beneath = Beneath(root)
         self._durable = durable
 
-    # -- what changes storage -------------------------------------------------------------------
+    # -- changes of storage ---------------------------------------------------------------------
 
     def mkdir(self, path: Path) -> None:
-        """Make one folder. Raises FileExistsError where the name is taken."""
+        """Make one folder. Raises FileExistsError if the name is taken."""
         with self._beneath.at(path) as (name, folder):
             os.mkdir(name, dir_fd=folder)
 
     def rmdir(self, path: Path) -> None:
-        """Remove an empty folder. Raises OSError with ``ENOTEMPTY`` where it is not."""
+        """Remove an empty folder. Raises OSError with ``ENOTEMPTY`` if it is not."""
         with self._beneath.at(path) as (name, folder):
             os.rmdir(name, dir_fd=folder)
 
@@ -72,12 +78,12 @@ class Calls:
             os.rename(old, new, src_dir_fd=out_of, dst_dir_fd=into)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name. Raises FileExistsError where the name is taken."""
+        """Give a file a second name. Raises FileExistsError if the name is taken."""
         with self._beneath.both(source, target) as ((old, out_of), (new, into)):
             os.link(old, new, src_dir_fd=out_of, dst_dir_fd=into, follow_symlinks=False)
 
     def symlink(self, target: Path, path: Path) -> None:
-        """Make a symbolic link. Raises FileExistsError where the name is taken."""
+        """Make a symbolic link. Raises FileExistsError if the name is taken."""
         with self._beneath.at(path) as (name, folder):
             os.symlink(target, name, dir_fd=folder)
 
@@ -97,7 +103,7 @@ class Calls:
             os.chown(name, -1, group, dir_fd=folder, follow_symlinks=False)
 
     def chmod(self, path: Path, mode: int) -> None:
-        """Set the mode of a folder, never of what a link names."""
+        """Set the mode of a folder, never of a link's target."""
         fd = self._beneath.open_folder(path)
         try:
             os.fchmod(fd, mode)
@@ -105,15 +111,15 @@ class Calls:
             os.close(fd)
 
     def create(self, path: Path) -> int:
-        """A descriptor of a new, empty file. Raises FileExistsError where the name is taken."""
+        """A descriptor of a new, empty file. Raises FileExistsError if the name is taken."""
         return self._open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
 
     def open_append(self, path: Path) -> int:
-        """A descriptor that appends; the file is made where it is missing."""
+        """A descriptor that appends; the file is made if it is missing."""
         fd = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if self._regular(fd, path).st_nlink > 1:  # its other name may be anywhere
             os.close(fd)
-            raise OSError(errno.EINVAL, "a file with several names", str(path))
+            raise OSError(errno.EINVAL, "the file has several names (hard links)", str(path))
         return fd
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
@@ -160,13 +166,13 @@ class Calls:
         finally:
             os.close(fd)
 
-    # -- what only looks at it -------------------------------------------------------------------
+    # -- reads of storage ------------------------------------------------------------------------
 
     def open_read(self, path: Path) -> int:
         """A descriptor to read from a regular file, never a link, a pipe or a device.
 
         Raises:
-            OSError: ``EINVAL`` where it is not a regular file, ``ELOOP`` where it is a link.
+            OSError: ``EINVAL`` if it is not a regular file, ``ELOOP`` if it is a link.
         """
         fd = self._open(path, os.O_RDONLY)
         self._regular(fd, path)
@@ -193,7 +199,7 @@ class Calls:
         return os.preadv(fd, [part], offset)
 
     def names(self, path: Path) -> list[str]:
-        """The names in a folder, sorted; empty where the folder is not there."""
+        """The names in a folder, sorted; empty if the folder is not there."""
         try:
             fd = self._beneath.open_folder(path)
         except OSError as error:
@@ -206,10 +212,10 @@ class Calls:
             os.close(fd)
 
     def kinds(self, path: Path) -> dict[str, Kind]:
-        """What is in a folder.
+        """The entries of a folder.
 
         Raises:
-            NotADirectoryError: it is no folder; also where it is a link to one.
+            NotADirectoryError: it is no folder; also if it is a link to one.
         """
         status = self.status(path)
         if status is not None and not stat.S_ISDIR(status.st_mode):
@@ -222,7 +228,7 @@ class Calls:
             os.close(fd)
 
     def status(self, path: Path) -> os.stat_result | None:
-        """A name's own status, links not followed; None where it is not there."""
+        """A name's own status, links not followed; None if it is not there."""
         try:
             with self._beneath.at(path) as (name, folder):
                 return os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -232,7 +238,7 @@ class Calls:
             raise
 
     def may_change(self, path: Path) -> bool:
-        """Whether this user may make and delete names in a folder, as far as storage says now.
+        """True if this user may make and delete names in a folder, as far as storage says now.
 
         On NFS it is the server that is asked; an answer that does not come counts as a no.
         """
@@ -246,12 +252,16 @@ class Calls:
             )
 
     def free(self, path: Path) -> Free:
-        """How much room there is where a folder is. A quota may leave less."""
+        """The free room on a folder's filesystem. A quota may leave less."""
         found = os.statvfs(path)
         return Free(
             found.f_bavail * found.f_frsize if found.f_blocks else None,
             found.f_favail if found.f_files else None,
         )
+
+    def is_read_only(self, path: Path) -> bool:
+        """True if a folder is on a mount of this host that nobody may write to."""
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
     # -- descriptors ---------------------------------------------------------------------------
 
@@ -262,10 +272,10 @@ class Calls:
             return os.open(name, flags, 0o666, dir_fd=folder)
 
     def _regular(self, fd: int, path: Path) -> os.stat_result:
-        """The status of what was opened; closes it where that is no regular file, or not told."""
+        """The status of an opened file; closes it if that is no regular file, or not told."""
         try:
             status = os.fstat(fd)
-        except OSError:  # ESTALE on NFS, where it was replaced since
+        except OSError:  # ESTALE on NFS, if it was replaced since
             os.close(fd)
             raise
         if not stat.S_ISREG(status.st_mode):
@@ -275,9 +285,98 @@ class Calls:
 
 
 def kind_of(entry: os.DirEntry[str]) -> Kind:
-    """What an entry of a listing stands for."""
+    """The kind of an entry of a listing."""
     if entry.is_symlink():
         return Kind.LINK
     if entry.is_dir(follow_symlinks=False):
         return Kind.FOLDER
     return Kind.FILE if entry.is_file(follow_symlinks=False) else Kind.OTHER
+
+
+class Beneath:
+    """Resolves paths beneath a root.
+
+    Args:
+        root: links are followed on the way to it, and never below it. Paths elsewhere, and all
+            paths without a root, are as the system resolves them.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self._root = "" if root is None else _absolute(os.fspath(root))
+
+    @contextmanager
+    def at(self, path: Path) -> Iterator[Place]:
+        """A path, for one system call. Errors that pass through here name the whole path.
+
+        Raises:
+            OSError: ``ELOOP`` if a folder on the way is a link; as the system says otherwise.
+        """
+        text = os.fspath(path)
+        parts = self._parts(_absolute(text))
+        if not parts:
+            yield text, None
+            return
+        folder = os.open(self._root, os.O_PATH | _FOLDER)
+        try:
+            for part in parts[:-1]:
+                below = _step_into(part, folder, text, os.O_PATH)
+                os.close(folder)
+                folder = below
+            try:
+                yield parts[-1], folder
+            except OSError as error:
+                if error.filename == parts[-1] and error.filename2 is None:
+                    error.filename = text
+                raise
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def both(self, source: Path, target: Path) -> Iterator[tuple[Place, Place]]:
+        """Two paths, for one system call."""
+        with self.at(source) as old, self.at(target) as new:
+            try:
+                yield old, new
+            except OSError as error:
+                error.filename, error.filename2 = os.fspath(source), os.fspath(target)
+                raise
+
+    def open_folder(self, path: Path) -> int:
+        """A descriptor of a folder, to list or to sync it."""
+        with self.at(path) as (name, folder):
+            if folder is None:
+                return os.open(name, os.O_RDONLY | _FOLDER)
+            return _step_into(name, folder, os.fspath(path), os.O_RDONLY)
+
+    def _parts(self, text: str) -> list[str]:
+        """The names on the way from the root to a path; none for a path that is not below it."""
+        if not self._root or not text.startswith(f"{self._root}/"):
+            return []
+        parts = text[len(self._root) + 1 :].split("/")
+        if ".." in parts:
+            raise OSError(errno.EINVAL, "the path leads back out of its folder", text)
+        return parts
+
+
+def _absolute(text: str) -> str:
+    """Not ``os.path.abspath``: what ``..`` behind a link is, only the system knows."""
+    return text if text.startswith("/") else os.path.join(os.getcwd(), text)
+
+
+def _step_into(name: str, folder: int, whole: str, flags: int) -> int:
+    """Open a folder inside a folder, and say so if it is a link."""
+    try:
+        return os.open(name, flags | _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError as error:
+        error.filename = whole
+        if error.errno == errno.ENOTDIR and _is_link(name, folder):
+            why = f"{name!r} is a link, and links are not followed inside a job"
+            raise OSError(errno.ELOOP, why, whole) from None
+        raise
+
+
+def _is_link(name: str, folder: int) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False

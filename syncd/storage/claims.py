@@ -1,7 +1,7 @@
-"""Names that one participant has at a time.
+"""Exclusive names: at most one live participant holds each.
 
-A name is had by an exclusive marker under ``.syncd/claims/`` that says which session has it. What a
-dead session has is broken (:class:`~.judge.Judge`), what a live one has is refused.
+An exclusive marker under ``.syncd/claims/`` says which session holds a name. The marker of a dead
+session is broken (:class:`~.judge.Judge`); a name that a live session holds is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Final, Self
 
 from syncd.protocol.errors import CancelledError, NameTakenError
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.participants import Claim, session_of
+from syncd.protocol.participants import Claim, name_in, session_of
 from syncd.protocol.records import encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Signature, Storage, signature
+from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
-from syncd.storage.sessions import Session
+from syncd.storage.sessions import Session, process_of
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 _PATIENCE: Final = 3
 #: Looks at which a heartbeat must be missing: it is for a moment while its owner renews it.
 _MISSING_LOOKS: Final = 2
+#: The most characters of a name that go into a message.
+_SHOWN: Final = 200
 
 
 class HeldName:
@@ -37,21 +39,20 @@ class HeldName:
 
     Promised: of two participants whose hosts and storage work, one at a time has the name. Not
     promised: that a participant which was paused for longer than a lease still has it; it notices
-    at its next :meth:`check`, and what it was in the middle of writing may still be written.
+    at its next :meth:`check`, and a write that it had begun may still be done.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, path: Path, session: str) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, path: Path, session: str, name: str) -> None:
+        self._job = job
         self._path = path
         self._session = session
+        self._name = name
         self._given_up = False
 
     @classmethod
     def take(
         cls,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         role: str,
         name: str,
         session: Session,
@@ -59,11 +60,10 @@ class HeldName:
         clock: Clock = time.monotonic,
         pause: Callable[[float], object] = time.sleep,
     ) -> Self:
-        """Take a name. May watch for up to a lease time where a dead session has it.
+        """Take a name. May watch for up to a lease time if a dead session has it.
 
         Args:
-            storage: the shared storage.
-            layout: the job.
+            job: the job.
             role: ``explorer``, or ``trainer``, of which a job has one whatever its name is.
             name: the participant's.
             session: this process's heartbeat, which beats already.
@@ -73,63 +73,79 @@ class HeldName:
         Raises:
             NameTakenError: a live participant has it.
         """
-        held = cls(storage, layout, layout.claim(role, name), session.id)
+        held = cls(job, job.layout.claim(role, name), session.id, name)
         # Not with the folders above it: in an unmounted job nothing is made.
-        storage.make_folder(layout.claims, below=layout.state)
-        watch = _Holder(storage, layout, held._path, session.lease_time, clock)
+        job.storage.make_folder(job.layout.claims, below=job.layout.state)
+        watch = _Holder(job, held._path, session.lease_time, clock)
         while not held._create():
             if watch.is_dead():
                 watch.take_away()
                 continue
             if watch.lives or clock() >= watch.until:
-                raise NameTakenError(
-                    f"{role} {name!r} works in {layout.root} already (session "
-                    f"{watch.session or 'unknown'}): stop it, or take another name; if it is gone "
-                    f"for certain, remove {held._path}"
-                )
+                raise NameTakenError(held._why_taken(role, watch.session))
             pause(session.lease_time / (LOOKS_PER_LEASE + 1))
         return held
 
     def check(self) -> None:
-        """See that the name is still ours, and take it again where it is nobody's.
+        """See that the name is still ours, and take it again if it is nobody's.
 
         Raises:
             NameTakenError: another participant took it while we were counted as dead.
             CancelledError: we gave it up.
         """
         if self._given_up:
-            raise CancelledError(f"{self._path} was given up: this participant is closed")
-        holder = read_claim(self._storage, self._path)
+            raise CancelledError(f"{self._path} was released, because this participant is closed")
+        holder = read_claim(self._job.storage, self._path)
         if holder == self._session or (holder is None and self._create()):
             return
         raise NameTakenError(
-            f"{self._path} is now of session {read_claim(self._storage, self._path)}: this process "
-            "was paused, or its storage away, for longer than a lease; start again"
+            f"session {read_claim(self._job.storage, self._path)} now holds {self._path}: this "
+            "process was paused, or its storage was away, for longer than a lease; start it again"
         )
 
     def release(self) -> None:
         """Give the name up, if it is still ours."""
         self._given_up = True
-        if read_claim(self._storage, self._path) == self._session:
-            self._storage.unlink_if_there(self._path)
+        if read_claim(self._job.storage, self._path) == self._session:
+            self._job.storage.unlink_if_there(self._path)
+
+    def _why_taken(self, role: str, session: str | None) -> str:
+        """The sentence that names the participant which has the name."""
+        try:
+            holder = name_in(self._job.storage.read(self._path))
+        except OSError:  # gone, or none that can be read: its session is all that is known
+            holder = None
+        if role == "trainer":  # of which a job has one: another name is of no use
+            other = "give this one a job directory of its own"
+            who = "a trainer" if holder is None else f"trainer {holder[:_SHOWN]!r}"
+        else:
+            other, who = "take another name", f"{role} {self._name!r}"
+        process = "" if session is None else process_of(session)
+        return (
+            f"{who} works in {self._job.layout.root} already ({process}session "
+            f"{session or 'unknown'}): stop it, or {other}; if it is gone for certain, remove "
+            f"{self._path}"
+        )
 
     def _create(self) -> bool:
         """Make the marker, whole at once; whether it is ours."""
-        draft = self._layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
+        draft = self._job.layout.drafts / f"{TEMPORARY}claim-{secrets.token_hex(6)}"
         try:
-            self._storage.write_new(draft, encode(Claim(session=self._session)))
-            self._storage.link(draft, self._path)
+            self._job.storage.write_new(
+                draft, encode(Claim(session=self._session, name=self._name))
+            )
+            self._job.storage.link(draft, self._path)
         except FileExistsError:
-            # Ours all the same where a server's first answer was lost.
-            return read_claim(self._storage, self._path) == self._session
+            # Ours all the same if a server's first answer was lost.
+            return read_claim(self._job.storage, self._path) == self._session
         finally:
-            self._storage.unlink_if_there(draft)
-        self._storage.sync_folder(self._layout.claims)
+            self._job.storage.unlink_if_there(draft)
+        self._job.storage.sync_folder(self._job.layout.claims)
         return True
 
 
 def read_claim(storage: Storage, path: Path) -> str | None:
-    """The session that has a name; None where nobody has, or what is there says none."""
+    """The session that has a name; None if nobody has, or if the file names none."""
     try:
         session = session_of(storage.read(path))
     except OSError as error:
@@ -138,7 +154,7 @@ def read_claim(storage: Storage, path: Path) -> str | None:
         raise
     if session is None:
         log.warning(
-            "%s is no claim: it names no session",
+            "ignoring %s: it is not a claim, because it names no session",
             path,
             extra=Event.LEFT_ALONE(path=path, reason="it names no session"),
         )
@@ -146,15 +162,12 @@ def read_claim(storage: Storage, path: Path) -> str | None:
 
 
 class _Holder:
-    """Whoever has a name now, watched until it beats or is dead."""
+    """The present holder of a name, watched until it beats or is dead."""
 
-    def __init__(
-        self, storage: Storage, layout: JobLayout, path: Path, lease_time: float, clock: Clock
-    ) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, path: Path, lease_time: float, clock: Clock) -> None:
+        self._job = job
         self._path = path
-        self._judge = Judge(storage, lease_time, clock=clock)
+        self._judge = Judge(job.storage, lease_time, clock=clock)
         self._first: Signature | None = None
         self._missing = 0
         self.session: str | None = None
@@ -165,19 +178,19 @@ class _Holder:
         """Look once more."""
         # Looked at before it is read: so it is broken only if it is the one that was read.
         marker = self._judge.look(self._path)
-        session = read_claim(self._storage, self._path)
+        session = read_claim(self._job.storage, self._path)
         if session != self.session:
             self.session, self._first, self._missing = session, None, 0
         if session is None:
             return marker is Liveness.DEAD  # it says nothing, and has said so for a lease
-        heartbeat = self._layout.session(session)
+        heartbeat = self._job.layout.session(session)
         seen = self._judge.look(heartbeat)
         if seen is Liveness.MISSING:
             seen = self._judge.look_again(heartbeat)
         if seen is Liveness.MISSING:
             self._missing += 1
             return self._missing >= _MISSING_LOOKS
-        status = self._storage.status(heartbeat)
+        status = self._job.storage.status(heartbeat)
         if status is not None and seen is Liveness.ALIVE:
             found = signature(status)
             self.lives = self._first is not None and found != self._first

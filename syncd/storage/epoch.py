@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError, SupersededError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import version_folder
 from syncd.storage.calls import Kind
 from syncd.storage.errnos import NOT_EMPTY, is_gone
 from syncd.storage.fsio import Draft, Storage
-from syncd.storage.in_the_way import move_away
+from syncd.storage.job import Job
+from syncd.storage.record_files import move_away
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Epoch:
 
     Promised: after :meth:`take_over` returned, no daemon of a lower epoch commits or prunes
     anything; and once a higher epoch's ``take_over`` returned, neither does this one: each method
-    that changes what others see raises :class:`SupersededError` then. Not promised: that a daemon
+    with an effect that others see raises :class:`SupersededError` then. Not promised: that a daemon
     knows that it was superseded before it tries.
 
     Attributes:
@@ -51,51 +51,51 @@ class Epoch:
         building: where versions are made.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, room: str) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, room: str) -> None:
+        self._job = job
         self.number = _order(room)[0]
-        self._room = layout.epochs / room
+        self._room = job.layout.epochs / room
         self.building = self._room / "building"
         self._trash = self._room / "trash"
         self._doomed = self._room / "doomed"
 
     @classmethod
-    def take_over(cls, storage: Storage, layout: JobLayout) -> Epoch:
+    def take_over(cls, job: Job) -> Epoch:
         """Make a new room, and empty all lower ones until they are gone.
 
         Raises:
             SupersededError: another daemon took over at the same time, with a higher number.
         """
-        storage.refresh(layout.epochs)
-        found = _rooms(storage, layout)
+        job.storage.refresh(job.layout.epochs)
+        found = _rooms(job)
         number = _order(found[-1])[0] + 1 if found else 1
         if number > _LAST_ROOM:
             raise JobUnavailableError(
-                f"{layout.epochs / found[-1]} has a number that no daemon ever comes to: remove it"
+                f"{job.layout.epochs / found[-1]} has a higher number than any daemon can reach: "
+                "remove it"
             )
-        epoch = cls(storage, layout, f"{number}-{secrets.token_hex(4)}")
-        storage.mkdir(epoch._room)
+        epoch = cls(job, f"{number}-{secrets.token_hex(4)}")
+        job.storage.mkdir(epoch._room)
         # Listed again, after the mkdir: a room above ours means that its daemon came later and may
-        # have looked before ours was there. Whoever comes later than this finds ours.
-        rooms = _rooms(storage, layout)
+        # have looked before ours was there. A daemon that comes later than this finds ours.
+        rooms = _rooms(job)
         if any(_order(room) > _order(epoch._room.name) for room in rooms):
             try:
-                storage.rmdir(epoch._room)
+                job.storage.rmdir(epoch._room)
             except OSError as error:
                 if not is_gone(error):
                     raise
                 # else: the later one was faster
-            raise SupersededError(f"epoch {number} of {layout.root} was taken over as it began")
+            raise SupersededError(f"another daemon took over epoch {number} of {job.layout.root}")
         try:
             for folder in (epoch._doomed, epoch._trash, epoch.building):
-                epoch._within(storage.mkdir, folder)
-            # Before anything is moved in: what is in a folder that is lost is lost with it.
-            epoch._within(storage.sync_folder, epoch._room)
-            storage.sync_folder(layout.epochs)
+                epoch._within(job.storage.mkdir, folder)
+            # Before anything is moved in, because a lost folder loses its content too.
+            epoch._within(job.storage.sync_folder, epoch._room)
+            job.storage.sync_folder(job.layout.epochs)
             for lower in rooms:
                 if lower != epoch._room.name:
-                    epoch._close_room(layout.epochs / lower)
+                    epoch._close_room(job.layout.epochs / lower)
         except BaseException:
             epoch._leave()
             raise
@@ -103,10 +103,14 @@ class Epoch:
 
     def start_version(self, sequence: int) -> Path:
         """An empty folder to build a version in."""
-        folder = self.building / version_folder(sequence)
-        if self._storage.exists(folder):
-            self._storage.remove_tree(folder)
-        self._within(self._storage.mkdir, folder)
+        return self.start_build(version_folder(sequence))
+
+    def start_build(self, name: str) -> Path:
+        """An empty folder to build in."""
+        folder = self.building / name
+        if self._job.storage.exists(folder):
+            self._job.storage.remove_tree(folder)
+        self._within(self._job.storage.mkdir, folder)
         return folder
 
     def open_leasing(self, sequence: int) -> None:
@@ -119,21 +123,21 @@ class Epoch:
             SupersededError: this room is gone.
         """
         source = self.building / f"leases-{version_folder(sequence)}"
-        target = self._layout.lease_folder(sequence)
-        if not self._storage.exists(source):  # else an attempt before this one left it
-            self._within(self._storage.mkdir, source)
+        target = self._job.layout.lease_folder(sequence)
+        if not self._job.storage.exists(source):  # else an attempt before this one left it
+            self._within(self._job.storage.mkdir, source)
         try:
             self._rename(
                 source,
                 target,
-                lambda: not self._storage.exists(source) and self._storage.exists(target),
+                lambda: not self._job.storage.exists(source) and self._job.storage.exists(target),
             )
         except OSError as error:
             if error.errno not in NOT_EMPTY:
                 raise
-            self._storage.rmdir(source)  # it is there, and someone holds a lease in it
+            self._job.storage.rmdir(source)  # it is there, and someone holds a lease in it
             return
-        self._storage.sync_folder(target.parent)
+        self._job.storage.sync_folder(target.parent)
 
     def publish_version(self, sequence: int) -> Path:
         """Commit a built version: one rename to ``published/``, which also takes the sequence.
@@ -141,42 +145,52 @@ class Epoch:
         Raises:
             SupersededError: this room is gone, or the sequence is taken.
         """
-        source = self.building / version_folder(sequence)
-        target = self._layout.version(sequence)
-        before = self._storage.status(source)
+        return self.commit_build(version_folder(sequence), self._job.layout.version(sequence))
+
+    def commit_build(self, name: str, target: Path) -> Path:
+        """Commit a built folder: one rename out of this room.
+
+        Raises:
+            SupersededError: this room is gone, or the target is taken.
+        """
+        source = self.building / name
+        before = self._job.storage.status(source)
 
         def ours() -> bool:
-            now = self._storage.status(target)
+            now = self._job.storage.status(target)
             return before is not None and now is not None and now.st_ino == before.st_ino
 
         try:
             self._rename(source, target, ours)
         except OSError as error:
             if error.errno in NOT_EMPTY:
-                raise SupersededError(f"{target} is taken: another daemon published it") from error
+                raise SupersededError(f"{target} exists: another daemon published it") from error
             raise
-        self._storage.sync_folder(target.parent)
+        self._job.storage.sync_folder(target.parent)
         return target
 
-    def publish_file(self, target: Path, data: bytes) -> None:
+    def publish_file(self, target: Path, data: bytes, *, durable: bool = True) -> None:
         """Replace a file of the daemon's, such as LATEST: one rename out of this room.
+
+        A hint need not be ``durable``: after a power loss it may be gone, or torn.
 
         Raises:
             SupersededError: this room is gone.
         """
         try:
-            with Draft(self._storage, target, room=self._room) as draft:
+            with Draft(self._job.storage, target, room=self._room) as draft:
                 draft.write(data)
-                draft.finish()
+                draft.finish(durable=durable)
                 self._rename(draft.temporary, target, lambda: self._reads(target, data))
         except IsADirectoryError:
-            move_away(self._storage, target)
-            self.publish_file(target, data)
+            move_away(self._job.storage, target)
+            self.publish_file(target, data, durable=durable)
             return
         except OSError as error:
             self.raise_if_superseded(error)
             raise
-        self._storage.sync_folder(target.parent)
+        if durable:
+            self._job.storage.sync_folder(target.parent)
 
     def set_aside(self, path: Path) -> Path:
         """Take a folder out of everybody's sight, to look at it once more.
@@ -200,48 +214,53 @@ class Epoch:
         return self._move(path, self._doomed)
 
     def undecided(self) -> list[Path]:
-        """What this daemon, or one before it, has set aside and neither condemned nor put back."""
-        return [self._trash / name for name in self._storage.names(self._trash)]
+        """Names that a daemon, this or an earlier one, set aside: not condemned, not put back."""
+        return [self._trash / name for name in self._job.storage.names(self._trash)]
 
     def condemned(self) -> list[Path]:
-        """What is still to be deleted."""
-        return [self._doomed / name for name in self._storage.names(self._doomed)]
+        """The folders that are still to be deleted."""
+        return [self._doomed / name for name in self._job.storage.names(self._doomed)]
 
     def sweep(self) -> None:
-        """Delete what was condemned and what was half built."""
+        """Delete condemned folders and half-built ones."""
         refused: OSError | None = None
         for folder in (self._doomed, self.building):
-            for name in self._storage.names(folder):
+            for name in self._job.storage.names(folder):
                 try:
-                    self._storage.remove_tree(folder / name)
+                    self._job.storage.remove_tree(folder / name)
                 except OSError as error:
                     refused = refused or error
         if refused is not None:
             raise refused
 
     def is_live(self) -> bool:
-        """Whether this room is still there; for messages, never to decide whether to commit."""
+        """True if this room is still there; for messages, never to decide whether to commit."""
         folders = (self.building, self._trash, self._doomed)
-        return all(self._storage.exists(folder) for folder in folders)
+        return all(self._job.storage.exists(folder) for folder in folders)
 
     def raise_if_superseded(self, error: OSError) -> None:
-        """Say what an error means where this room is gone and the job is not.
+        """Translate an error if this room is gone and the job is not.
 
         Raises:
             SupersededError: it means that another daemon has taken over.
         """
-        if is_gone(error) and not self.is_live() and self._storage.exists(self._layout.epochs):
+        if (
+            is_gone(error)
+            and not self.is_live()
+            and self._job.storage.exists(self._job.layout.epochs)
+        ):
             raise SupersededError(
-                f"another daemon has taken over {self._layout.root}: epoch {self.number} is gone"
+                f"another daemon has taken over {self._job.layout.root}: epoch "
+                f"{self.number} is gone"
             ) from error
 
     def _leave(self) -> None:
-        """Remove what is empty of this room: take-overs that fail must not fill the disk."""
+        """Remove the empty folders of this room: take-overs that fail must not fill the disk."""
         for folder in (self.building, self._trash, self._doomed, self._room):
             try:
-                self._storage.rmdir(folder)
+                self._job.storage.rmdir(folder)
             except OSError as error:
-                log.debug("%s stays: %s", folder, error)
+                log.debug("cannot remove %s: %s", folder, error)
 
     def _close_room(self, room: Path) -> None:
         """Empty a lower room and remove it: all that is not finished there ends here.
@@ -256,12 +275,12 @@ class Epoch:
             room / "doomed": self._doomed,
             room: self._doomed,
         }
-        if not _is_folder(self._storage, room):
+        if not _is_folder(self._job.storage, room):
             return  # no daemon ever worked there
         gone = False
         for _ in range(_ROUNDS):  # its daemon may make something new in it, but not for ever
             for folder, home in homes.items():
-                if folder != room and not _is_folder(self._storage, folder):
+                if folder != room and not _is_folder(self._job.storage, folder):
                     continue  # a link, say, is found in the room, and taken
                 for name, kind in self._found(folder):
                     if kind is not Kind.FOLDER or folder / name not in homes:
@@ -270,21 +289,21 @@ class Epoch:
             if gone:
                 break
         else:
-            raise JobUnavailableError(f"{room} cannot be emptied: what is in it does not go")
-        self._storage.sync_folder(room.parent)
+            raise JobUnavailableError(f"{room} cannot be emptied: its files cannot be removed")
+        self._job.storage.sync_folder(room.parent)
 
     def _found(self, folder: Path) -> list[tuple[str, Kind]]:
         try:
-            return list(self._storage.kinds(folder).items())
+            return list(self._job.storage.kinds(folder).items())
         except OSError as error:
             if is_gone(error):
                 return []
             raise
 
     def _removed(self, folder: Path) -> bool:
-        """Remove an empty folder; False where it is not empty, whatever its listing said."""
+        """Remove an empty folder; False if it is not empty, whatever its listing said."""
         try:
-            self._storage.rmdir(folder)
+            self._job.storage.rmdir(folder)
         except FileNotFoundError:
             return True
         except OSError as error:
@@ -293,7 +312,7 @@ class Epoch:
         else:
             return True
         try:
-            self._storage.refresh(folder)
+            self._job.storage.refresh(folder)
         except OSError as error:
             if not is_gone(error):
                 raise
@@ -312,10 +331,10 @@ class Epoch:
         # A name may have as many bytes as any can have: there must be room for the rest.
         name = os.fsdecode(os.fsencode(path.name)[:_LONGEST])
         target = into / f"{name}-{secrets.token_hex(6)}"
-        self._rename(path, target, lambda: self._storage.exists(target))
+        self._rename(path, target, lambda: self._job.storage.exists(target))
         # Before anything in it is deleted: else a power loss could bring back half of it.
         for folder in (into, path.parent):
-            self._storage.sync_folder(folder)
+            self._job.storage.sync_folder(folder)
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
@@ -324,7 +343,7 @@ class Epoch:
         A server that did the rename but whose answer was lost is asked again, and says ENOENT.
         """
         try:
-            self._storage.rename(source, target)
+            self._job.storage.rename(source, target)
         except OSError as error:
             if is_gone(error):
                 self._ask_anew(target.parent)
@@ -335,9 +354,9 @@ class Epoch:
     def _ask_anew(self, folder: Path) -> None:
         """Let this client forget that a name was not there before its own rename."""
         try:
-            self._storage.refresh(folder)
+            self._job.storage.refresh(folder)
         except OSError:
-            pass  # the folder is gone, or nothing can be made in it: what is known has to do
+            pass  # the folder is gone, or nothing can be made in it: the cached state has to do
 
     def _within(self, change: Callable[[Path], None], path: Path) -> None:
         try:
@@ -349,16 +368,18 @@ class Epoch:
     def _reads(self, target: Path, data: bytes) -> bool:
         for _ in range(2):  # an open may be late by one look
             try:
-                if self._storage.read(target) == data:
+                if self._job.storage.read(target) == data:
                     return True
             except OSError:
                 pass  # not ours as far as is known; the rename's own error is raised
         return False
 
 
-def _rooms(storage: Storage, layout: JobLayout) -> list[str]:
+def _rooms(job: Job) -> list[str]:
     """The names of all rooms, lowest first."""
-    return sorted((n for n in storage.names(layout.epochs) if _ROOM.fullmatch(n)), key=_order)
+    return sorted(
+        (n for n in job.storage.names(job.layout.epochs) if _ROOM.fullmatch(n)), key=_order
+    )
 
 
 def _is_folder(storage: Storage, path: Path) -> bool:
@@ -367,6 +388,6 @@ def _is_folder(storage: Storage, path: Path) -> bool:
 
 
 def _order(room: str) -> tuple[int, str]:
-    """How a room's name compares with another's."""
+    """The sort key of a room's name."""
     number, _, suffix = room.partition("-")
     return int(number), suffix

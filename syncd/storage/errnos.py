@@ -1,9 +1,12 @@
-"""What the operating system's errors mean here. What to do about them is known elsewhere."""
+"""The meanings of the operating system's errors here. Callers decide what to do about them."""
 
 from __future__ import annotations
 
 import errno
+import os
 from typing import Final
+
+from syncd.protocol.errors import JobUnavailableError, NoRoomError, SyncdError
 
 #: The name is gone, or the server no longer knows the file behind it (NFS).
 GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
@@ -11,25 +14,56 @@ GONE: Final = frozenset({errno.ENOENT, errno.ESTALE, errno.ENOTDIR})
 NOT_EMPTY: Final = frozenset({errno.ENOTEMPTY, errno.EEXIST})
 #: The disk, or this user's part of it, is full.
 NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
-#: What may well work when it is done again, from the start. Not a full disk, nor a refused right.
+#: The work may well succeed if it is done again from the start. Not a full disk or a refused right.
 PASSING: Final = GONE | {errno.EIO, errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT}
-#: What a read says of what is there and can be no record: a link, a pipe, a socket, a folder, or
+#: Errors of a read if the thing there can be no record: a link, a pipe, a socket, a folder, or
 #: far too long. It stays so until someone changes it: there is nothing to wait for.
 _NO_RECORD: Final = frozenset({errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.ENXIO, errno.EFBIG})
-#: What will be said again at the next look: it is about this one name, not about the storage.
+#: Errors that come again at the next look: they are about this one name, not about the storage.
 _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG})
 
 
+def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
+    """The error of ours for storage on which nobody can write; None for any other error.
+
+    Args:
+        error: of a write.
+        path: the path of the write, if the error itself does not name it.
+    """
+    where = error.filename or path
+    if error.errno == errno.EROFS:
+        return JobUnavailableError(read_only(where))
+    if error.errno in NO_ROOM:
+        return NoRoomError(
+            f"{where} cannot be written: {os.strerror(error.errno or 0)}: make room for bytes and "
+            "for files (`df -h` and `df -i` show both) or raise the quota, and start again"
+        )
+    return None
+
+
+def read_only(path: object) -> str:
+    """The sentence about storage that is mounted read-only."""
+    return (
+        f"{path} cannot be written: its storage is mounted read-only: mount it rw (`findmnt -T` "
+        "shows how it is mounted), and start again"
+    )
+
+
 def is_gone(error: OSError) -> bool:
-    """Whether an error says that the name, or the file behind it, is no longer there."""
+    """True if an error says that the name, or the file behind it, is no longer there."""
     return error.errno in GONE
 
 
 def is_no_record(error: OSError) -> bool:
-    """Whether an error of a read says that what is there can be no record."""
+    """True if an error of a read says that the thing there can be no record."""
     return error.errno in _NO_RECORD
 
 
 def is_refused_here(error: OSError) -> bool:
-    """Whether an error is about one name alone: a link, or one that this user may not see."""
+    """True if an error is about one name alone: a link, or one that this user may not see."""
     return error.errno in _REFUSED_HERE
+
+
+def is_unreadable(error: OSError) -> bool:
+    """True if an error says that this user can read no record under a name that is there."""
+    return is_no_record(error) or is_refused_here(error)

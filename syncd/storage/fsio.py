@@ -46,12 +46,12 @@ T = TypeVar("T")
 
 
 def signature(status: os.stat_result) -> Signature:
-    """What identifies an untouched file."""
+    """The identity of an untouched file."""
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 class Storage(Calls):
-    """Shared storage as syncd uses it: the system calls, and what is built from them alone."""
+    """Shared storage as syncd uses it: the system calls, and operations built from them alone."""
 
     def write_all(self, fd: int, data: bytes | memoryview) -> None:
         """Write all of ``data`` at the descriptor's position."""
@@ -84,16 +84,16 @@ class Storage(Calls):
                 continue
             if copied:
                 return copied
-            # Some filesystems say 0 where they mean that they cannot: read(2) knows the end.
+            # Some filesystems say 0 if they mean that they cannot: read(2) knows the end.
         data = self.pread(source, min(count, _BUFFER), at)
         self.pwrite_all(target, data, to)
         return len(data)
 
     def share_range(self, source: int, target: int, count: int, at: int, to: int) -> bool:
-        """Let a file share blocks of another one, where this storage can: no byte is copied.
+        """Let a file share blocks of another one, if this storage can: no byte is copied.
 
         Returns:
-            False where it cannot, or not now: the range is to be copied.
+            False if it cannot, or not now: the range is to be copied.
         """
         try:
             self.clone_range(source, target, count, at, to)
@@ -104,10 +104,10 @@ class Storage(Calls):
         return True
 
     def link_if_possible(self, source: Path, target: Path) -> bool:
-        """Give a file a second name, where this storage can.
+        """Give a file a second name, if this storage can.
 
         Returns:
-            False where it cannot; then nothing was changed.
+            False if it cannot; then nothing was changed.
         """
         try:
             self.link(source, target)
@@ -120,7 +120,7 @@ class Storage(Calls):
     def write_new(self, path: Path, data: bytes) -> None:
         """Write a new, durable file. The folder's entry is the caller's to sync."""
         fd = self.create(path)
-        with self.closing(fd):
+        with _named(path), self.closing(fd):
             self.write_all(fd, data)
             self.fsync(fd)
 
@@ -142,7 +142,7 @@ class Storage(Calls):
                     draft.write(data)
                     draft.commit()
             except FileNotFoundError:
-                # Whoever stood still for very long finds its temporary file collected.
+                # A process that stood still for very long finds its temporary file collected.
                 if not left:
                     raise
             else:
@@ -183,7 +183,7 @@ class Storage(Calls):
         self.utime(path)
 
     def unlink_if_there(self, path: Path) -> bool:
-        """Remove a file's name; False where it was not there."""
+        """Remove a file's name; False if it was not there."""
         try:
             self.unlink(path)
         except OSError as error:
@@ -193,7 +193,7 @@ class Storage(Calls):
         return True
 
     def remove_tree(self, path: Path) -> None:
-        """Remove a folder and all in it, and follow no link. What is gone already is fine."""
+        """Remove a folder and all in it, and follow no link. Missing files are fine."""
         # Not by recursion: a tree may be deeper than Python's stack. Nor by ever longer paths: what
         # is deep down comes up first, or the way there would take longer each time.
         pending, emptied = [(path, 0)], []
@@ -274,12 +274,12 @@ class Storage(Calls):
         """All bytes of a regular file.
 
         Raises:
-            OSError: also ``EFBIG``, where it has more than ``limit`` bytes.
+            OSError: also ``EFBIG``, if it has more than ``limit`` bytes.
         """
         return self.read_with_signature(path, limit)[0]
 
     def read_with_signature(self, path: Path, limit: int = RECORD_LIMIT) -> tuple[bytes, Signature]:
-        """All bytes of a regular file, and what identifies it while it is not touched."""
+        """All bytes of a regular file, and its identity while it is not touched."""
 
         def all_of(fd: int) -> tuple[bytes, Signature]:
             status = self.fstat(fd)
@@ -295,8 +295,19 @@ class Storage(Calls):
         return self.look_into(path, all_of)
 
     def exists(self, path: Path) -> bool:
-        """Whether a name is there."""
+        """True if a name is there."""
         return self.status(path) is not None
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Let an error of a call on a descriptor name the file: a full disk is said at a write."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
 
 
 class Draft:
@@ -326,7 +337,8 @@ class Draft:
 
     def write(self, data: bytes | memoryview) -> int:
         """Append ``data``; returns its length in bytes, as a file object does."""
-        self._storage.write_all(self._fd, data)
+        with _named(self._path):
+            self._storage.write_all(self._fd, data)
         length = memoryview(data).nbytes
         self.size += length
         return length
@@ -335,13 +347,17 @@ class Draft:
         """Replace bytes that were written already, e.g. a header that is known at the end."""
         self._storage.pwrite_all(self._fd, data, offset)
 
-    def finish(self) -> None:
-        """Make the bytes durable and close the file, still under its temporary name."""
+    def finish(self, *, durable: bool = True) -> None:
+        """Make the bytes durable and close the file, still under its temporary name.
+
+        A hint need not be ``durable``: after a power loss it may be torn.
+        """
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        with self._storage.closing(fd):
-            self._storage.fsync(fd)
+        with _named(self._path), self._storage.closing(fd):
+            if durable:
+                self._storage.fsync(fd)
 
     def commit(self) -> None:
         """Finish, take the final name, and make that durable."""

@@ -1,123 +1,258 @@
-"""Opening a job directory: the folders of ours in it, and the format that all agree on."""
+"""A job directory: its storage, its paths, and the format that all agree on."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shlex
 import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError, RecordError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import TEMPORARY
-from syncd.protocol.records import Format, encode, parse
-from syncd.storage.errnos import is_gone, is_no_record
-from syncd.storage.fsio import Storage
+from syncd.protocol.records import Format, R, encode, parse
+from syncd.protocol.reports import LOADS_KEPT, ExplorerReport, Load
+from syncd.storage.errnos import is_gone, is_no_record, unwritable_storage
+from syncd.storage.fsio import RECORD_LIMIT, Storage
+from syncd.storage.record_files import EXPECTED, IF_ANY, ReadPolicy
 
 
-def open_job(storage: Storage, layout: JobLayout, *, lease_time: float | None = None) -> Format:
-    """Make what is missing of ``.syncd`` and ``published``, and agree on the format.
+@dataclass(eq=False)
+class Job:
+    """A job directory.
 
-    The lease time is fixed by whoever comes first; later wishes are not heard, since two hosts that
-    judge by different lease times would take leases from each other.
+    Attributes:
+        storage: the storage that it is on, as this host has it mounted.
+        layout: the paths in it.
+    """
+
+    storage: Storage
+    layout: JobLayout
+
+    @classmethod
+    def at(cls, root: str | Path, storage: Storage | None = None) -> Self:
+        """The job in a folder. Nothing is looked at.
+
+        Args:
+            root: the job directory.
+            storage: a seam for tests.
+        """
+        layout = JobLayout(Path(root))
+        return cls(storage or Storage(layout.root), layout)
+
+    def open(self, *, lease_time: float | None = None) -> Format:
+        """Make the missing folders of ``.syncd`` and ``published``, and agree on the format.
+
+        The first one to open a job fixes its lease time; later wishes are not heard, since two
+        hosts that judge by different lease times would take leases from each other.
+
+        Args:
+            lease_time: seconds, for a job that has none yet. Default 30.
+
+        Returns:
+            The format of the job.
+
+        Raises:
+            JobUnavailableError: the job directory is missing or cannot be written.
+            NoRoomError: the disk is full.
+            ProtocolMismatchError: the job is of a newer protocol.
+        """
+        storage, layout = self.storage, self.layout
+        try:
+            status = storage.status(layout.root)
+            if status is None or not os.path.isdir(layout.root):
+                raise no_folder(layout.root)
+            for folder in (
+                layout.published,
+                layout.epochs,
+                layout.leases,
+                layout.sessions,
+                layout.explorers,
+                layout.quarantine,
+                layout.requests,
+                layout.bench,
+                layout.drafts,
+            ):
+                storage.make_folder(folder, below=layout.root)
+            self.check_folders()
+            return self._agree(lease_time)
+        except PermissionError as error:
+            raise JobUnavailableError(
+                f"{error.filename} may not be written by user {os.geteuid()}: run as the trainers' "
+                "user, or give the folder a group that both users are in"
+            ) from error
+        except OSError as error:
+            if (unwritable := unwritable_storage(error, layout.root)) is not None:
+                raise unwritable from error
+            if not (is_no_record(error) or is_gone(error)):
+                raise
+            raise JobUnavailableError(
+                f"{error}: move it away, because syncd needs a file or folder there"
+            ) from error
+
+    def is_there(self) -> bool:
+        """True if a job that was opened is there now.
+
+        If not, nothing may be concluded from its files: a storage that is not mounted looks empty.
+        """
+        return self.storage.exists(self.layout.format)
+
+    def check_is_there(self) -> None:
+        """Look that it is.
+
+        Raises:
+            JobUnavailableError: its folder, or ours in it, is missing.
+        """
+        if not self.is_there():
+            raise JobUnavailableError(f"{self.layout.format} is not there: is its storage mounted?")
+
+    def lease_time(self) -> float:
+        """The lease time of a job that is there already, in seconds; nothing is made.
+
+        Raises:
+            JobUnavailableError: this is no job that syncd has served.
+            RecordError: its format cannot be read.
+        """
+        self.check_folders()
+        path = self.layout.format
+        try:
+            return parse(Format, self.storage.read(path), path).lease_time
+        except OSError as error:
+            if is_gone(error):
+                if not self.storage.exists(self.layout.root):
+                    raise no_folder(self.layout.root) from error
+                raise JobUnavailableError(
+                    f"{self.layout.root} is not a job that syncd has served: it has no "
+                    ".syncd/format.json"
+                ) from error
+            raise JobUnavailableError(f"{path} cannot be read: {error}") from error
+
+    def check_folders(self) -> None:
+        """Look that our folders are folders: filelock would follow a link out of the job.
+
+        Raises:
+            JobUnavailableError: one of them is something else.
+        """
+        at = self.layout
+        for folder in (at.state, at.published, at.epochs, at.leases, at.sessions):
+            status = self.storage.status(folder)
+            if status is not None and not stat.S_ISDIR(status.st_mode):
+                raise JobUnavailableError(
+                    f"{folder} is a link or a file, and syncd needs a folder there: move it away"
+                )
+
+    def _agree(self, lease_time: float | None) -> Format:
+        """The format on disk, or ours if there is none: a link never replaces another's."""
+        storage, layout = self.storage, self.layout
+        if not storage.exists(layout.format):
+            ours = Format() if lease_time is None else Format(lease_time=lease_time)
+            mine = layout.state / f"{TEMPORARY}format-{secrets.token_hex(6)}"
+            storage.write_new(mine, encode(ours))
+            try:
+                storage.link(mine, layout.format)
+            except FileExistsError:
+                pass  # another was first; its format holds
+            finally:
+                storage.unlink_if_there(mine)
+            storage.sync_folder(layout.state)
+        return parse(Format, storage.read(layout.format), layout.format)
+
+    def read(
+        self,
+        model: type[R],
+        path: Path,
+        policy: ReadPolicy = EXPECTED,
+        *,
+        limit: int = RECORD_LIMIT,
+        unreadable: R | None = None,
+    ) -> R | None:
+        """Read a record of at most ``limit`` bytes.
+
+        Returns:
+            None if there is no file; ``unreadable`` if there is one without a record in it.
+
+        Raises:
+            OSError: storage failed in a way that the policy does not pass over.
+            ProtocolMismatchError: a newer protocol wrote it, and the policy does not pass over
+                that.
+        """
+        try:
+            return parse(model, self.storage.read(path, limit), path)
+        except OSError as error:
+            if policy.absent(error):
+                return None
+            if not policy.damaged(error):
+                raise
+            policy.say(path, error)
+        except RecordError as error:
+            if isinstance(error, ProtocolMismatchError) and not policy.newer:
+                raise
+            policy.say(path, error)
+        return unreadable
+
+    def previous_loads(self, name: str) -> tuple[Load, ...]:
+        """The last loads in the report under an explorer's name, for the next one of that name.
+
+        The daemon may not have read them yet.
+        """
+        report = self.read(ExplorerReport, self.layout.explorer(name), IF_ANY)
+        return (report.loads or ())[-LOADS_KEPT:] if report else ()
+
+    def explorer_reports(
+        self, names: Iterable[str], policy: ReadPolicy, *, most: int | None = None
+    ) -> Iterator[ExplorerReport]:
+        """The reports of explorers; drafts of reports are left out.
+
+        Args:
+            names: the names in the folder of these reports.
+            policy: the failures that leave a report out.
+            most: how many files are read.
+
+        Raises:
+            OSError, ProtocolMismatchError: as :meth:`read`.
+        """
+        for name in [name for name in names if not name.startswith(TEMPORARY)][:most]:
+            report = self.read(ExplorerReport, self.layout.explorers / name, policy)
+            if report is not None:
+                yield report
+
+
+def no_folder(path: object) -> JobUnavailableError:
+    """The error for a folder that is not there."""
+    return JobUnavailableError(f"no such folder: {path}: create it, or mount its storage")
+
+
+@contextmanager
+def registering(layout: JobLayout) -> Iterator[None]:
+    """Around a process's first writes to a job that is open: storage may take none.
+
+    Raises:
+        JobUnavailableError: it is mounted read-only.
+        NoRoomError: it is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if (unwritable := unwritable_storage(error, layout.root)) is not None:
+            raise unwritable from error
+        raise
+
+
+def daemon_hint(folder: Path, *, lives: bool, is_memory: bool = False) -> str:
+    """The remedy if nothing was published in time, for the end of a message.
 
     Args:
-        storage: the shared storage.
-        layout: the job directory; it must exist.
-        lease_time: seconds, for a job that has none yet. Default 30.
-
-    Returns:
-        The format of the job.
-
-    Raises:
-        JobUnavailableError: the job directory is missing or cannot be written.
-        ProtocolMismatchError: the job is of a newer protocol.
+        folder: the job directory, or the memory directory of a job.
+        lives: whether a daemon works there, as far as is known.
+        is_memory: which of the two it is.
     """
-    try:
-        status = storage.status(layout.root)
-        if status is None or not os.path.isdir(layout.root):
-            raise JobUnavailableError(
-                f"the job directory {layout.root} is not there: create it, or mount its storage"
-            )
-        for folder in (
-            layout.published,
-            layout.epochs,
-            layout.leases,
-            layout.sessions,
-            layout.explorers,
-            layout.quarantine,
-            layout.requests,
-            layout.drafts,
-        ):
-            storage.make_folder(folder, below=layout.root)
-        check_folders(storage, layout)
-        return _agree(storage, layout, lease_time)
-    except PermissionError as error:
-        raise JobUnavailableError(
-            f"{error.filename} may not be written by user {os.geteuid()}: run as the trainers' "
-            "user, or give the folder a group that both are in"
-        ) from error
-    except OSError as error:
-        if not (is_no_record(error) or is_gone(error)):
-            raise
-        raise JobUnavailableError(
-            f"{error}: move away what stands where a file or folder of syncd's belongs"
-        ) from error
-
-
-def check_is_there(storage: Storage, layout: JobLayout) -> None:
-    """Look that a job which was opened is there now.
-
-    Raises:
-        JobUnavailableError: its folder, or ours in it, is not. An unmounted storage looks so, and
-            nothing may be concluded from it.
-    """
-    if not storage.exists(layout.format):
-        raise JobUnavailableError(f"{layout.format} is not there: is its storage mounted?")
-
-
-def lease_time_of(storage: Storage, layout: JobLayout) -> float:
-    """The lease time of a job that is there already, in seconds; nothing is made.
-
-    Raises:
-        JobUnavailableError: this is no job that syncd has served.
-        RecordError: its format cannot be read.
-    """
-    check_folders(storage, layout)
-    try:
-        return parse(Format, storage.read(layout.format), layout.format).lease_time
-    except OSError as error:
-        if is_gone(error):
-            raise JobUnavailableError(
-                f"{layout.root} is not a job that syncd has served: it has no .syncd/format.json"
-            ) from error
-        raise JobUnavailableError(f"{layout.format} cannot be read: {error}") from error
-
-
-def check_folders(storage: Storage, layout: JobLayout) -> None:
-    """Look that our folders are folders: filelock would follow a link out of the job.
-
-    Raises:
-        JobUnavailableError: one of them is something else.
-    """
-    for folder in (layout.state, layout.published, layout.epochs, layout.leases, layout.sessions):
-        status = storage.status(folder)
-        if status is not None and not stat.S_ISDIR(status.st_mode):
-            raise JobUnavailableError(
-                f"{folder} is a link or a file where syncd has a folder: move it away"
-            )
-
-
-def _agree(storage: Storage, layout: JobLayout, lease_time: float | None) -> Format:
-    """The format on disk, or ours where there is none: a link never replaces another's."""
-    if not storage.exists(layout.format):
-        ours = Format() if lease_time is None else Format(lease_time=lease_time)
-        mine = layout.state / f"{TEMPORARY}format-{secrets.token_hex(6)}"
-        storage.write_new(mine, encode(ours))
-        try:
-            storage.link(mine, layout.format)
-        except FileExistsError:
-            pass  # another was first; its format holds
-        finally:
-            storage.unlink_if_there(mine)
-        storage.sync_folder(layout.state)
-    return parse(Format, storage.read(layout.format), layout.format)
+    path = shlex.quote(str(folder))
+    if lives:
+        return f"see `syncd status {path}`, which says what its daemon waits for"
+    job = f"JOB --memory-dir {path}" if is_memory else path
+    return f"no daemon works there: start `syncd run {job}`"

@@ -1,7 +1,7 @@
-"""Judging whether heartbeats still beat, and breaking what a dead session left.
+"""The judge: tells dead heartbeats from live ones, and breaks the leftovers of a dead session.
 
-The rule is ours, and that of nobody's clock but the judge's (``docs/protocol.md``, "Sessions and
-time").
+It goes by its own monotonic clock alone (``docs/protocol.md``, "Sessions and time"). A
+:class:`Lookout` spreads the looks at hundreds of heartbeats over many ticks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import errno
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,8 +19,9 @@ from typing import Final
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
+from syncd.storage.errnos import is_gone, is_refused_here, is_unreadable
 from syncd.storage.fsio import Signature, Storage, signature
+from syncd.storage.job import Job
 from syncd.storage.repeats import Repeats
 
 log = logging.getLogger(__name__)
@@ -27,10 +29,12 @@ log = logging.getLogger(__name__)
 Clock = Callable[[], float]
 #: A watch counts only the time between two looks that are at most this part of a lease apart.
 LOOKS_PER_LEASE: Final = 3
+#: So few are looked at each time, at no cost that anyone would notice.
+_FEW: Final = 16
 
 
 class Liveness(Enum):
-    """What a look at a heartbeat says."""
+    """The result of a look at a heartbeat."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -42,20 +46,21 @@ class _Watch:
     key: Signature
     still: float
     looked: float
+    beats: bool
 
 
 class Judge:
     """Tells dead heartbeats from live ones, by this process's own monotonic clock alone.
 
     A heartbeat is dead when its file did not change for a lease time, counted only between looks at
-    most a third of a lease apart, so that a judge who was paused himself does not count the pause.
+    most a third of a lease apart, so that time during which this process was paused does not count.
 
     Args:
         storage: the shared storage.
         lease_time: seconds.
         clock: seconds, monotonic.
         counts_pauses: whether a longer time between two looks counts as a third of a lease, and not
-            as nothing: for what may be judged wrongly without harm.
+            as nothing: if a wrong judgement does no harm.
     """
 
     def __init__(
@@ -78,13 +83,13 @@ class Judge:
         try:
             fd = self._storage.open_read(path)
         except OSError as error:
-            if is_no_record(error) or is_refused_here(error):
+            if is_unreadable(error):
                 # Nobody's heartbeat, or one that this user may not see, and not ours to break: its
                 # owner lives, for all we know. Nor may it keep us from looking at the others.
                 self._watched.pop(path, None)
                 if self._repeats.due(path):
                     log.error(
-                        "%s counts as held, until someone puts it right: %s",
+                        "treating %s as held until it is fixed: %s",
                         path,
                         error,
                         extra=Event.LEFT_ALONE(path=path, reason=error),
@@ -101,13 +106,18 @@ class Judge:
         now = self._clock()
         watch = self._watched.get(path)
         if watch is None or watch.key != key:
-            self._watched[path] = _Watch(key, 0.0, now)
+            self._watched[path] = _Watch(key, 0.0, now, beats=watch is not None)
             return Liveness.ALIVE  # its first look, or a heartbeat since the last one
         longest = self.lease_time / LOOKS_PER_LEASE
         if now - watch.looked <= longest or self._counts_pauses:
             watch.still += min(now - watch.looked, longest)
-        watch.looked = now
+        watch.looked, watch.beats = now, False
         return Liveness.DEAD if watch.still >= self.lease_time else Liveness.ALIVE
+
+    def saw_beat(self, path: Path) -> bool:
+        """True if the last look found a heartbeat since the look before: its owner lives."""
+        watch = self._watched.get(path)
+        return watch is not None and watch.beats
 
     def look_again(self, path: Path) -> Liveness:
         """Look at one that seems to be missing, and let the server be asked.
@@ -121,7 +131,7 @@ class Judge:
         """Take away the file that the last look found dead, unless it lives again.
 
         Returns:
-            Whether it is gone. False where its owner came back in between: the file is put back.
+            Whether it is gone. False if its owner came back in between: the file is put back.
         """
         watch = self._watched.pop(path, None)
         if watch is None:
@@ -157,11 +167,16 @@ class Judge:
             del self._watched[path]
 
 
-def sweep_broken(storage: Storage, layout: JobLayout) -> None:
-    """Remove what breakers that were killed half-way left beside what they broke."""
-    for folder in (layout.state, layout.sessions, layout.explorers, layout.requests):
+def sweep_broken(job: Job) -> None:
+    """Remove the leftovers of breakers that were killed half-way, beside the broken files."""
+    for folder in (
+        job.layout.state,
+        job.layout.sessions,
+        job.layout.explorers,
+        job.layout.requests,
+    ):
         try:
-            names = storage.names(folder)
+            names = job.storage.names(folder)
         except OSError as error:
             if not is_refused_here(error):
                 raise
@@ -169,11 +184,103 @@ def sweep_broken(storage: Storage, layout: JobLayout) -> None:
         for name in names:
             if ".broken-" in name:
                 try:
-                    storage.unlink_if_there(folder / name)
+                    job.storage.unlink_if_there(folder / name)
                 except OSError as error:  # a folder, say: no breaker made it
                     log.warning(
-                        "%s stays: %s",
+                        "cannot remove %s: %s",
                         folder / name,
                         error,
                         extra=Event.LEFT_ALONE(path=folder / name, reason=error),
                     )
+
+
+class Lookout:
+    """Gives the last look's result for each heartbeat, and looks at a slice of them each time.
+
+    Promised: called once a tick, it looks at each heartbeat often enough for the judge's stopwatch
+    to run, and at those that it sees for the first time at once; one that seems to be missing is
+    asked for of the server. Not promised: a heartbeat's state right now; an answer may be a third
+    of a lease old.
+
+    Args:
+        judge: looks at one; it should be nobody else's.
+        layout: the job.
+        tick: seconds between two calls, about.
+        clock: seconds, monotonic.
+
+    Attributes:
+        tick: may be set anew.
+    """
+
+    def __init__(
+        self, judge: Judge, layout: JobLayout, *, tick: float, clock: Clock = time.monotonic
+    ) -> None:
+        self._judge = judge
+        self._layout = layout
+        self._clock = clock
+        self.tick = tick
+        self._at = clock()
+        self._owed = 0.0
+        self._order: deque[str] = deque()
+        self._last: dict[str, Liveness] = {}
+
+    def look(self, sessions: Collection[str]) -> Mapping[str, Liveness]:
+        """Look at those whose turn it is; all others than these are forgotten.
+
+        Raises:
+            OSError: as :meth:`Judge.look`; those not looked at are the first of the next slice.
+        """
+        wanted = set(sessions)
+        left = self._last.keys() - wanted
+        for session in left:
+            del self._last[session]
+            self._judge.forget(self._layout.session(session))
+        if left:
+            self._order = deque(session for session in self._order if session not in left)
+        for _ in range(self._share()):
+            self._look(self._order[0])
+            self._order.rotate(-1)
+        for session in sorted(wanted - self._last.keys()):
+            self.look_at(session)
+        return self._last
+
+    def look_at(self, session: str) -> Liveness:
+        """Look at one now, out of turn.
+
+        Raises:
+            OSError: as :meth:`Judge.look`.
+        """
+        is_new = session not in self._last
+        self._look(session)
+        if is_new:
+            self._order.append(session)
+        return self._last[session]
+
+    def _share(self) -> int:
+        """The number that are due, by the time since the last slice."""
+        count = len(self._order)
+        now = self._clock()
+        since, self._at = now - self._at, now
+        # All of them in a third of a lease, with two ticks to spare for one that comes late.
+        turn = max(0.0, self._judge.lease_time / LOOKS_PER_LEASE - 2 * self.tick)
+        if count <= _FEW or since >= turn:
+            self._owed = 0.0
+            return count
+        self._owed = min(count, self._owed + count * since / turn)
+        due = max(_FEW, int(self._owed))
+        self._owed = max(0.0, self._owed - due)
+        return due
+
+    def _look(self, session: str) -> None:
+        path, before = self._layout.session(session), self._last.get(session)
+        seen = self._judge.look(path)
+        if seen is Liveness.MISSING and before is not Liveness.MISSING:
+            seen = self._judge.look_again(path)
+        if before is Liveness.ALIVE and seen is not Liveness.ALIVE:
+            log.info(
+                "session %s is %s: ignoring it from now on",
+                session,
+                seen.value,
+                extra=Event.SESSION_LOST(session=session, state=seen.value),
+            )
+        self._last[session] = seen

@@ -1,18 +1,36 @@
-"""Leases: what an explorer holds of the version that it serves.
+"""Leases and pins: files that keep a version, or a step, from being pruned.
 
-A lease is a file in the folder of leases of a version; it names the session that keeps it.
+A lease is an explorer's, of the version that it serves: a file in the version's lease folder that
+names the session that keeps it.
+
+A pin is a user's: an empty file at the place where pruning itself looks, so that no daemon has to
+hear of it. From the moment that the call returns, nothing prunes the pinned version or step:
+
+- A version is pinned in its lease folder. Retiring it begins with the rmdir of that folder, which
+  fails while anything is in it, on the server, whatever a daemon has decided before.
+- A step is pinned in its folder. Pruning takes that out of sight by a rename, looks inside once
+  more, and puts it back if anything changed. So a pin that is seen under the step's own name
+  after it was made is seen by every prune that comes after, and each one before has put the folder
+  back.
 """
 
 from __future__ import annotations
 
 import errno
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
-from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.errors import InvalidSettingsError, VersionGoneError
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import lease_marker
+from syncd.protocol.names import MANIFEST, PINNED, lease_marker, step_folder, version_folder
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+
+#: Seconds between looks for a step folder: it is out of sight while a daemon looks inside it.
+_PAUSES: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
 
 
 class Lease:
@@ -28,29 +46,27 @@ class Lease:
         self.sequence = sequence
 
     @classmethod
-    def take(
-        cls, storage: Storage, layout: JobLayout, sequence: int, name: str, session: str
-    ) -> Lease:
+    def take(cls, job: Job, sequence: int, name: str, session: str) -> Lease:
         """Lease a version.
 
-        The lock file is created exclusively, in a folder that only the publisher makes: where that
+        The lock file is created exclusively, in a folder that only the publisher makes: if that
         is gone, the version was retired.
 
         Raises:
             VersionGoneError: the version was retired: read LATEST again.
         """
-        path = layout.lease_folder(sequence) / lease_marker(name, session)
+        path = job.layout.lease_folder(sequence) / lease_marker(name, session)
         try:
-            storage.close(storage.create(path))
+            job.storage.close(job.storage.create(path))
         except FileExistsError:
             pass  # ours already: the name holds this very session
         except OSError as error:
             if is_gone(error) or is_no_record(error):  # no folder, or a link to one
                 raise VersionGoneError(
-                    f"version {sequence} of {layout.root} was retired before {name} leased it"
+                    f"version {sequence} of {job.layout.root} was retired before {name} leased it"
                 ) from error
             raise
-        return cls(storage, path, sequence)
+        return cls(job.storage, path, sequence)
 
     def release(self) -> None:
         """Let the version go. Safe to call twice.
@@ -62,4 +78,98 @@ class Lease:
             return
         leases = self._path.parent.parent
         if not self._storage.exists(leases):  # unmounted, say: our marker is not gone
-            raise FileNotFoundError(errno.ENOENT, "the job is not there now", str(leases))
+            raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(leases))
+
+
+def pin_version(job: Job, sequence: int) -> None:
+    """Keep a published version, until :func:`unpin_version`.
+
+    Raises:
+        VersionGoneError: it was retired, or never published.
+    """
+    marker = job.layout.lease_folder(sequence) / PINNED
+    job.storage.refresh(job.layout.leases)
+    try:
+        _make(job.storage, marker)
+    except OSError as error:
+        if not (is_gone(error) or is_no_record(error)):
+            raise
+        raise VersionGoneError(_gone(job.layout, sequence)) from error
+    # A lease folder is there before its version is.
+    job.storage.refresh(job.layout.published)
+    if not job.storage.exists(job.layout.version(sequence) / MANIFEST):
+        job.storage.unlink_if_there(marker)
+        raise VersionGoneError(_gone(job.layout, sequence))
+
+
+def unpin_version(job: Job, sequence: int) -> bool:
+    """Let a version go by the usual rules; False if it was not pinned."""
+    job.storage.refresh(job.layout.leases)
+    return job.storage.unlink_if_there(job.layout.lease_folder(sequence) / PINNED)
+
+
+def pin_step(
+    job: Job,
+    step: int,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Keep syncd from pruning a step's folder, until :func:`unpin_step`.
+
+    Not promised: that its trainer leaves it alone.
+
+    Raises:
+        InvalidSettingsError: there is no such folder.
+    """
+    marker = job.layout.step(step) / PINNED
+    for pause in (*_PAUSES, None):
+        try:
+            job.storage.refresh(job.layout.root)
+            _make(job.storage, marker)
+            job.storage.refresh(job.layout.root)
+            # By its own name: the file may have been made in a folder that was moved meanwhile.
+            if job.storage.exists(marker):
+                return
+        except OSError as error:
+            if not is_gone(error):
+                raise
+        if pause is not None:
+            sleep(pause)
+    raise InvalidSettingsError(
+        f"{job.layout.root} has no {step_folder(step)}: it was pruned, or never saved"
+    )
+
+
+def unpin_step(
+    job: Job,
+    step: int,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Let a step's folder go by the usual rules; False if it was not pinned."""
+    folder = job.layout.step(step)
+    for pause in (*_PAUSES, None):
+        job.storage.refresh(job.layout.root)
+        if job.storage.unlink_if_there(folder / PINNED):
+            return True
+        if job.storage.exists(folder):
+            return False
+        if pause is not None:
+            sleep(pause)
+    return False
+
+
+def _make(storage: Storage, marker: Path) -> None:
+    """Make a pin durable; one that is there already may not be so yet."""
+    try:
+        storage.write_new(marker, b"")
+    except FileExistsError:
+        pass
+    storage.sync_folder(marker.parent)
+
+
+def _gone(layout: JobLayout, sequence: int) -> str:
+    return (
+        f"{layout.root} has no {version_folder(sequence)} that could be kept: it was retired, or "
+        "never published; 'syncd status' shows which ones there are"
+    )

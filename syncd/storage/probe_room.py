@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import NOT_EMPTY, is_gone, is_no_record
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -37,27 +37,26 @@ class ProbeRoom:
         job: the job directory.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, name: str) -> None:
-        self._storage = storage
-        self._layout = layout
-        self.job = layout.root
-        self.path = layout.doctor / name
-        self._mark = layout.doctor / f"{name}{_ALIVE}"
+    def __init__(self, job: Job, name: str) -> None:
+        self._job = job
+        self.job = job.layout.root
+        self.path = job.layout.doctor / name
+        self._mark = job.layout.doctor / f"{name}{_ALIVE}"
         self._made_state = False
 
     @classmethod
-    def make(cls, storage: Storage, layout: JobLayout, name: str) -> ProbeRoom:
+    def make(cls, job: Job, name: str) -> ProbeRoom:
         """Make an empty room.
 
         Raises:
             OSError: the job is not there, or may not be written.
         """
-        room = cls(storage, layout, name)
+        room = cls(job, name)
         for left in reversed(range(_ATTEMPTS)):
             try:
                 room._make()
             except FileNotFoundError:
-                if not left or not storage.exists(layout.root):
+                if not left or not job.storage.exists(job.layout.root):
                     raise
             except BaseException:
                 with suppress(OSError):  # the error that is on its way says more
@@ -68,29 +67,29 @@ class ProbeRoom:
         return room
 
     def _make(self) -> None:
-        self._made_state |= self._make_folder(self._layout.state)
-        self._make_folder(self._layout.doctor)
-        fd = self._storage.create(self._mark)
-        with self._storage.closing(fd):
-            self._storage.write_all(fd, f"{_this_process()}\n".encode())
-        self._storage.mkdir(self.path)
+        self._made_state |= self._make_folder(self._job.layout.state)
+        self._make_folder(self._job.layout.doctor)
+        fd = self._job.storage.create(self._mark)
+        with self._job.storage.closing(fd):
+            self._job.storage.write_all(fd, f"{_this_process()}\n".encode())
+        self._job.storage.mkdir(self.path)
 
     def _make_folder(self, path: Path) -> bool:
-        """Make a folder that need not survive anything; False where it is there."""
+        """Make a folder that need not survive anything; False if it is there."""
         try:
-            self._storage.mkdir(path)
+            self._job.storage.mkdir(path)
         except FileExistsError:
             return False
         return True
 
     def beat(self) -> None:
-        """Say that this run goes on: what lies still for long is taken for left behind.
+        """Say that this run goes on: a room that lies still for long counts as left behind.
 
         Raises:
-            JobUnavailableError: it was taken for that, and what is measured now means nothing.
+            JobUnavailableError: it counted as left behind, so this measurement means nothing.
         """
         try:
-            self._storage.utime(self._mark)
+            self._job.storage.utime(self._mark)
         except OSError as error:
             if not is_gone(error):
                 raise
@@ -101,64 +100,66 @@ class ProbeRoom:
 
     def remove(self) -> None:
         """Remove all of it. Safe to call twice."""
-        # Whoever is in the middle of a probe finds nothing here from now on, and adds nothing.
+        # A run in the middle of a probe finds nothing here from now on, and adds nothing.
         aside = self.path.with_name(f"{self.path.name}.removed")
         try:
-            self._storage.rename(self.path, aside)
+            self._job.storage.rename(self.path, aside)
         except OSError as error:
             if not is_gone(error):
                 raise
         for _ in range(_ATTEMPTS):  # but what he had begun already
-            self._storage.remove_tree(aside)
-            if not self._storage.exists(aside):
+            self._job.storage.remove_tree(aside)
+            if not self._job.storage.exists(aside):
                 break
-        self._storage.unlink_if_there(self._mark)
-        _remove_if_empty(self._storage, self._layout.doctor)
+        self._job.storage.unlink_if_there(self._mark)
+        _remove_if_empty(self._job.storage, self._job.layout.doctor)
         if self._made_state:
-            _remove_if_empty(self._storage, self._layout.state)
+            _remove_if_empty(self._job.storage, self._job.layout.state)
 
 
-def rooms(storage: Storage, layout: JobLayout, prefix: str) -> list[Path]:
+def rooms(job: Job, prefix: str) -> list[Path]:
     """The rooms whose names begin so, whoever made them, and whether he is still there or not."""
-    names = set(storage.names(layout.doctor))
+    names = set(job.storage.names(job.layout.doctor))
     return [
-        layout.doctor / name
+        job.layout.doctor / name
         for name in sorted(names)
         if name.startswith(prefix) and f"{name}{_ALIVE}" in names
     ]
 
 
-def sweep_rooms(storage: Storage, layout: JobLayout) -> None:
-    """Remove what runs on this host left behind that were killed."""
-    names = storage.names(layout.doctor)
+def sweep_rooms(job: Job) -> None:
+    """Remove the leftovers of killed runs on this host."""
+    names = job.storage.names(job.layout.doctor)
     for name in names:
-        if name.endswith(_ALIVE) and _has_ended(storage, layout.doctor / name):
-            room = layout.doctor / name.removesuffix(_ALIVE)
-            if _try_to_remove(storage, room):
-                storage.unlink_if_there(layout.doctor / name)
-    _remove_unmarked(storage, layout, names)
+        if name.endswith(_ALIVE) and _has_ended(job.storage, job.layout.doctor / name):
+            room = job.layout.doctor / name.removesuffix(_ALIVE)
+            if _try_to_remove(job.storage, room):
+                job.storage.unlink_if_there(job.layout.doctor / name)
+    _remove_unmarked(job, names)
 
 
-def left_rooms(storage: Storage, layout: JobLayout) -> list[Path]:
+def left_rooms(job: Job) -> list[Path]:
     """Remove rooms without a mark; returns the marks of the others, to be watched by a collector.
 
-    Whoever finds that one lies still removes it, and this function the rest.
+    A run that finds one that lies still removes it, and this function the rest.
     """
-    names = storage.names(layout.doctor)
-    _remove_unmarked(storage, layout, names)
-    if not names and storage.exists(layout.doctor):
-        _remove_if_empty(storage, layout.doctor)
-    return [layout.doctor / name for name in names if name.endswith(_ALIVE)]
+    names = job.storage.names(job.layout.doctor)
+    _remove_unmarked(job, names)
+    if not names and job.storage.exists(job.layout.doctor):
+        _remove_if_empty(job.storage, job.layout.doctor)
+    return [job.layout.doctor / name for name in names if name.endswith(_ALIVE)]
 
 
-def _remove_unmarked(storage: Storage, layout: JobLayout, names: list[str]) -> None:
+def _remove_unmarked(job: Job, names: list[str]) -> None:
     for name in names:
-        if not name.endswith(_ALIVE) and not storage.exists(layout.doctor / f"{name}{_ALIVE}"):
-            _try_to_remove(storage, layout.doctor / name)
+        if not name.endswith(_ALIVE) and not job.storage.exists(
+            job.layout.doctor / f"{name}{_ALIVE}"
+        ):
+            _try_to_remove(job.storage, job.layout.doctor / name)
 
 
 def _try_to_remove(storage: Storage, room: Path) -> bool:
-    """Remove what was left behind; False where it is another user's."""
+    """Remove a leftover; False if it is another user's."""
     try:
         storage.remove_tree(room)
     except PermissionError as error:
@@ -186,7 +187,7 @@ def _here() -> str:
 
 
 def _process(pid: int) -> str | None:
-    """A process by its number and the time of its start; None where there is none."""
+    """A process by its number and the time of its start; None if there is none."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -196,7 +197,7 @@ def _process(pid: int) -> str | None:
 
 
 def _has_ended(storage: Storage, mark: Path) -> bool:
-    """Whether a mark is of a process of this host that is gone."""
+    """True if a mark is of a process of this host that is gone."""
     try:
         said = storage.read(mark).decode(errors="replace").strip()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Saying something once, and again while it goes on, but not each time that it is found."""
+"""Repeated messages: logged once, and again while the cause lasts, but not at each look."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _Said:
 
 
 class Repeats:
-    """Tells what is worth saying from what has just been said.
+    """Tells a new message from one that was just said.
 
-    A thing may be said ``burst`` times in a minute. What is found more often than that is said
+    A thing may be said ``burst`` times in a minute. A thing that is found more often is said
     again after a minute, then after two, and so on up to once an hour, for as long as it goes on.
     Safe to use from any thread.
 
@@ -43,11 +43,11 @@ class Repeats:
         self._lock = threading.Lock()
 
     def due(self, key: Hashable) -> bool:
-        """Whether a thing is to be said now."""
+        """True if a thing is to be said now."""
         return self.held_back(key) is not None
 
     def held_back(self, key: Hashable) -> int | None:
-        """How often a thing was not said since it was said last; None where it is not to be now."""
+        """The number of times it was held back since it was last said; None if not due now."""
         with self._lock:
             now = self._clock()
             said = self._said.get(key)

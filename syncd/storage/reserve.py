@@ -6,48 +6,45 @@ import logging
 from typing import Final
 
 from syncd.protocol.events import Event
-from syncd.protocol.layout import JobLayout
 from syncd.storage.errnos import NO_ROOM
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
 _FILES: Final = 16
 _SIZE: Final = 64 * 1024
-#: Filled only where many times as much is free: who else needs the room comes first.
+#: Filled only if many times as much is free: others that need the room come first.
 _PLENTY: Final = 16
 
 
 class Reserve:
     """Files that are there to be removed when nothing else fits: 16 of 64 KiB.
 
-    Enough for a heartbeat, a room, a report and the audit lines of what is then deleted. Not
+    Enough for a heartbeat, a room, a report and the audit lines of the deletions. Not
     promised: that nobody else takes the room first.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._names = [f"{number:02}" for number in range(_FILES)]
 
     def fill(self) -> None:
-        """Keep back what is missing, where there is plenty."""
-        missing = set(self._names) - set(self._storage.names(self._layout.reserve))
+        """Fill the reserve up again, if there is plenty of room."""
+        missing = set(self._names) - set(self._job.storage.names(self._job.layout.reserve))
         if not missing:
             return
-        free = self._storage.free(self._layout.state)
+        free = self._job.storage.free(self._job.layout.state)
         if free.bytes is not None and free.bytes < _PLENTY * _FILES * _SIZE:
             return
         if free.inodes is not None and free.inodes < _PLENTY * _FILES:
             return
         try:
-            self._storage.make_folder(self._layout.reserve, below=self._layout.root)
+            self._job.storage.make_folder(self._job.layout.reserve, below=self._job.layout.root)
             for name in sorted(missing):
-                self._storage.write_new(self._layout.reserve / name, bytes(_SIZE))
+                self._job.storage.write_new(self._job.layout.reserve / name, bytes(_SIZE))
         except FileExistsError:
             pass  # another daemon fills it
         except OSError as error:
@@ -55,7 +52,7 @@ class Reserve:
                 raise
 
     def relieve(self, error: OSError) -> bool:
-        """Give all of it up where an error says that there is no room.
+        """Give all of it up if an error says that there is no room.
 
         Returns:
             Whether the error says so.
@@ -66,15 +63,15 @@ class Reserve:
         return True
 
     def give_up(self) -> bool:
-        """Make room; False where nothing was kept back."""
+        """Make room; False if nothing was kept back."""
         freed = [
-            self._storage.unlink_if_there(self._layout.reserve / name)
-            for name in self._storage.names(self._layout.reserve)
+            self._job.storage.unlink_if_there(self._job.layout.reserve / name)
+            for name in self._job.storage.names(self._job.layout.reserve)
         ]
         if any(freed):
             log.warning(
-                "the disk is full: %s is given up, to prune",
-                self._layout.reserve,
-                extra=Event.RESERVE_GIVEN_UP(path=self._layout.reserve),
+                "the disk is full: removing %s to make room for pruning",
+                self._job.layout.reserve,
+                extra=Event.RESERVE_GIVEN_UP(path=self._job.layout.reserve),
             )
         return any(freed)

@@ -1,6 +1,6 @@
-"""Whether this user may do in a job what a daemon does: write to it, and delete what trainers made.
+"""This user's rights in a job: to write to it, and to delete folders that trainers made.
 
-Nothing of it is a promise: storage has the last word, at each call.
+A daemon needs both. No answer is a promise: storage has the last word, at each call.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import step_folder
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_refused_here
+from syncd.storage.errnos import is_refused_here, read_only
 from syncd.storage.fsio import Storage
-from syncd.storage.steps import step_folders
+from syncd.storage.job import Job
+from syncd.storage.step_folders import step_folders
 
-#: What a folder needs so that what is made in it is the group's, and the group's to change.
+#: The mode bits of a folder whose files belong to the group, and which the group may change.
 _SHARED: Final = stat.S_ISGID | stat.S_IRWXG
 #: How many step folders are looked at: one trainer's are alike.
 _FEW: Final = 4
-#: What to do where steps cannot be deleted.
+#: The remedy if steps cannot be deleted.
 TO_DELETE: Final = (
     "run as the trainers' user, or let trainers work with umask 002 in a group that both are in "
     "(shared_group), or say --no-prune-steps"
 )
 
 
-def share_with_group(storage: Storage, layout: JobLayout, group: str) -> None:
+def share_with_group(job: Job, group: str) -> None:
     """Give a job's folder, and ours in it, to a group.
 
-    What is made below a folder with the setgid bit has its group and, folders, its bit. That the
-    group may write what this process makes is for its umask to say.
+    Files made below a folder with the setgid bit get its group; folders get the bit too. This
+    process's umask decides whether the group may write the files that it makes.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         group: its name, or its number.
 
     Raises:
@@ -51,8 +51,8 @@ def share_with_group(storage: Storage, layout: JobLayout, group: str) -> None:
             f"shared_group {group}: user {os.geteuid()} is not in it: add the user to the group, "
             "or SupplementaryGroups= to the unit"
         )
-    for folder in (layout.root, layout.state, *_ours(layout)):
-        status = storage.status(folder)
+    for folder in (job.layout.root, job.layout.state, *_ours(job.layout)):
+        status = job.storage.status(folder)
         if status is None or not stat.S_ISDIR(status.st_mode):
             continue  # opening the job makes it, or says what is wrong
         mode = stat.S_IMODE(status.st_mode)
@@ -60,10 +60,10 @@ def share_with_group(storage: Storage, layout: JobLayout, group: str) -> None:
             continue
         try:
             if status.st_gid != number:
-                storage.chgrp(folder, number)  # which may clear the bit: first
-            storage.chmod(folder, mode | _SHARED)
+                job.storage.chgrp(folder, number)  # which may clear the bit: first
+            job.storage.chmod(folder, mode | _SHARED)
         except PermissionError as error:
-            root = layout.root
+            root = job.layout.root
             raise InvalidSettingsError(
                 f"shared_group {group}: {folder} is not shared with it, and user {os.geteuid()} "
                 f"may not change that ({error.strerror}): as its owner, run 'chgrp -R {group} "
@@ -71,13 +71,15 @@ def share_with_group(storage: Storage, layout: JobLayout, group: str) -> None:
             ) from error
 
 
-def check_rights(storage: Storage, layout: JobLayout) -> None:
+def check_rights(job: Job) -> None:
     """Look whether this user may write to the job's folder, and to ours in it.
 
     Raises:
         JobUnavailableError: one of them may not be written.
     """
-    folder = unwritable(storage, layout)
+    folder = unwritable(job)
+    if folder is not None and job.storage.is_read_only(folder):
+        raise JobUnavailableError(read_only(folder))
     if folder is not None:
         raise JobUnavailableError(
             f"{folder} may not be written by user {os.geteuid()}: run as the trainers' user, or "
@@ -85,37 +87,37 @@ def check_rights(storage: Storage, layout: JobLayout) -> None:
         )
 
 
-def unwritable(storage: Storage, layout: JobLayout) -> Path | None:
+def unwritable(job: Job) -> Path | None:
     """The first of the job's folder, and of ours in it, that this user may not write to."""
     # Folders of requests or explorers that someone keeps from us keep nobody from being served.
-    for folder in (layout.root, layout.state, *_working(layout)):
-        if storage.exists(folder) and not storage.may_change(folder):
+    for folder in (job.layout.root, job.layout.state, *_working(job.layout)):
+        if job.storage.exists(folder) and not job.storage.may_change(folder):
             return folder
     return None
 
 
-def unprunable(storage: Storage, layout: JobLayout) -> str | None:
+def unprunable(job: Job) -> str | None:
     """Why this user could not delete the steps that are there, as far as a look can tell.
 
     Returns:
-        A sentence for people, which :data:`TO_DELETE` goes on; an empty one where nothing is in the
-        way; None where there is no step to tell it by yet.
+        A sentence for people, which :data:`TO_DELETE` goes on; an empty one if nothing is in the
+        way; None if there is no step to tell it by yet.
     """
-    steps = step_folders(storage, layout)[-_FEW:]
+    steps = step_folders(job)[-_FEW:]
     if not steps:
         return None
-    root = storage.status(layout.root)
+    root = job.storage.status(job.layout.root)
     for step in reversed(steps):
-        status = storage.status(layout.step(step))
+        status = job.storage.status(job.layout.step(step))
         if status is None or root is None or not stat.S_ISDIR(status.st_mode):
             continue
         us = os.geteuid()
         if us and root.st_mode & stat.S_ISVTX and us not in {root.st_uid, status.st_uid}:
             return _sentence(
-                layout.root,
+                job.layout.root,
                 f"has the sticky bit, and {step_folder(step)} is user {status.st_uid}'s",
             )
-        folder = _kept_from_us(storage, layout.step(step))
+        folder = _kept_from_us(job.storage, job.layout.step(step))
         if folder is not None:
             return _sentence(folder, f"is user {status.st_uid}'s, and not ours to write to")
     return ""
@@ -147,7 +149,7 @@ def _working(layout: JobLayout) -> tuple[Path, ...]:
 
 
 def _ours(layout: JobLayout) -> tuple[Path, ...]:
-    others = (layout.explorers, layout.quarantine, layout.requests, layout.drafts)
+    others = (layout.explorers, layout.quarantine, layout.requests, layout.bench, layout.drafts)
     return (*_working(layout), *others)
 
 

@@ -15,13 +15,15 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
-from filelock import LeaseCompromise, SoftFileLease, Timeout
+from filelock import LeaseCompromise, LeaseSettingsMismatch, SoftFileLease, Timeout
 
 from syncd.protocol.events import Event
 from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
+from syncd.protocol.records import LONGEST_LEASE_TIME
+from syncd.storage.calls import Beneath
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge, Liveness
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,12 @@ def new_session_id(prefix: str = "") -> str:
     return f"{prefix}{host}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
+def process_of(session: str) -> str:
+    """``process 12 on host h, `` for a message about a session; empty if its name says neither."""
+    found = re.fullmatch(rf"(?:{DAEMON_SESSION})?(.+)-([0-9]+)-[0-9a-f]{{8}}", session)
+    return f"process {found[2]} on host {found[1]}, " if found else ""
+
+
 class Session:
     """This process's heartbeat in one job.
 
@@ -46,7 +54,7 @@ class Session:
     Args:
         layout: the job.
         lease_time: seconds, from the job's format.
-        prefix: what its name begins with.
+        prefix: the beginning of its name.
     """
 
     def __init__(self, layout: JobLayout, lease_time: float, *, prefix: str = "") -> None:
@@ -54,11 +62,11 @@ class Session:
         self.lease_time = lease_time
         self._closed = threading.Event()
         self._changing = threading.Lock()
-        self._lock = _lease_file(layout.session(self.id), lease_time, self._renew_soon)
-        _acquire(self._lock)
+        self._lock = _lease_file(layout, layout.session(self.id), lease_time, self._renew_soon)
+        self._lock.take()
 
     def close(self) -> None:
-        """Take the heartbeat away; what this session held may be broken from now on."""
+        """Take the heartbeat away; from now on others may break this session's leases."""
         self._closed.set()
         with self._changing:
             self._lock.release()
@@ -75,19 +83,19 @@ class Session:
         threading.Thread(target=self._renew, name="syncd-session", daemon=True).start()
 
     def _renew(self) -> None:
-        """Beat again under the same name, so that what this session holds stays held."""
+        """Beat again under the same name, so that this session keeps its leases."""
         while not self._closed.wait(self.lease_time / 6):
             with self._changing:
                 if self._closed.is_set():
                     return
                 try:
                     self._lock.release()
-                    _acquire(self._lock)
-                except (OSError, Timeout) as error:
+                    self._lock.take()
+                except (OSError, LeaseSettingsMismatch) as error:
                     log.debug("session %s cannot be renewed yet: %s", self.id, error)
                     continue
             log.info(
-                "the heartbeat of session %s goes on",
+                "the heartbeat of session %s resumed",
                 self.id,
                 extra=Event.HEARTBEAT_RESUMED(session=self.id),
             )
@@ -101,41 +109,49 @@ class Session:
 
 
 class DaemonLock:
-    """Who should be working. It only elects; what keeps the loser out is :mod:`.epoch`.
+    """The election of the working daemon. It only elects; :mod:`.epoch` keeps the loser out.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         lease_time: seconds.
         judge: how a dead holder is found.
     """
 
-    def __init__(
-        self, storage: Storage, layout: JobLayout, lease_time: float, judge: Judge
-    ) -> None:
-        self._storage = storage
-        self._path = layout.daemon_lock
+    def __init__(self, job: Job, lease_time: float, judge: Judge) -> None:
+        self._job = job
+        self._path = job.layout.daemon_lock
         self._judge = judge
-        self._lock = _lease_file(self._path, lease_time)
+        self._lease_time = lease_time
+        self._lock = _lease_file(job.layout, self._path, lease_time)
 
     def try_acquire(self) -> bool:
         """Take the lock if it is free, or if its holder is dead. Never waits.
 
+        A holder that has another lease time is dead after the longer of the two.
+
         Raises:
             FileNotFoundError: the job is not there: unmounted, say.
+            OSError: ``ELOOP`` if its folder is a link.
         """
         if self._judge.look(self._path) is Liveness.DEAD:
             self._judge.break_dead(self._path)
         try:
             # filelock itself breaks a lock whose process it can prove to be gone from this host.
-            _acquire(self._lock)
+            self._lock.take()
         except Timeout:
+            return False
+        except LeaseSettingsMismatch:
+            # The first look at a lock is too early for its end: each is judged by its own time.
+            owner = self._lock.owner
+            if owner is not None and owner.lease_duration is not None:
+                theirs = min(owner.lease_duration, LONGEST_LEASE_TIME)
+                self._judge.lease_time = max(self._lease_time, theirs)
             return False
         return True
 
     @property
     def lost(self) -> bool:
-        """Whether the heartbeat saw that the lock is no longer ours."""
+        """True if the heartbeat saw that the lock is no longer ours."""
         return self._lock.compromise is not None
 
     def release(self) -> None:
@@ -143,22 +159,49 @@ class DaemonLock:
         self._lock.release()
 
 
-def _acquire(lock: SoftFileLease) -> None:
-    """Take a lock in a folder that is there, without waiting.
+class _Lease(SoftFileLease):
+    """A filelock lease below a job, whose file is made where no link leads.
 
-    filelock would make the folder, and those above it: also in the empty folder that is there while
-    the job is not mounted.
+    filelock resolves the whole path anew at each call, and would follow a link that someone puts in
+    the place of a folder. While the lease is taken, its paths begin at a descriptor of the folder.
     """
-    os.stat(os.path.dirname(lock.lock_file))
-    lock.acquire(timeout=0)
+
+    beneath: Beneath
+    _place: str | None = None
+
+    @property
+    def _lock_path(self) -> str:
+        return self._place or super()._lock_path
+
+    def _start_heartbeat(self, *given: Any, **named: Any) -> None:
+        self._place = None  # it touches the open file, and only looks whether the name is still its
+        super()._start_heartbeat(*given, **named)
+
+    def take(self) -> None:
+        """Take it, without waiting, in a folder that is there.
+
+        filelock would make the folder, and those above it: also in the empty folder that is there
+        while the job is not mounted.
+        """
+        with self.beneath.at(Path(self.lock_file)) as (name, folder):
+            self._place = None if folder is None else f"/proc/self/fd/{folder}/{name}"
+            try:
+                self.acquire(timeout=0)
+            except OSError as error:
+                if error.filename is not None:
+                    error.filename = self.lock_file
+                raise
+            finally:
+                self._place = None
 
 
 def _lease_file(
+    layout: JobLayout,
     path: Path,
     lease_time: float,
     on_compromise: Callable[[LeaseCompromise], None] | None = None,
-) -> SoftFileLease:
+) -> _Lease:
     """A filelock lease that any thread of this process may release."""
-    return SoftFileLease(
-        path, lease_duration=lease_time, thread_local=False, on_compromise=on_compromise
-    )
+    lease = _Lease(path, lease_duration=lease_time, thread_local=False, on_compromise=on_compromise)
+    lease.beneath = Beneath(layout.root)
+    return lease

@@ -1,7 +1,7 @@
-"""Waiting for something to happen: hints from the filesystem, and in any case a deadline.
+"""The watcher: waits for hints from the filesystem, and never longer than a deadline.
 
-Events only shorten a wait. With every one of them lost (network filesystems send none) all that
-waits here still goes on, at its tick.
+Events only shorten a wait. If every one of them is lost (network filesystems send none), all
+waits still go on, at their ticks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from watchdog.events import (
     FileSystemEvent,
     FileSystemEventHandler,
 )
-from watchdog.observers import Observer
+from watchdog.observers.inotify import InotifyEmitter, InotifyObserver
 
 from syncd.protocol.events import Event
 
 if TYPE_CHECKING:
-    from watchdog.observers.api import BaseObserver, ObservedWatch
+    from watchdog.observers.api import ObservedWatch
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,10 @@ class Watcher:
         self._poll.register(self._event, select.POLLIN)
         self._shared = _Shared.of_this_process
         self._watched: list[tuple[ObservedWatch, _Hints]] = []
+        self.watch(names)
+
+    def watch(self, names: Mapping[Path, frozenset[str]]) -> None:
+        """Watch these names as well, until :meth:`close`."""
         try:
             for folder, wanted in names.items():
                 hints = _Hints(self.wake, wanted)
@@ -137,6 +141,30 @@ class _Hints(FileSystemEventHandler):
             self._wake()
 
 
+class _Emitter(InotifyEmitter):
+    """Ends its thread before it forgets its inotify watch.
+
+    The library does it the other way round. Its thread holds an event back for half a second if a
+    file was moved away, and logs an error when it comes back to a watch that is forgotten.
+    """
+
+    def on_thread_stop(self) -> None:
+        if (watched := self._inotify) is not None:
+            watched.deactivate()  # ends the thread's wait for events
+        # An emitter whose folder was deleted stops itself, in its own thread.
+        if self.is_alive() and self is not threading.current_thread():
+            self.join()
+        self._inotify = None
+
+
+class _Observer(InotifyObserver):
+    """An observer whose emitters end before their queue does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._emitter_class = _Emitter
+
+
 class _Shared:
     """The observer that all watchers of a process share; it ends with the last of them.
 
@@ -147,23 +175,23 @@ class _Shared:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._observer: BaseObserver | None = None
+        self._observer: _Observer | None = None
         # A folder that is scheduled again by the same name is one watch, with several handlers.
         self._handlers: Counter[ObservedWatch] = Counter()
 
     @classmethod
     def renew(cls) -> None:
-        """After a fork: what was watched is the parent's, and none of its threads is here."""
+        """After a fork: the watches are the parent's, and none of its threads is here."""
         cls.of_this_process = cls()
 
     def begin(self, folder: Path, hints: _Hints) -> ObservedWatch:
-        """Let the hints hear of what changes in a folder.
+        """Let the hints hear of changes in a folder.
 
         Raises:
             OSError: it cannot be watched, or some other folder's storage does not answer.
         """
         # The observer looks it up under a lock that all need. Storage that does not answer is
-        # waited for here, where that holds up nobody else.
+        # waited for here, if that holds up nobody else.
         os.scandir(folder).close()
         with self._locked():
             try:
@@ -192,9 +220,9 @@ class _Shared:
                 self._running().unschedule(watch)
             self._end_if_unused()
 
-    def _running(self) -> BaseObserver:
+    def _running(self) -> _Observer:
         if self._observer is None:
-            observer = Observer()
+            observer = _Observer()
             observer.start()
             self._observer = observer
         return self._observer
@@ -209,10 +237,11 @@ class _Shared:
     def _locked(self) -> Iterator[None]:
         """Holds the lock, for which no job waits for ever.
 
-        Storage may cease to answer just after it did, and who looks it up under the lock keeps it.
+        Storage may cease to answer just after it did. A thread that then looks up a path under the
+        lock keeps the lock.
         """
         if not self._lock.acquire(timeout=_PATIENCE):
-            raise TimeoutError("the storage of some other folder that is watched does not answer")
+            raise TimeoutError("the storage of another watched folder does not answer")
         try:
             yield
         finally:

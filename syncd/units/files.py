@@ -1,4 +1,4 @@
-"""What ``syncd unit`` writes: a template for all jobs, and a drop-in for each."""
+"""The files of ``syncd unit``: a template for all jobs, and a drop-in for each."""
 
 from __future__ import annotations
 

@@ -2,40 +2,55 @@
 // Places are in percent, so that nothing has to be measured and all of it follows the page's width.
 
 import { h } from "./dom.js";
-import { clock, dateOf, span } from "./words.js";
+import { clock, dateOf } from "./words.js";
 
 const ROW = 22;
 const CHART = 132;
 const SECONDS = [
-  0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200,
-  86400, 172800, 604800, 2592000, 31536000,
+  0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800,
+  3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 2592000, 7776000, 15552000, 31536000,
 ];
+const UNITS = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"], [0.001, "ms"]];
+const DAY = 86400;
+const TENTH = 0.1; // the shortest step of clock time
 
-/** From a range of seconds to percent, and where its ticks are. */
+/** From a range of seconds to percent, and where its ticks are: no two of them have the same label. */
 export class Axis {
-  constructor(from, to, { wanted, label, origin = 0 }) {
+  /** `labels`: from a step to what says a tick's moment; `zone`: seconds from local time to that of the axis. */
+  constructor(from, to, { wanted, labels, least = 0, zone = () => 0 }) {
     this.from = from;
     this.length = Math.max(to - from, 1e-3);
-    const step = SECONDS.find((one) => this.length / one <= wanted) ?? this.length;
+    this.room = wanted < 5 ? 84 : 91; // percent up to where a label begins that fits beside it
+    const step = stepOf(this.length, wanted, least);
+    const label = labels(step);
     this.ticks = [];
-    const first = Math.ceil((from - origin) / step) * step + origin;
-    for (let at = first; at <= from + this.length && this.ticks.length < 20; at += step) {
-      this.ticks.push({ at, label: label(at) });
+    const origin = zone(from);
+    const first = Math.ceil((from - origin) / step);
+    for (let count = first; count < first + 20; count += 1) { // counted: a sum may be too large to grow
+      const even = count * step + origin;
+      const at = even + zone(even) - origin; // where clocks are changed, midnight stays midnight
+      if (at > from + this.length) {
+        break;
+      }
+      if (at >= from && at > (this.ticks.at(-1)?.at ?? -Infinity)) {
+        this.ticks.push({ at, label: label(at) });
+      }
     }
   }
 
   /** Clock time in the viewer's zone. */
   static ofClock(from, to, wanted) {
-    const zone = 60 * (dateOf(from)?.getTimezoneOffset() ?? 0);
-    const long = to - from > 86400;
-    const label = (at) => (long ? clock(at, 0).slice(0, -3) : clock(at, at)).replace(/:00$/, (end) =>
-      to - from > 1200 && !long ? "" : end);
-    return new Axis(from, to, { wanted, label, origin: zone });
+    const zone = (at) => 60 * (dateOf(at)?.getTimezoneOffset() ?? 0);
+    return new Axis(from, to, { wanted, least: TENTH, zone, labels: (step) => (at) => clockLabel(at, step, to - from) });
   }
 
   /** Seconds since something. */
   static ofSpan(to, wanted) {
-    return new Axis(0, to, { wanted, label: (at) => (at === 0 ? "0" : `+${span(at)}`) });
+    const labels = (step) => {
+      const label = durations(step, to);
+      return (at) => (at === 0 ? "0" : `+${label(at)}`);
+    };
+    return new Axis(0, to, { wanted, labels });
   }
 
   place(at) {
@@ -45,13 +60,38 @@ export class Axis {
   /** The labels: those too near to the right edge are left out. */
   labels() {
     return this.ticks
-      .filter(({ at }) => this.place(at) <= 94)
+      .filter(({ at }) => this.place(at) <= this.room)
       .map(({ at, label }) => text(this.place(at), 12, "tick", label));
   }
 
   lines(height) {
     return this.ticks.map(({ at }) => line(this.place(at), 0, this.place(at), height, "grid"));
   }
+}
+
+/** The least round number of seconds of which so many fit into a length. */
+function stepOf(length, wanted, least = 0) {
+  return SECONDS.find((one) => one >= least && length / one <= wanted) ?? length;
+}
+
+/** Clock time at a tick, as exact as its step. */
+function clockLabel(at, step, length) {
+  const tenths = Math.round(10 * at);
+  const day = clock(tenths / 10, NaN); // with its date
+  if (step >= DAY) {
+    return length > 300 * DAY ? `${dateOf(at)?.getFullYear()}-${day.slice(0, -9)}` : day.slice(0, -9);
+  }
+  if (length > DAY) {
+    return day.slice(0, -3);
+  }
+  const time = clock(tenths / 10, tenths / 10);
+  return step < 1 ? `${time}.${tenths % 10}` : step < 60 ? time : time.slice(0, -3);
+}
+
+/** Durations at ticks, all in one unit: that of which the step is a multiple. */
+function durations(step, most) {
+  const [length, unit] = step < 1 ? UNITS.at(most < 1 ? -1 : -2) : UNITS.find(([one]) => step % one === 0) ?? UNITS[0];
+  return (at) => `${Number((at / length).toPrecision(6))} ${unit}`;
 }
 
 /** The head of the timeline. */
@@ -110,9 +150,8 @@ export function row(version, axis, zero, now) {
  */
 export function chart(points, axis, told) {
   const most = Math.max(...points.map(({ values }) => values.at(-1)), 1e-3);
-  const step = [1, 2, 2.5, 5, 10]
-    .map((times) => times * 10 ** Math.floor(Math.log10(most / 2)))
-    .find((one) => most / one <= 3);
+  const step = stepOf(most, 3);
+  const label = durations(step, most);
   const steps = Math.ceil(most / step);
   const y = (seconds) => CHART - 8 - (CHART - 24) * Math.min(1, seconds / step / steps);
   const parts = [axis.lines(CHART - 8)];
@@ -120,7 +159,7 @@ export function chart(points, axis, told) {
     const at = count * step;
     parts.push(line(0, y(at), 100, y(at), count === 0 ? "base" : "grid"));
     if (count > 0) {
-      parts.push(h("text", { class: "tick", x: -6, y: y(at) + 4, "text-anchor": "end" }, span(at)));
+      parts.push(h("text", { class: "tick", x: -6, y: y(at) + 4, "text-anchor": "end" }, label(at)));
     }
   }
   const thin = points.length > 60;

@@ -46,7 +46,10 @@ function words(event) {
     case "active":
       return "a daemon took over";
     case "published":
-      return `published step ${step} as ${version}: ${size(event.bytes ?? 0)} in ${span(event.seconds ?? 0)}`;
+      return [
+        `published step ${step} as ${version}: ${size(event.bytes ?? 0)} in ${span(event.seconds ?? 0)}`,
+        ...(event.why ? [", with ", said(event.why)] : []),
+      ];
     case "adopted":
       return `adopted ${version} of step ${step}, which a daemon before had finished`;
     case "rolled_back":

@@ -1,21 +1,35 @@
-"""The jobs that the page shows, and what is known of each, as JSON has it."""
+"""The jobs that the page shows, and the state of each, as JSON.
+
+Storage is read once for all who ask, in threads of its own: storage that hangs delays nobody for
+long.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Final, Generic, TypedDict, TypeVar
 
-from syncd.daemon.history import told
-from syncd.daemon.job_state import jobs_at, look_anyway
+from syncd.operate.history import told
+from syncd.operate.job_state import jobs_at, look_anyway
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
-from syncd.web.shared_look import EVERY, PATIENCE, SharedLook
+from syncd.storage.job import Job
+
+T = TypeVar("T")
+
+#: Seconds between two readings, at least: somewhat less than the page waits between two questions.
+EVERY: Final = 1.5
+#: How much longer than it took the next reading is put off: it costs a fifth of the time at most.
+_REST: Final = 4.0
+#: Seconds that it is put off at most: storage that hung for hours is looked at once it is back.
+_LONGEST_REST: Final = 30.0
+#: Seconds after which a reading counts as one that is not answered.
+PATIENCE: Final = 2.0
 
 
 class Jobs:
@@ -54,7 +68,7 @@ class Jobs:
         Returns:
             ``now`` (seconds since the epoch), and ``jobs``, each with its ``id``, its ``job``
             (the folder) and its ``status`` as ``syncd status --json`` has it, null before the first
-            answer; ``read`` and ``silent_since`` are those of :class:`.shared_look.Answer`.
+            answer; ``read`` and ``silent_since`` are those of :class:`LastRead`.
         """
         jobs = self._current()
         for job in jobs:
@@ -111,7 +125,7 @@ class Jobs:
             return [self._job(path) for path in dict.fromkeys(found)]
 
     def _forget_all_but(self, found: Sequence[Path]) -> None:
-        """Let those go that are no more, with what was read of them."""
+        """Forget jobs that no longer exist, and their data."""
         gone = [job for path, job in self._known.items() if path not in found]
         for job in gone:
             if not (job.status.is_reading or job.history.is_reading):
@@ -130,14 +144,14 @@ class _Pace(TypedDict):
 
 
 class _Folder:
-    """A folder that was named: a job, or one with jobs in it."""
+    """A given folder: a job, or a folder that contains jobs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._found = [path]
 
     def jobs(self) -> list[Path]:
-        """Those that there are; those that there were, where none is seen any more."""
+        """The jobs in the folder; if none are seen now, the ones seen before."""
         try:
             found = jobs_at(self.path)
         except (JobUnavailableError, OSError):
@@ -148,7 +162,7 @@ class _Folder:
 
 
 class _Job:
-    """One job; its number is never another's while the process lives."""
+    """One job; its number is never reused while the process lives."""
 
     def __init__(self, folder: Path, number: int, limit: int, pace: _Pace) -> None:
         self.folder = folder
@@ -159,6 +173,100 @@ class _Job:
 
 def _history(folder: Path, limit: int) -> dict[str, Any]:
     try:
-        return told(Storage(folder), JobLayout(folder), limit)
+        return told(Job.at(folder), limit)
     except (JobUnavailableError, OSError) as error:
         return {"job": str(folder), "unseen": str(error)}
+
+
+@dataclass(frozen=True, slots=True)
+class LastRead(Generic[T]):
+    """The last data read. Times are seconds since the epoch.
+
+    Attributes:
+        found: it; None before the first reading has ended.
+        read: when that reading began; None likewise.
+        silent_since: when the one began that has not been answered in time; None where all is well.
+    """
+
+    found: T | None
+    read: float | None
+    silent_since: float | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reading:
+    begun: float  # monotonic
+    at: float  # seconds since the epoch
+
+
+class SharedLook(Generic[T]):
+    """Reads something in a thread of its own, when someone asks and it is time.
+
+    Promised: never two readings at a time, however many ask and however long one hangs. Not
+    promised: that a reading which hangs ever ends; its thread stays until storage answers, or the
+    process ends.
+
+    Args:
+        look: reads it; what it raises ends its thread, and what was found before stays.
+        every: seconds between two readings.
+        patience: seconds after which one counts as not answered.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], T],
+        *,
+        every: float = EVERY,
+        patience: float = PATIENCE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._look = look
+        self._every = every
+        self._patience = patience
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._reading: _Reading | None = None
+        self._due = float("-inf")
+        self._found: T | None = None
+        self._read: float | None = None
+
+    def begin(self) -> None:
+        """Start a new reading, unless one is running or has just ended."""
+        with self._changed:
+            now = self._clock()
+            if self._reading is not None or now < self._due:
+                return
+            reading = _Reading(now, time.time())
+            # Not to be waited for at the end: storage may never answer.
+            threading.Thread(target=self._go, args=(reading,), daemon=True).start()
+            self._reading = reading
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a reading is running, or hangs."""
+        with self._changed:
+            return self._reading is not None
+
+    def answer(self) -> LastRead[T]:
+        """The last data; waits for a running reading until its patience has run out."""
+        with self._changed:
+            reading = self._reading
+            if reading is None:
+                return LastRead(self._found, self._read, None)
+            left = reading.begun + self._patience - self._clock()
+            ended = self._changed.wait_for(lambda: self._reading is not reading, max(0.0, left))
+            return LastRead(self._found, self._read, None if ended else reading.at)
+
+    def _go(self, reading: _Reading) -> None:
+        try:
+            found = self._look()
+            with self._changed:
+                self._found, self._read = found, reading.at
+        finally:
+            with self._changed:
+                now = self._clock()
+                rest = min(_REST * (now - reading.begun), _LONGEST_REST)
+                self._due = now + max(self._every, rest)
+                self._reading = None
+                self._changed.notify_all()

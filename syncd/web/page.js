@@ -2,7 +2,7 @@
 // answer; what the viewer has chosen is in `chosen`, and nothing else is kept.
 
 import { show } from "./dom.js";
-import { announced, freshness, jobsTable, page, titled } from "./view.js";
+import { announced, freshness, jobsTable, nameJobs, page, titled } from "./view.js";
 import { link } from "./words.js";
 
 const EVERY = 2000; // ms from an answer to the next question
@@ -97,6 +97,7 @@ async function refresh() {
   try {
     known.overview = await ask("jobs.json");
     hear(known.overview);
+    nameJobs(known.overview.jobs);
     known.answeredAt = performance.now();
     if (isHistoryOld(job())) {
       const { history: before, read } = known.history ?? {};

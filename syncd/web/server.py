@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import socketserver
-import threading
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from pathlib import PurePath
 from typing import Any, ClassVar, Final
 
+from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.web.jobs import Jobs
 
-HOST: Final = "127.0.0.1"
-#: Seconds that a connection may say nothing.
-_SILENCE: Final = 30.0
-#: How many connections there are at a time: each has a thread and a file descriptor.
+#: How many connections there are at a time.
 _MOST: Final = 64
 _PAGE: Final = "page.html"
 _FILES: Final = (
@@ -60,8 +55,8 @@ _HEADERS: Final = {
 }
 
 
-class Server(socketserver.ThreadingTCPServer):
-    """Serves the page of some jobs, a thread a connection; of too many at a time some are closed.
+class Server(LoopbackServer):
+    """Serves the page of some jobs.
 
     Args:
         jobs: what is shown.
@@ -71,13 +66,8 @@ class Server(socketserver.ThreadingTCPServer):
         InvalidSettingsError: the port cannot be had.
     """
 
-    allow_reuse_address = True
-    request_queue_size = _MOST
-    daemon_threads = True  # one that waits for storage does not keep the process
-
     def __init__(self, jobs: Jobs, port: int) -> None:
         self.jobs = jobs
-        self._room = threading.BoundedSemaphore(_MOST)
         page = resources.files("syncd.web")
         self.files = {
             "/" if name == _PAGE else f"/{name}": (
@@ -87,63 +77,44 @@ class Server(socketserver.ThreadingTCPServer):
             for name in _FILES
         }
         try:
-            super().__init__((HOST, port), _Request)
+            super().__init__(port, _Request, _MOST)
         except OSError as error:
             raise InvalidSettingsError(
                 f"port {port} cannot be used: {error.strerror}. Give another by --port, or 0 for "
                 "one that is free"
             ) from error
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread, unless there are too many that wait or say nothing."""
-        if not self._room.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread is to be had
-            self._room.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, in that thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
-
     @property
     def address(self) -> str:
-        """Where the page is."""
+        """The URL of the page."""
         return f"http://{HOST}:{self.server_address[1]}/"
 
 
-class _Request(BaseHTTPRequestHandler):
-    """One request. Nothing of its path ever becomes one of a file."""
+class _Request(LoopbackRequest):
+    """One request. No part of its path ever becomes a file path."""
 
     server: Server
-    timeout = _SILENCE
-    error_content_type = "text/plain; charset=utf-8"
-    error_message_format = "%(code)d %(message)s\n"
     _methods: ClassVar = {"GET", "HEAD"}
 
     def parse_request(self) -> bool:
-        """Read the request, and refuse what does not belong here."""
+        """Read the request, and refuse other methods and foreign hosts."""
         if not super().parse_request():
             return False
         if self.command not in self._methods:
-            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, "this page is for reading alone")
+            self.send_error(HTTPStatus.METHOD_NOT_ALLOWED, "this page is read-only")
         elif not _OURS.fullmatch(self.headers.get("Host", "")):
-            self.send_error(HTTPStatus.FORBIDDEN, "this page is at 127.0.0.1 or localhost alone")
+            self.send_error(
+                HTTPStatus.FORBIDDEN, "this page is served only at 127.0.0.1 and localhost"
+            )
         else:
             return True
         return False
 
-    def do_GET(self) -> None:
-        """Answer with a file, or with what is known of the jobs."""
+    def answer(self) -> None:
+        """Answer with a file, or with the state of the jobs."""
         path = self.path.partition("?")[0]
         if path in self.server.files:
-            self._send(*self.server.files[path])
+            self.send(*self.server.files[path])
         elif path == "/jobs.json":
             self._send_json(self.server.jobs.overview())
         elif (found := _HISTORY.fullmatch(self.path)) and (
@@ -153,37 +124,11 @@ class _Request(BaseHTTPRequestHandler):
         else:
             self.send_error(HTTPStatus.NOT_FOUND)
 
-    def do_HEAD(self) -> None:
-        """The same, without the content."""
-        self.do_GET()
-
     def _send_json(self, told: dict[str, Any]) -> None:
-        self._send(json.dumps(told).encode(), _JSON)
-
-    def _send(self, content: bytes, kind: str) -> None:
-        self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        self.send(json.dumps(told).encode(), _JSON)
 
     def end_headers(self) -> None:
-        """Every answer, a refusal too, says what a browser may do with it."""
+        """Add security headers for browsers to every answer, also to refusals."""
         for name, value in _HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
-
-    def handle(self) -> None:
-        """Answer; who went away meanwhile needs no answer."""
-        try:
-            super().handle()
-        except ConnectionError:
-            self.close_connection = True
-
-    def version_string(self) -> str:
-        """Who answers: not which Python that is."""
-        return "syncd"
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # the base's name
-        """Say nothing: a page that updates itself asks all the time."""

@@ -26,7 +26,7 @@ export function freshness(known, now) {
 
 export function titled(job) {
   const latest = job?.status?.latest;
-  return [latest ? `v${latest.sequence}` : null, job ? nameOf(job.job) : null, "syncd"]
+  return [latest ? `v${latest.sequence}` : null, job ? printable(job.name) : null, "syncd"]
     .filter(Boolean).join(" · ");
 }
 
@@ -55,7 +55,7 @@ export function jobsTable(jobs, shown, now) {
     const slowest = usable ? slowestOf(status.explorers) : null;
     return [job.job, [
       h("a", { href: link(job.job), title: printable(job.job),
-        "aria-current": job === shown ? "true" : null }, said(nameOf(job.job))),
+        "aria-current": job === shown ? "true" : null }, said(job.name)),
       badge(state),
       usable && status.latest ? `v${status.latest.sequence} · step ${status.latest.step}` : "–",
       usable ? publishedAgo(status, now) : "–",
@@ -75,7 +75,7 @@ export function page(job, history, chosen, now) {
   }
   const { status } = job;
   const title = h("header", { class: "job" },
-    h("h1", null, said(nameOf(job.job))), h("p", { class: "path" }, said(job.job)));
+    h("h1", null, said(job.name)), h("p", { class: "path" }, said(job.job)));
   const notes = [];
   if (isSilent(job, now)) {
     notes.push(silence(job, now, status ? [" What follows is as of ", moment(job.read, now), "."] : ""));
@@ -133,9 +133,6 @@ function warnings(job, status, now) {
       ". If it is dead, another one takes over by itself where one stands by; else start one: ",
       command(`syncd run ${job.job}`)));
   }
-  if (daemon?.detail && !daemon.merge) {
-    found.push(note("", "The daemon says: ", said(daemon.detail)));
-  }
   if (paused) {
     found.push(note("warn", "Paused by ", said(paused.by), ", ", ago(paused.time, now),
       ": nothing is published or pruned until ", command(`syncd resume ${job.job}`)));
@@ -173,16 +170,25 @@ function tiles(job, status, versions, now) {
   ];
   return [
     h("dl", { class: "tiles" }, found),
-    daemon?.merge ? merge(daemon.merge) : null,
+    daemon ? doing(daemon) : null,
   ];
 }
 
-function merge({ step, done, total, seconds }) {
+/** What the daemon does now: always there, so that nothing moves when it begins and ends. */
+function doing({ merge, state, detail }) {
+  const words = merge ? `Merging step ${merge.step}: ${progress(merge)}`
+    : state === "merging" ? ["Merging ", said(detail)]
+    : detail ? ["Waiting: ", said(detail)]
+    : "Nothing is being merged.";
+  return h("div", { class: "tile doing", "data-key": "doing" },
+    h("p", null, words),
+    h("progress", { "aria-label": "Progress of the merge", class: merge ? null : "idle",
+      max: Math.max(merge?.total ?? 1, 1), value: merge?.done ?? 0 }));
+}
+
+function progress({ done, total, seconds }) {
   const left = done ? `, ${span((seconds * (total - done)) / done)} left` : "";
-  const text = `${size(done)} of ${size(total)} in ${span(seconds)}${left}`;
-  return h("div", { class: "merge", "data-key": "merge" },
-    h("label", { for: "merge" }, `Merging step ${step}: ${text}`),
-    h("progress", { id: "merge", max: Math.max(total, 1), value: done }, text));
+  return `${size(done)} of ${size(total)} in ${span(seconds)}${left}`;
 }
 
 function diskNote(status, versions) {
@@ -204,17 +210,18 @@ function explorers(status, chosen, now) {
   const all = [...status.explorers]
     .sort((one, other) => hasStopped(one) - hasStopped(other) || other.behind - one.behind);
   const shown = chosen.allExplorers ? all : all.slice(0, FEW);
-  const saying = shown.some((one) => one.fault || one.refused);
+  const saying = shown.some((one) => one.fault || one.refused || one.starting);
   const rows = shown.map((one) => [one.name, [
     said(one.name),
     one.fault ? h("b", { class: "bad" }, "faulty") : words(one.status),
-    one.sequence ? `v${one.sequence}` : "–",
-    one.step ?? "–",
+    one.sequence ? `v${one.sequence}` : one.bench == null ? "–" : "bench",
+    one.step ?? one.bench ?? "–",
     one.behind > 0 ? h("b", null, behindOf(one)) : "–",
     pauseOf(one.reload),
     ago(one.time, now),
     ...(!saying ? [] : [one.fault || one.refused
-      ? h("span", { class: "bad" }, said(one.fault ?? one.refused)) : ""]),
+      ? h("span", { class: "bad" }, said(one.fault ?? one.refused))
+      : said(one.starting ?? "")]),
   ]]);
   return h("section", { class: "panel", "data-key": key },
     h("h2", null, "Explorers"),
@@ -308,7 +315,18 @@ function tile(name, value, more) {
     h("dd", { class: "more" }, more));
 }
 
-function nameOf(path) {
-  return path.split("/").filter(Boolean).at(-1) ?? path;
+/** Give each job its `name`: the end of its path, as long as it takes to tell it from the others. */
+export function nameJobs(jobs) {
+  const end = ({ job }, length) => {
+    const parts = job.split("/").filter(Boolean);
+    return length > parts.length ? job : parts.slice(-length).join("/");
+  };
+  for (let length = 1, alike = jobs; alike.length; length += 1) {
+    const ends = jobs.map((job) => end(job, length));
+    const counts = new Map();
+    ends.forEach((one) => counts.set(one, (counts.get(one) ?? 0) + 1));
+    alike.forEach((job) => Object.assign(job, { name: end(job, length) }));
+    alike = alike.filter(({ job, name }) => counts.get(name) > 1 && name !== job);
+  }
 }
 

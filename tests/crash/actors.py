@@ -25,8 +25,8 @@ import torch
 from explorer_hooks import reader
 from explorer_hooks.reader import LeasedVersion
 from syncd.daemon.loop import Loop
-from syncd.daemon.offline import would_prune
 from syncd.daemon.prune import Pruner
+from syncd.operate.offline import would_prune
 from syncd.protocol.errors import (
     CancelledError,
     JobUnavailableError,
@@ -41,13 +41,13 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.epoch import Epoch
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock, Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
 from tests.storages import CHANGES, Clock, FastStorage
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 #: What changes nothing that anyone could see, where nothing waits for the disk.
 _UNSEEN: Final = {"fsync", "sync_folder", "close"}
@@ -332,13 +332,13 @@ class Run:
 
     def work_of(self, rank: int) -> Callable[[Actor], None]:
         def work(actor: Actor) -> None:
-            open_job(actor.storage, self._layout)
+            job = Job(actor.storage, self._layout)
+            job.open()
             if rank == 0:
                 self._report(actor, None)
                 self.began = True
             writer = RankWriter(
-                actor.storage,
-                self._layout,
+                job,
                 rank,
                 self.WORLD_SIZE,
                 save_timeout=1e9,
@@ -360,7 +360,7 @@ class Run:
         if rank == 0:
             self._report(actor, order.save_id.step)
         part = {"state": torch.full((2,), order.value)} if order.full else None
-        contents = Contents(
+        contents = RankContents(
             model={"weight": torch.full((3,), order.value)},  # plain: the same on every rank
             optimizer=part,
             extra=part,
@@ -425,10 +425,9 @@ class Rules:
 
     def begin(self, actor: Actor, layout: JobLayout, clock: Clock, *, publishes: bool) -> Loop:
         """Take over, with no lock that could keep two daemons apart."""
-        epoch = self.epoch.take_over(actor.storage, layout)
+        epoch = self.epoch.take_over(Job(actor.storage, layout))
         loop = Loop(
-            actor.storage,
-            layout,
+            Job(actor.storage, layout),
             CONFIG,
             cast("Session", SimpleNamespace(id=f"{actor.name}-session", lease_time=LEASE_TIME)),
             cast("DaemonLock", SimpleNamespace(lost=False)),
@@ -479,7 +478,7 @@ def pruner(begin: Begin, layout: JobLayout) -> Callable[[Actor], None]:
     def work(actor: Actor) -> None:
         while True:
             try:
-                would_prune(layout, CONFIG, storage=actor.storage)
+                would_prune(Job(actor.storage, layout), CONFIG)
                 actor.rest()
                 loop = begin(actor, False)
                 loop.begin()

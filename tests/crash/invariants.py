@@ -18,8 +18,9 @@ from syncd.protocol.names import (
     parse_version_folder,
 )
 from syncd.protocol.records import Latest, parse
+from syncd.storage.job import Job
 from syncd.storage.leases import Lease
-from tests.jobs import Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, FastStorage
 
 #: Short graces, so that a restart comes to rest in few rounds.
@@ -47,9 +48,10 @@ class Seen:
     leased: frozenset[int]
     kept: dict[str, Files]
     asked: frozenset[str] = frozenset()
+    benched: frozenset[str] = frozenset()
 
 
-def look(job: Job, *, rewritten: Collection[int] = ()) -> Seen:
+def look(job: SmallJob, *, rewritten: Collection[int] = ()) -> Seen:
     """Look at a job. ``rewritten`` are the steps whose trainer is about to save them again."""
     layout = job.layout
     return Seen(
@@ -68,6 +70,7 @@ def look(job: Job, *, rewritten: Collection[int] = ()) -> Seen:
             and is_kept(path)
         },
         asked=frozenset(path.stem for path in layout.requests.glob("*.json")),
+        benched=frozenset(path.stem for path in layout.bench.glob(f"{LIVING}*.json")),
     )
 
 
@@ -89,7 +92,7 @@ def latest_sequence(layout: JobLayout) -> int:
     return parse(Latest, layout.latest.read_bytes(), layout.latest).sequence
 
 
-def check(job: Job, before: Seen) -> None:
+def check(job: SmallJob, before: Seen) -> None:
     """What must hold at every moment, also before anything is restarted."""
     layout = job.layout
     sequence = latest_sequence(layout)
@@ -110,7 +113,7 @@ def check(job: Job, before: Seen) -> None:
         assert not missing, f"{name} lost {missing}"
 
 
-def restart(job: Job, clock: Clock, rounds: int = 16) -> None:
+def restart(job: SmallJob, clock: Clock, rounds: int = 16) -> None:
     """A daemon works until it comes to rest; time passes for all stopwatches."""
     job.storage = FastStorage()
     with job.daemon(CONFIG, clock=clock) as loop:
@@ -119,15 +122,15 @@ def restart(job: Job, clock: Clock, rounds: int = 16) -> None:
             pass_time(job, clock)
 
 
-def pass_time(job: Job, clock: Clock) -> None:
+def pass_time(job: SmallJob, clock: Clock) -> None:
     """A third of a lease, in which who lives gives a sign of it."""
-    clock.advance(job.lease_time / 3)
+    clock.advance(LEASE_TIME / 3)
     heartbeat = job.layout.session(LIVING)
     if heartbeat.exists():
         heartbeat.write_text(f"of another host, at {clock.now}")
 
 
-def check_converged(job: Job, before: Seen) -> None:
+def check_converged(job: SmallJob, before: Seen) -> None:
     """What a restart must have reached."""
     check(job, before)
     layout = job.layout
@@ -140,10 +143,13 @@ def check_converged(job: Job, before: Seen) -> None:
         served = read_manifest(FastStorage(), layout.version(job.latest.sequence))
         assert served.rolled_back is not None, "a request was not carried out"
         assert served.settles != served.save_id
+    for request in before.benched:
+        build = layout.bench_build(LIVING, request)
+        verify_version(FastStorage(), build, read_manifest(FastStorage(), build))
     serve(job)
 
 
-def leftovers(job: Job) -> list[str]:
+def leftovers(job: SmallJob) -> list[str]:
     """Whatever nobody will ever use again: temporaries, notices, rooms' contents, dead sessions."""
     layout = job.layout
     rooms = list(layout.epochs.iterdir())
@@ -157,15 +163,19 @@ def leftovers(job: Job) -> list[str]:
     found += [path for path in layout.drafts.iterdir() if path.is_file()]
     found += [path for path in (layout.publish_lock, layout.daemon_lock) if path.exists()]
     found += list(layout.requests.glob("*"))  # not carried out, or answered and never collected
+    # Of the dead, and builds that nobody holds.
+    found += [path for path in layout.bench.glob("*") if not path.name.startswith(LIVING)]
+    builds = layout.bench.glob("*/*")
+    found += [path for path in builds if not layout.bench_request(path.name).exists()]
     return sorted(str(path.relative_to(layout.root)) for path in set(found))
 
 
-def serve(job: Job) -> None:
+def serve(job: SmallJob) -> None:
     """What an explorer does that was waiting all the time."""
     if not job.layout.latest.exists():
         return
     storage, sequence = FastStorage(), job.latest.sequence
-    lease = Lease.take(storage, job.layout, sequence, "waiting", "session")
+    lease = Lease.take(Job(storage, job.layout), sequence, "waiting", "session")
     folder = job.layout.version(sequence)
     verify_version(storage, folder, read_manifest(storage, folder))
     lease.release()

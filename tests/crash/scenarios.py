@@ -8,21 +8,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import ADAPTER, look_at_save
+from syncd.coordination.benching import Bench
+from syncd.coordination.versions import Versions
+from syncd.coordination.waiting import Wait
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import TrainerReport
-from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.requests import BenchRequest, RollbackRequest
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
+from syncd.storage.sessions import Session
 from tests.crash.invariants import (
     CONFIG,
     LIVING,
@@ -32,11 +38,11 @@ from tests.crash.invariants import (
     pass_time,
     restart,
 )
-from tests.jobs import Job, nothing
+from tests.jobs import LEASE_TIME, SmallJob, nothing
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.full_file import FullStateStream
 from trainer_hooks.writing.spool import Spool
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
 @dataclass(frozen=True)
@@ -51,15 +57,15 @@ class Scenario:
     """
 
     name: str
-    prepare: Callable[[Job], None]
-    act: Callable[[Job, Clock], None]
-    again: Callable[[Job, Clock], None] = lambda *_: None
+    prepare: Callable[[SmallJob], None]
+    act: Callable[[SmallJob, Clock], None]
+    again: Callable[[SmallJob, Clock], None] = lambda *_: None
     rewritten: frozenset[int] = frozenset()
 
     def __str__(self) -> str:
         return self.name
 
-    def recover(self, job: Job, before: Seen, clock: Clock, *, again: bool = True) -> None:
+    def recover(self, job: SmallJob, before: Seen, clock: Clock, *, again: bool = True) -> None:
         """What was cut off is started again, and must come to rest where it should."""
         check(job, before)
         job.storage = FastStorage()
@@ -69,7 +75,7 @@ class Scenario:
         check_converged(job, before)
 
 
-def published(job: Job, *steps: int) -> None:
+def published(job: SmallJob, *steps: int) -> None:
     """Save and publish; nothing is pruned."""
     fast, job.storage = job.storage, FastStorage()
     config = CONFIG.model_copy(update={"keep": 100, "prune_steps": False})
@@ -81,7 +87,7 @@ def published(job: Job, *steps: int) -> None:
 
 
 def ranks_save(
-    job: Job,
+    job: SmallJob,
     run: str,
     step: int,
     *,
@@ -94,7 +100,7 @@ def ranks_save(
     job.storage.replace(job.layout.trainer_report, encode(report), room=job.layout.drafts)
     model = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
     for rank in (1, 0):
-        contents = Contents(
+        contents = RankContents(
             model=None if adapter else model,
             trained=model if adapter and full else None,
             full_model=_gathered_adapter(job, step) if adapter and rank == 0 else None,
@@ -106,19 +112,19 @@ def ranks_save(
             is_full=full,
             completes=completes,
         )
-        writer = RankWriter(job.storage, job.layout, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
+        writer = RankWriter(job, rank, 2, save_timeout=5.0, pauses=(0.0, 0.0))
         try:
             writer.save(SaveId(run, step, 0), contents)
         finally:
             contents.close()
 
 
-def _gathered_adapter(job: Job, step: int) -> Spool:
+def _gathered_adapter(job: SmallJob, step: int) -> Spool:
     half = f"{PREFIX}q_proj.lora_{{}}.weight".format
     state = {half(name): torch.full((2, 2), float(step)) for name in "AB"}
     stream = FullStateStream(state, rank=0, name=ADAPTER)
     path = job.layout.actor(step) / ADAPTER
-    spool = Spool(job.storage, job.layout, path, stream, size=100)
+    spool = Spool(job, path, stream, size=100)
     stream.gather()
     spool._thread.join()  # its calls come one after the other with the writer's, in every run
     return spool
@@ -139,7 +145,7 @@ def _shard() -> bytes:
     return content.getvalue()
 
 
-def shards(job: Job, step: int) -> None:
+def shards(job: SmallJob, step: int) -> None:
     """A foreign trainer's save of two ranks."""
     actor = job.layout.actor(step)
     (actor / "huggingface").mkdir(parents=True, exist_ok=True)
@@ -149,10 +155,10 @@ def shards(job: Job, step: int) -> None:
     job.point(step)
 
 
-def rounds(count: int) -> Callable[[Job, Clock], None]:
+def rounds(count: int) -> Callable[[SmallJob, Clock], None]:
     """A daemon that takes over, works for a while and ends."""
 
-    def act(job: Job, clock: Clock) -> None:
+    def act(job: SmallJob, clock: Clock) -> None:
         with job.daemon(CONFIG, clock=clock) as loop:
             for _ in range(count):
                 loop.run_once()
@@ -161,66 +167,66 @@ def rounds(count: int) -> Callable[[Job, Clock], None]:
     return act
 
 
-def _first_save(job: Job) -> None:
+def _first_save(job: SmallJob) -> None:
     published(job, 1)
 
 
-def _full_before(job: Job) -> None:
+def _full_before(job: SmallJob) -> None:
     published(job, 1)
     fast, job.storage = job.storage, FastStorage()
     ranks_save(job, "before", 2, full=True)
     job.storage = fast
-    with Job(job.layout.root).daemon(CONFIG) as loop:
+    with SmallJob(job.layout.root).daemon(CONFIG) as loop:
         loop.run_once()
 
 
-def _save(job: Job, _: Clock) -> None:
+def _save(job: SmallJob, _: Clock) -> None:
     ranks_save(job, "run", 2)
 
 
-def _save_full(job: Job, _: Clock) -> None:
+def _save_full(job: SmallJob, _: Clock) -> None:
     ranks_save(job, "run", 2, full=True)
 
 
-def _save_adapter(job: Job, _: Clock) -> None:
+def _save_adapter(job: SmallJob, _: Clock) -> None:
     ranks_save(job, "run", 2, full=True, adapter=True)
 
 
-def _adapter_again(job: Job, _: Clock) -> None:
+def _adapter_again(job: SmallJob, _: Clock) -> None:
     ranks_save(job, "again", 2, full=True, adapter=True)
 
 
-def _trainer_again(*, full: bool) -> Callable[[Job, Clock], None]:
-    def again(job: Job, _: Clock) -> None:
+def _trainer_again(*, full: bool) -> Callable[[SmallJob, Clock], None]:
+    def again(job: SmallJob, _: Clock) -> None:
         ranks_save(job, "again", 2, full=full)
 
     return again
 
 
-def _synced(job: Job) -> None:
+def _synced(job: SmallJob) -> None:
     published(job, 1)
     fast, job.storage = job.storage, FastStorage()
     ranks_save(job, "run", 2)
     job.storage = fast
-    with Job(job.layout.root).daemon(CONFIG) as loop:
+    with SmallJob(job.layout.root).daemon(CONFIG) as loop:
         loop.run_once()
 
 
-def _complete(job: Job, _: Clock) -> None:
+def _complete(job: SmallJob, _: Clock) -> None:
     ranks_save(job, "run", 2, full=True, completes=True)
 
 
-def _to_publish(job: Job) -> None:
+def _to_publish(job: SmallJob) -> None:
     published(job, 1)
     job.save(2)
 
 
-def _to_merge(job: Job) -> None:
+def _to_merge(job: SmallJob) -> None:
     published(job, 1)
     shards(job, 2)
 
 
-def _to_prune(job: Job) -> None:
+def _to_prune(job: SmallJob) -> None:
     published(job, 1, 2, 3)
     full = job.layout.actor(2)
     (full / "optim_world_size_1_rank_0.pt").write_bytes(b"optimizer")
@@ -231,7 +237,7 @@ def _to_prune(job: Job) -> None:
     job.lease(1, "dead")
 
 
-def _to_roll_back(job: Job) -> None:
+def _to_roll_back(job: SmallJob) -> None:
     """The same step saved twice: what is served again is still what the pointer names."""
     published(job, 1)
     fast, job.storage = job.storage, FastStorage()
@@ -244,7 +250,55 @@ def _to_roll_back(job: Job) -> None:
     job.put(job.layout.request("ask"), encode(request))
 
 
-def _dirty(job: Job) -> None:
+def _to_bench(job: SmallJob) -> None:
+    """A build is asked for, one is held, one was let go, and two are of an explorer that died."""
+    published(job, 3)
+    fast, job.storage = job.storage, FastStorage()
+    for step in (1, 2):
+        job.save(step, point=False)
+        (job.layout.step(step) / ".full_checkpoint").touch()
+    job.layout.session(LIVING).write_text("of another host")
+    job.layout.session("dead").write_text("of another host")
+    for name, session, step in (
+        (f"{LIVING}-held", LIVING, 1),
+        ("let-go", LIVING, 1),
+        ("dead-built", "dead", 2),
+    ):
+        _ask_for(job, name, session, step)
+    with job.daemon(CONFIG) as loop:
+        for _ in range(3):
+            loop.run_once()
+    job.storage = fast
+    job.layout.bench_request("let-go").unlink()
+    _ask_for(job, f"{LIVING}-asks", LIVING, 2)
+    _ask_for(job, "dead-asks", "dead", 2)
+
+
+def _ask_for(job: SmallJob, name: str, session: str, step: int) -> None:
+    request = BenchRequest(id=name, session=session, step=step, by="someone", time=0.0)
+    job.put(job.layout.bench_request(name), encode(request))
+
+
+def _evaluate(job: SmallJob, clock: Clock) -> None:
+    """An explorer holds a step that a daemon builds meanwhile, and lets it go."""
+
+    class Daemon:
+        def more(self) -> bool:
+            with job.daemon(CONFIG, clock=clock) as loop:
+                loop.run_once()
+            return True
+
+    layout = JobLayout(job.layout.root)
+    with Session(layout, LEASE_TIME) as session:
+        versions = Versions(Job(job.storage, layout), "explorer", session, clock=clock)
+        bench = Bench(Job(job.storage, layout), versions, "explorer", session.id)
+        for step in (1, 3):
+            held = bench.hold(step, cast("Wait", Daemon()))
+            held.verify()
+            held.release()
+
+
+def _dirty(job: SmallJob) -> None:
     """What three daemons left that were killed at unlucky moments."""
     published(job, 1, 2)
     rooms = job.layout.epochs
@@ -265,19 +319,19 @@ def _dirty(job: Job) -> None:
     job.layout.publish_lock.write_bytes(b"{}")
 
 
-def _merge_by_hand(job: Job, _: Clock) -> None:
+def _merge_by_hand(job: SmallJob, _: Clock) -> None:
     room = job.layout.root.parent / "by-hand"
     storage = job.storage
     storage.mkdir(room)
     actor = job.layout.actor(2)
     build_model_folder(
         storage, actor, look_at_save(storage, actor, 2), room,
-        sequence=0, digests=True, max_file_size=1000, cancel=nothing,
+        options=MergeOptions(max_file_size=1000), work=Work(nothing),
     )  # fmt: skip
     storage.remove_tree(room)
 
 
-def _explore(job: Job, _: Clock) -> None:
+def _explore(job: SmallJob, _: Clock) -> None:
     with Reader(job.layout.root, "explorer", poll=0.01, storage=job.storage) as reader:
         first = reader.next_version(0, 0.3)
         first.verify()
@@ -285,11 +339,11 @@ def _explore(job: Job, _: Clock) -> None:
         first.release()
 
 
-def _open(job: Job, _: Clock) -> None:
-    open_job(job.storage, JobLayout(job.layout.root))
+def _open(job: SmallJob, _: Clock) -> None:
+    Job.at(job.layout.root, job.storage).open()
 
 
-def _emptied(job: Job) -> None:
+def _emptied(job: SmallJob) -> None:
     Storage(durable=False).remove_tree(job.layout.state)
     job.layout.published.rmdir()
 
@@ -308,8 +362,10 @@ SCENARIOS = (
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", _to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),
+    Scenario("bench", _to_bench, rounds(5)),
     Scenario("take-over", _dirty, rounds(1)),
     Scenario("merge alone", _to_merge, _merge_by_hand),
     Scenario("explorer", _first_save, _explore),
+    Scenario("explorer that evaluates steps", _to_bench, _evaluate),
     Scenario("open", _emptied, _open, _open),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from syncd.protocol.errors import JobUnavailableError, SyncdError
 from syncd.protocol.names import parse_step_folder, version_folder
 from tests.crash.invariants import CONFIG, check, look, pass_time
 from tests.crash.scenarios import SCENARIOS, Scenario
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage
 
 CODES = (
@@ -60,7 +60,7 @@ class FailingStorage(RuledStorage):
         self.left, self._on = 0, False
 
 
-def work(job: Job, scenario: Scenario, storage: FailingStorage, clock: Clock) -> bool:
+def work(job: SmallJob, scenario: Scenario, storage: FailingStorage, clock: Clock) -> bool:
     """Run it as a service would: what storage refuses is an error of ours or the system's."""
     job.storage = storage
     for start in range(STARTS):
@@ -77,7 +77,7 @@ def work(job: Job, scenario: Scenario, storage: FailingStorage, clock: Clock) ->
 
 def run(tmp_path: Path, scenario: Scenario, call: int, code: int, *, on: bool) -> bool:
     """Fail one call, and see that nothing is lost; False where there are not so many."""
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     scenario.prepare(job)
     before = look(job, rewritten=scenario.rewritten)
     storage, clock = FailingStorage(call, code, on=on), Clock()
@@ -106,7 +106,7 @@ def test_whatever_call_fails_nothing_is_lost_and_work_goes_on(
     assert number > 2
 
 
-def steps(job: Job) -> list[int]:
+def steps(job: SmallJob) -> list[int]:
     found = (parse_step_folder(name) for name in os.listdir(job.layout.root))
     return [step for step in found if step is not None]
 
@@ -114,7 +114,7 @@ def steps(job: Job) -> list[int]:
 def goes_on(tmp_path: Path, scenario: Scenario, call: int, code: int) -> bool:
     """Fail one call of a daemon that works; the very same daemon must finish what is due."""
     storage, clock = FailingStorage(0, code, on=False), Clock()
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     scenario.prepare(job)
     before = look(job)
     job.storage = storage
@@ -184,7 +184,7 @@ class OneByOne(FastStorage):
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_short_reads_and_writes_change_nothing(tmp_path: Path, scenario: Scenario) -> None:
-    job, clock = Job(tmp_path / "job"), Clock()
+    job, clock = SmallJob(tmp_path / "job"), Clock()
     scenario.prepare(job)
     before = look(job, rewritten=scenario.rewritten)
     job.storage = OneByOne()

@@ -60,7 +60,7 @@ from tests.crash.actors import (
     pruner,
 )
 from tests.crash.invariants import latest_sequence, leftovers, restart, serve, versions
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage
 
 RANKS: Final = ("rank 0", "rank 1")
@@ -263,7 +263,7 @@ class World:
     """
 
     def __init__(self, root: Path, rules: Rules) -> None:
-        self.job = Job(root, FastStorage())
+        self.job = SmallJob(root, FastStorage())
         self.layout = self.job.layout
         self._keep_no_reserve()
         self.clock = Clock()
@@ -639,8 +639,8 @@ class LooksOnce(Pruner):
     """Deletes a step folder as it was decided on, whatever it is by now."""
 
     def prune_step(self, action: PruneStep) -> bool:
-        trash = self._epoch.set_aside(self._layout.step(action.seen.step))
-        self._storage.remove_tree(self._epoch.condemn(trash))
+        trash = self._epoch.set_aside(self._job.layout.step(action.seen.step))
+        self._job.storage.remove_tree(self._epoch.condemn(trash))
         return True
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.crash.invariants import look
 from tests.crash.scenarios import SCENARIOS, Scenario
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
 
 #: How far apart the moments are; 1 for every one.
@@ -52,7 +52,7 @@ class DeadlyStorage(RuledStorage):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(job: Job, scenario: Scenario, moment: int) -> bool:
+def killed(job: SmallJob, scenario: Scenario, moment: int) -> bool:
     """Let a child do the work until it is killed; False where it came to its end before that."""
 
     def act() -> None:
@@ -91,7 +91,7 @@ def test_whatever_call_is_the_last_one_a_restart_converges(
     going_on = True
     while going_on:
         moment += STRIDE
-        job = Job(tmp_path / "job")
+        job = SmallJob(tmp_path / "job")
         scenario.prepare(job)
         before = look(job, rewritten=scenario.rewritten)
         going_on = killed(job, scenario, moment)

@@ -13,7 +13,7 @@ from explorer_hooks.reader import LeasedVersion, Reader
 from explorer_hooks.staging import Staging
 from tests.crash.test_kill import STRIDE, DeadlyStorage, in_a_child
 from tests.explorers import LONG, publish
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 
 class Unlinkable(DeadlyStorage):
@@ -33,7 +33,7 @@ def old_and_new(stage: Path, storage: DeadlyStorage, versions: list[LeasedVersio
 
 @pytest.mark.parametrize("kind", [DeadlyStorage, Unlinkable])
 def test_whatever_change_is_the_last_one_no_half_copy_is_used(
-    job: Job, tmp_path: Path, kind: type[DeadlyStorage]
+    job: SmallJob, tmp_path: Path, kind: type[DeadlyStorage]
 ) -> None:
     stage = tmp_path / "stage"
     with Reader(job.layout.root, "holder", storage=job.explorers) as reader:

@@ -13,17 +13,17 @@ import pytest
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli.merge import command as merge
 from syncd.daemon.loop import Loop
-from syncd.daemon.offline import prune_now
 from syncd.daemon.service import Service
+from syncd.operate.offline import prune_now
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock, Session
 from tests.crash import straced
 from tests.crash.invariants import CONFIG, LIVING, check, check_converged, look, restart
 from tests.crash.scenarios import SCENARIOS, published, shards
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import Daemon, wait_for_step, wait_until
 from tests.multiprocess.saves import Constant, save
 from tests.storages import Clock, FastStorage
@@ -46,7 +46,7 @@ class Process:
     """
 
     name: str
-    prepare: Callable[[Job], None]
+    prepare: Callable[[SmallJob], None]
     act: Callable[[Path], object]
     again: Callable[[Path], object] = lambda _: None
     rewritten: frozenset[int] = frozenset()
@@ -71,7 +71,7 @@ def _daemon(job: Path) -> None:
     FewRounds(job, CONFIG.model_copy(update={"tick": 0.01})).run()
 
 
-def _much_to_do(job: Job) -> None:
+def _much_to_do(job: SmallJob) -> None:
     """What a killed daemon left, a save to be merged, versions and steps to be pruned."""
     {scenario.name: scenario for scenario in SCENARIOS}["take-over"].prepare(job)
     job.lease(2, LIVING)
@@ -85,15 +85,15 @@ def _one_step(job: Path) -> None:
 
 def _explore(job: Path) -> None:
     {scenario.name: scenario for scenario in SCENARIOS}["explorer"].act(
-        Job(job, Storage(job)), Clock()
+        SmallJob(job, Storage(job)), Clock()
     )
 
 
 def _prune(job: Path) -> None:
-    prune_now(JobLayout(job), CONFIG)
+    prune_now(Job.at(job), CONFIG)
 
 
-def _to_prune(job: Job) -> None:
+def _to_prune(job: SmallJob) -> None:
     {scenario.name: scenario for scenario in SCENARIOS}["prune"].prepare(job)
 
 
@@ -115,12 +115,12 @@ PROCESSES = (
 )
 
 
-def taken_over(job: Job, clock: Clock) -> None:
+def taken_over(job: SmallJob, clock: Clock) -> None:
     """Whatever a killed process left of its lock, the next one gets it: by its silence alone."""
     storage = FastStorage()
     judge = Judge(storage, LEASE_TIME, clock=clock)
     with Session(job.layout, LEASE_TIME):
-        lock = DaemonLock(storage, job.layout, LEASE_TIME, judge)
+        lock = DaemonLock(Job(storage, job.layout), LEASE_TIME, judge)
         for _ in range(6):
             if lock.try_acquire():
                 lock.release()
@@ -136,9 +136,9 @@ def test_whatever_system_call_is_the_last_one_a_restart_converges(
 ) -> None:
     folder, log = tmp_path / "at", tmp_path / "calls"
 
-    def prepared() -> Job:
+    def prepared() -> SmallJob:
         shutil.rmtree(folder, ignore_errors=True)
-        job = Job(folder / "job")
+        job = SmallJob(folder / "job")
         process.prepare(job)
         return job
 
@@ -167,7 +167,7 @@ def test_whatever_system_call_is_the_last_one_a_restart_converges(
 
 @straceable
 def test_a_merge_by_hand_that_is_killed_leaves_no_folder_that_looks_whole(tmp_path: Path) -> None:
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     shards(job, 2)
     out = tmp_path / "out" / "step-2"
     arguments = [str(job.layout.actor(2)), str(out)]
@@ -201,17 +201,19 @@ def test_a_merge_by_hand_that_is_killed_leaves_no_folder_that_looks_whole(tmp_pa
         b"filelock/2\npid=1\nho",
         b"filelock/break\n1\n",
         b"filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=1\nduration=1.0\n",
+        b"filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=1\nduration=2.0\n",
     ],
-    ids=["empty", "half", "placeholder", "of another host"],
+    ids=["empty", "half", "placeholder", "of another host", "of another lease time"],
 )
 def test_a_daemon_gets_a_lock_that_a_killed_one_left(tmp_path: Path, content: bytes) -> None:
     root = tmp_path / "job"
     root.mkdir()
-    open_job(Storage(root), JobLayout(root), lease_time=1.0)
-    job = Job(root)
+    Job.at(root).open(lease_time=1.0)
+    job = SmallJob(root)
     job.save(1)
     job.layout.daemon_lock.write_bytes(content)
     with Daemon(root) as daemon:
         assert wait_for_step(root, 1).sequence == 1
         assert daemon.terminate() == 0
+    assert "bug in syncd" not in "".join(daemon.log)
     assert not job.layout.daemon_lock.exists()

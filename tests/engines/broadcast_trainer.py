@@ -42,7 +42,7 @@ class Trainer:
             workers: of the only explorer.
             deadline: of the group, where it is a new one.
             more: ``signal``, by which it ends or stops itself between two buckets; ``cut``, for a
-                model that lacks a tensor.
+                model that lacks a tensor; ``tied``, for the tied model.
         """
         self._tell({"step": step, "seed": seed, "workers": workers, "deadline": deadline, **more})
         return parse(Rendezvous, self._line().encode(), "what the trainer said")
@@ -89,11 +89,11 @@ def main() -> None:
     """Send what is asked for, until stdin ends."""
     import torch  # noqa: PLC0415 # seconds, for the process alone
 
-    from syncd.coordination.addresses import listen  # noqa: PLC0415 # as above
-    from syncd.coordination.broadcast import KeptGroup, WeightGroup  # noqa: PLC0415 # as above
+    from syncd.coordination.broadcast.addresses import listen  # noqa: PLC0415 # as above
+    from syncd.coordination.broadcast.group import KeptGroup, WeightGroup  # noqa: PLC0415 # as above
     from syncd.protocol.errors import BroadcastError  # noqa: PLC0415 # as above
-    from tests.engines.tiny_models import model  # noqa: PLC0415 # as above
-    from trainer_hooks.broadcast import WeightSender  # noqa: PLC0415 # as above
+    from tests.engines.tiny_models import CONFIG, TIED, model  # noqa: PLC0415 # as above
+    from trainer_hooks.fast_path import WeightSender  # noqa: PLC0415 # as above
 
     def end_between_buckets(group: WeightGroup, number: int) -> None:
         plain = group.broadcast
@@ -134,7 +134,7 @@ def main() -> None:
             )
         meeting = meeting.model_copy(update={"save_id": f"run-{told['step']}-{counter}"})
         print(encode(meeting).decode().strip(), flush=True)
-        sent = model(told["seed"])
+        sent = model(told["seed"], TIED if told.get("tied") else CONFIG)
         if told.get("cut"):
             del sent.model.norm
         failed = None

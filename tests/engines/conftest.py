@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.vllm_process import VLLMProcess, why_not
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 
 @pytest.fixture(scope="session")
@@ -29,5 +29,5 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMProcess]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Job:
-    return Job(tmp_path / "job")
+def job(tmp_path: Path) -> SmallJob:
+    return SmallJob(tmp_path / "job")

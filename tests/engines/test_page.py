@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from explorer_hooks.engines.conformance import CHECKS
-from explorer_hooks.engines.made_versions import make_version
+from explorer_hooks.engines.conformance import CHECKS, make_version
 from syncd.protocol.policy import Version
 from tests.doc_blocks import blocks
 from tests.engines.subjects import tiny_qwen
-from tests.jobs import Job, receipt_of
+from tests.jobs import SmallJob, receipt_of
 from tests.unit.test_engine_transformers import packed
 
 PAGE = "engines.md"
@@ -29,7 +28,7 @@ def run(code: str, **given: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def published(job: Job) -> Iterator[Job]:
+def published(job: SmallJob) -> Iterator[SmallJob]:
     actor = job.layout.actor(1)
     actor.mkdir(parents=True)
     state = tiny_qwen().state_dict()
@@ -42,7 +41,7 @@ def published(job: Job) -> Iterator[Job]:
         yield job
 
 
-def test_a_module_is_followed_in_three_lines(published: Job) -> None:
+def test_a_module_is_followed_in_three_lines(published: SmallJob) -> None:
     model, truth = tiny_qwen(), tiny_qwen().state_dict()
     with torch.no_grad():
         for value in model.parameters():

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +18,38 @@ import pytest
 from click.testing import CliRunner
 
 from explorer_hooks import pipeline
-from explorer_hooks.engines import sglang_server
-from explorer_hooks.engines.conformance import CHECKS, Check, Subject, name_of
+from explorer_hooks.engines import http_server, sglang_server
+from explorer_hooks.engines.conformance import (
+    CHECKS,
+    Check,
+    Subject,
+    make_version,
+    name_of,
+    random_tensors,
+)
 from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.http_server import HttpServer
-from explorer_hooks.engines.made_versions import make_version, random_tensors
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.sglang_fake import FakeSGLang
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.follow import command
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
+from syncd.coordination.waiting import Cancellation
 from syncd.protocol.errors import (
     EngineBrokenError,
     EngineMismatchError,
     InvalidSettingsError,
+    ServerBusyError,
     ServerRefusedError,
     ServerUnreachableError,
 )
 from tests.engines.pages import FOLLOW_SGLANG
+from tests.engines.sglang_process import sglang_process
 from tests.engines.waiting import wait_for
 from tests.explorers import publish
-from tests.jobs import Job
+from tests.jobs import SmallJob
+from tests.ports import free_port
 
 LONG = 60.0
 TENSORS = {"a": TensorSpec("F32", (2, 3)), "b": TensorSpec("BF16", (4,))}
@@ -116,26 +129,13 @@ def test_requests_wait_while_it_loads_and_it_is_flushed_apart(
     load(engine, version(tmp_path / "v1", 1))
     assert [path for path in fake.asked if path != "/update_weight_version"] == [
         "/pause_generation",
+        "/flush_cache",
         "/update_weights_from_disk",
         "/flush_cache",
         "/continue_generation",
         "/generate",
     ]
     assert fake.weight_version == "step-1-version-1"
-
-
-def test_weights_that_changed_though_the_flush_was_refused_are_served(
-    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
-) -> None:
-    fake.flushes_always = True
-    engine.pause()
-    fake.running = 3
-    engine.load(version(tmp_path / "v1", 1))
-    assert fake.model_path == str(tmp_path / "v1")
-    fake.running = 0
-    engine.reset_cache()
-    engine.resume()
-    assert engine.still_serves(version(tmp_path / "same", 1))
 
 
 def test_a_folder_that_it_does_not_take_leaves_it_with_what_it_had(
@@ -238,7 +238,7 @@ def test_a_server_that_is_not_up_is_waited_for_and_then_an_error(fake: FakeSGLan
 
 @pytest.mark.parametrize("url", ["nowhere", "ftp://host", "http://"])
 def test_what_is_no_address_is_refused(url: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="no address"):
+    with pytest.raises(InvalidSettingsError, match="is not an address"):
         SGLangServer(url)
 
 
@@ -256,12 +256,12 @@ def test_staging_is_for_servers_of_this_host() -> None:
     [
         (["--engine", "vllm"], "give both"),
         (["--link", "model", "--url", "http://127.0.0.1:1"], "give both"),
-        (["--engine", "vllm", "--url", "http://h:1", "--command", "true"], "Give one of"),
+        (["--engine", "vllm", "--url", "http://h:1", "--command", "true"], "Give exactly one of"),
         (
             ["--engine", "vllm", "--url", "http://h:1", "--in-flight", "retract"],
             "keep, wait, abort",
         ),
-        (["--engine", "sglang", "--url", "h:1"], "no address"),
+        (["--engine", "sglang", "--url", "h:1"], "is not an address"),
     ],
 )
 def test_follow_says_what_is_wrong_with_its_options(options: list[str], says: str) -> None:
@@ -287,7 +287,7 @@ def test_follow_and_its_engines_do_not_import_torch() -> None:
 
 
 def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
-    job: Job, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_STILL", 0.0)
     fake.model_path = "elsewhere"  # no folder of this host: the first version is taken unseen
@@ -317,8 +317,64 @@ def test_a_server_that_restarts_counts_as_broken_until_it_has_its_version_again(
     assert len(fake.loaded) == 1  # what it had before was not served in between
 
 
+@pytest.mark.parametrize("faults", [None, ("/pause_generation",)], ids=["away", "faulty"])
+def test_a_server_that_answers_again_is_loaded_within_5_s_however_long_it_did_not(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...] | None
+) -> None:
+    """Time passes by the pauses of what follows; the server is another process each time."""
+    monkeypatch.setattr(pipeline, "_STILL", 0.0)
+    plain, port = Cancellation.pause, free_port()
+    passed, failing, answers_since = 0.0, ExitStack(), None
+    url = f"http://127.0.0.1:{port}"
+    publish(job, 1)
+    with ExitStack() as stack:
+        server = stack.enter_context(sglang_process(port, "elsewhere"))
+
+        def pause(cancel: Cancellation, seconds: float) -> bool:
+            nonlocal passed, answers_since
+            if passed > 300 and answers_since is None:
+                answers_since = passed  # if it answers again right after the pause has begun
+                failing.close()
+                stack.enter_context(sglang_process(port, "elsewhere"))
+            passed += seconds
+            return plain(cancel, 0.001)
+
+        hook = stack.enter_context(
+            ExplorerHook(job.layout.root, "server", SGLangServer(url), poll=0.1)
+        )
+        hook.start()
+        hook.wait_until_served(LONG)
+        hook.stop()
+        server.kill()
+        server.wait()
+        if faults is not None:
+            stack.enter_context(failing)
+            failing.enter_context(sglang_process(port, "elsewhere", *faults))
+        monkeypatch.setattr(Cancellation, "pause", pause)
+        hook.start()
+        wait_for(lambda: answers_since is not None and hook.fault is None)
+        assert HttpServer(url).ask("GET /model_info")["weight_version"] == "step-1-version-1"
+        hook.stop()
+    assert answers_since is not None
+    assert passed - answers_since <= 5
+
+
+def test_a_host_that_does_not_even_refuse_is_given_up_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_server, "_CONNECT", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, socket.socket() as other:
+        other.connect(full.getsockname())  # from now on the kernel answers nobody
+        host, port = full.getsockname()
+        server = HttpServer(f"http://{host}:{port}", timeout=6 * LONG)
+        begun = time.monotonic()
+        with pytest.raises(ServerUnreachableError):
+            server.ask("POST /pause", timeout=6 * LONG)
+        assert time.monotonic() - begun < LONG
+
+
 def test_the_code_of_the_page_loads_the_newest_version(
-    job: Job, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = functools.partial(SGLangServer, transport=fake.transport)
     monkeypatch.setattr(sglang_server, "SGLangServer", made)
@@ -339,7 +395,7 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     fake.faults["/update_weights_from_disk"] = "out of memory"
     with pytest.raises(ServerRefusedError):
         engine.load(version(tmp_path / "v2", 2))
-    with pytest.raises(EngineBrokenError, match="needs a full model"):
+    with pytest.raises(EngineBrokenError, match="load a full model into"):
         engine.load(adapter)
     with pytest.raises(EngineBrokenError, match="stays paused"):
         engine.resume()
@@ -349,12 +405,83 @@ def test_a_model_that_is_half_loaded_is_never_served_under_an_adapter(
     assert fake.adapters == {"syncd": str(tmp_path / "v1")}
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two tries to flush a server serves for no time."""
+    monkeypatch.setattr(sglang_server, "_BETWEEN_FLUSHES", (0.0,) * 7)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_grammar_that_compiles_holds_up_no_load(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    """A paused server never compiles it, and refuses to flush its caches until it has."""
+    fake.running, fake.compiling = 2, 1
+    load(engine, version(tmp_path / "v1", 1))
+    assert fake.weight_version == "step-1-version-1"
+    assert (fake.is_paused, fake.running, fake.aborted) == (False, 3, 0)
+    assert fake.loaded == [str(tmp_path / "v1")]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_grammar_that_comes_while_it_loads_leaves_it_serving_the_new_weights(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    """A request that is being tokenized at the pause comes to a paused scheduler."""
+    engine.pause()
+    engine.load(version(tmp_path / "v1", 1))
+    fake.compiling = 1
+    engine.reset_cache()
+    engine.resume()
+    assert fake.weight_version == "step-1-version-1"
+    assert (fake.is_paused, fake.running, fake.aborted) == (False, 1, 0)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_a_killed_hook_left_with_a_grammar_to_compile_serves_again(
+    fake: FakeSGLang, tmp_path: Path
+) -> None:
+    """Of caches that may be those of other weights nothing goes on: its requests are returned."""
+    left = engine_of(fake)
+    left.attach()
+    left.pause()
+    fake.weight_version, fake.compiling = f"{LOADING}-step-3-version-3", 1
+    engine = engine_of(fake)
+    engine.attach()
+    assert fake.is_paused
+    load(engine, version(tmp_path / "v4", 4))
+    assert (fake.is_paused, fake.running, fake.aborted) == (False, 0, 1)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_server_that_refuses_every_flush_goes_on_with_what_it_has(
+    job: SmallJob, fake: FakeSGLang
+) -> None:
+    fake.model_path = "elsewhere"
+    publish(job, 1)
+    with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
+        hook.pull(LONG)
+        publish(job, 2)
+        fake.faults["/flush_cache"] = "something runs"
+        with pytest.raises(ServerBusyError, match="refuses to flush its caches"):
+            hook.pull(LONG)
+        assert hook.fault is None
+        assert (fake.is_paused, fake.weight_version) == (False, "step-1-version-1")
+        fake.faults.clear()
+        assert hook.pull(LONG).step == 2
+
+
+@pytest.mark.usefixtures("at_once")
 def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hook(
     engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
 ) -> None:
+    engine.pause()
+    engine.load(version(tmp_path / "v1", 1))
     fake.faults["/flush_cache"] = "something runs"
+    with pytest.raises(ServerBusyError):
+        engine.reset_cache()
     with pytest.raises(EngineBrokenError, match="caches of what it had"):
-        load(engine, version(tmp_path / "v1", 1))
+        engine.resume()
     assert fake.is_paused
     assert fake.weight_version.startswith(LOADING)
     fake.faults.clear()
@@ -364,6 +491,45 @@ def test_with_caches_of_the_weights_before_it_stays_paused_also_for_the_next_hoo
     load(second, version(tmp_path / "v2", 2))
     assert not fake.is_paused
     assert fake.weight_version == "step-2-version-2"
+
+
+@pytest.mark.parametrize(
+    ("started_with", "given"),
+    [
+        ({"api_key": "k"}, {"api_key": "k"}),
+        ({"admin_api_key": "a"}, {"api_key": "a"}),
+        ({"admin_api_key": "a"}, {"admin_api_key": "a"}),
+        ({"api_key": "k", "admin_api_key": "a"}, {"api_key": "k", "admin_api_key": "a"}),
+    ],
+)
+def test_each_route_is_given_the_key_that_it_wants(
+    base: Path, tmp_path: Path, started_with: dict[str, str], given: dict[str, str]
+) -> None:
+    fake = FakeSGLang(
+        str(base),
+        api_key=started_with.get("api_key"),
+        admin_api_key=started_with.get("admin_api_key"),
+    )
+    engine = engine_of(fake, **given)
+    engine.attach()
+    load(engine, version(tmp_path / "v1", 1, kind="adapter", files=ADAPTER))
+    load(engine, version(tmp_path / "v2", 2))
+    assert fake.weight_version == "step-2-version-2"
+
+
+@pytest.mark.parametrize("given", [{}, {"api_key": "a"}, {"api_key": "k"}])
+def test_a_key_that_is_missing_is_asked_for_by_name(base: Path, given: dict[str, str]) -> None:
+    fake = FakeSGLang(str(base), api_key="k", admin_api_key="a")
+    with pytest.raises(ServerRefusedError, match=r"401 .* SYNCD_API_KEY.* SYNCD_ADMIN_API_KEY"):
+        engine_of(fake, **given).attach()
+
+
+def test_the_name_that_it_serves_under_is_the_folder_of_the_last_update(
+    engine: SGLangServer, fake: FakeSGLang, tmp_path: Path
+) -> None:
+    """No route lets it be another one; adapters keep theirs."""
+    load(engine, version(tmp_path / "v1", 1))
+    assert fake.served_model_name == str(tmp_path / "v1")
 
 
 def test_nothing_is_held_where_an_adapter_is_unloaded(
@@ -403,7 +569,7 @@ def test_what_is_answered_by_a_redirection_was_not_done() -> None:
         server.ask("POST /pause")
 
 
-def test_a_newer_version_heals_what_cannot_be_given_back(job: Job, fake: FakeSGLang) -> None:
+def test_a_newer_version_heals_what_cannot_be_given_back(job: SmallJob, fake: FakeSGLang) -> None:
     fake.model_path = "elsewhere"
     publish(job, 1)
     with ExplorerHook(job.layout.root, "server", engine_of(fake), poll=0.02) as hook:
@@ -440,7 +606,7 @@ def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load
     other.reset_cache()
     other.resume()
     assert not engine.still_serves(first)
-    assert "has step-2-version-2, and was given step-1-version-1 here" in caplog.text
+    assert "has step-2-version-2, but this hook loaded step-1-version-1" in caplog.text
     fake.restart()
     caplog.clear()
     assert not engine.still_serves(first)
@@ -448,7 +614,7 @@ def test_a_second_hook_of_one_server_is_noticed_and_does_not_resume_it_in_a_load
 
 
 def test_a_load_of_another_hook_that_was_killed_in_it_is_not_waited_for_for_ever(
-    job: Job, fake: FakeSGLang
+    job: SmallJob, fake: FakeSGLang
 ) -> None:
     """Where a newer version is there already, nothing else would heal the server."""
     fake.model_path = "elsewhere"

@@ -18,7 +18,7 @@ from tests.engines.test_vllm import PROMPTS, said
 from tests.engines.tiny_models import publish_model, state
 from tests.engines.vllm_process import VLLMProcess
 from tests.engines.waiting import LONG
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -50,7 +50,7 @@ def engine(vllm: VLLMProcess) -> Iterator[VLLMServer]:
 
 
 @pytest.fixture
-def version(job: Job) -> Iterator[LeasedVersion]:
+def version(job: SmallJob) -> Iterator[LeasedVersion]:
     """The weights of seed 1, as step 1."""
     publish_model(job, 1, state(1))
     with Reader(job.layout.root, "explorer") as reader:
@@ -165,7 +165,7 @@ def test_a_load_that_fails_leaves_it_paused_until_a_version_comes(
         receive(engine, where)
     assert sender.failure() is None  # it had arrived
     assert isinstance(broken.value.__context__, EngineBrokenError)
-    assert "nothing was received" in str(broken.value.__context__)
+    assert "has received no weights" in str(broken.value.__context__)
     assert vllm.is_paused
     assert not engine.still_serves(version)
     load(engine, version)

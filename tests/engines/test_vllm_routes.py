@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
+import torch
 
-from explorer_hooks.engines.made_versions import make_version
+from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.server_engine import LOADING
 from explorer_hooks.engines.vllm_engine import VLLMEngine
 from explorer_hooks.engines.vllm_server import VLLMServer
@@ -27,6 +28,7 @@ from syncd.protocol.participants import GroupMember, Rendezvous
 ROUTES = ("/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/v1/completions")
 LABELS = ("/weight_info", "/update_weight_version")
 OPTIONS = ("/server_info",)
+WEIGHT = TensorBytes("F32", (1,), b"1234")
 MEETING = Rendezvous(
     offer="0123456789ab",
     generation=1,
@@ -50,10 +52,11 @@ class Routes:
         paused: bool = False,
         extension: str = "",
         replicas: int = 1,
+        device: str | None = None,
         answers: Mapping[str, object] | None = None,
     ) -> None:
         self.asked: list[str] = []
-        self._answers = answers or {}
+        self.answers = answers or {}
         self._paths = (*ROUTES, *more)
         self.told: dict[str, Any] = {
             "/v1/models": {"data": [{"id": "policy", "root": "elsewhere"}]},
@@ -65,10 +68,16 @@ class Routes:
                         "worker_extension_cls": extension,
                         "data_parallel_size": replicas,
                         "world_size": 2,
-                    }
+                    },
+                    "device_config": {"device": device} if device else None,
                 }
             },
         }
+
+    def extend(self, extension: str) -> None:
+        """As if it was restarted with an extension."""
+        config = self.told["/server_info"]["vllm_config"]
+        config["parallel_config"]["worker_extension_cls"] = extension
 
     def engine(self, **options: Any) -> VLLMServer:
         transport = httpx2.MockTransport(self._answer)
@@ -82,7 +91,7 @@ class Routes:
         if path == "/collective_rpc":
             method = json.loads(request.content)["method"]
             self.asked.append(method)
-            answer = self._answers.get(method, [{"failed": None}] * 2)
+            answer = self.answers.get(method, [{"failed": None}] * 2)
             if answer is None:
                 return httpx2.Response(500, text="it has failed")
             return httpx2.Response(200, json={"results": answer})
@@ -222,6 +231,92 @@ def test_what_is_loaded_after_a_load_that_failed_is_loaded_twice(tmp_path: Path)
         routes.asked.clear()
         engine.load(version)
         assert routes.asked.count("reload_weights") == loads
+
+
+TIED = '{"tie_word_embeddings": true}'
+UNTIED = '{"tie_word_embeddings": false}'
+HEAD = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "why"),
+    [
+        (("model.embed_tokens.weight",), UNTIED, "is tied"),
+        (HEAD, TIED, "may be"),
+        (HEAD, "{}", "may be"),
+        (HEAD, f'{{"tie_word_embeddings": false, "text_config": {TIED}}}', "may be"),
+        ((*HEAD, "model.layers.0.mlp.experts.3.up_proj.weight"), UNTIED, "experts"),
+        (HEAD, '{"tie_word_embeddings": false, "num_local_experts": 8}', "experts"),
+        (HEAD, UNTIED, None),
+    ],
+)
+def test_on_a_cpu_a_model_that_vllm_reloads_in_part_is_refused_before_the_pause(
+    tmp_path: Path, tensors: Iterable[str], config: str, why: str | None
+) -> None:
+    version = make_version(
+        tmp_path / "v1", dict.fromkeys(tensors, WEIGHT), files={"config.json": config.encode()}
+    )
+    routes = Routes(*LABELS, *OPTIONS, device="cpu")
+    engine = routes.engine()
+    if why is not None:
+        with pytest.raises(EngineMismatchError, match=rf"(?s){why}.*--worker-extension-cls"):
+            engine.check(version)
+        assert routes.asked == []
+        routes.extend(EXTENSION)  # it was restarted, as the message says
+        engine.check(version)
+    for device, extension, call in (
+        ("cpu", EXTENSION, "syncd_load_folder"),
+        ("cuda", "", "reload_weights"),
+        *([("cpu", "", "reload_weights")] if why is None else []),
+    ):
+        routes = Routes(*LABELS, *OPTIONS, device=device, extension=extension)
+        engine = routes.engine()
+        engine.check(version)
+        engine.load(version)
+        assert call in routes.asked
+
+
+def test_a_server_that_does_not_say_where_it_runs_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    version = make_version(tmp_path / "v1", {"model.embed_tokens.weight": WEIGHT})
+    for routes in (Routes(*LABELS), Routes(*LABELS, *OPTIONS)):
+        caplog.clear()
+        engine = routes.engine()
+        for _ in range(2):
+            engine.check(version)
+            engine.load(version)
+        assert routes.asked.count("reload_weights") == 2
+        assert caplog.text.count("does not say whether it runs on a CPU") == 1
+
+
+def test_an_llm_on_a_cpu_refuses_what_it_reloads_in_part(tmp_path: Path) -> None:
+    version = make_version(tmp_path / "v1", {"model.embed_tokens.weight": WEIGHT})
+    made = SimpleNamespace(
+        device_config=SimpleNamespace(device=torch.device("cpu")),
+        parallel_config=SimpleNamespace(worker_extension_cls=""),
+    )
+    llm: Any = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=made))
+    with pytest.raises(EngineMismatchError, match="tied"):
+        VLLMEngine(llm).check(version)
+    made.parallel_config.worker_extension_cls = EXTENSION
+    VLLMEngine(llm).check(version)
+
+
+@pytest.mark.parametrize("answer", [None, [{"failed": None}, {"failed": "no memory"}]])
+def test_what_not_all_workers_load_of_a_folder_is_taken_back(
+    tmp_path: Path, answer: object
+) -> None:
+    version = make_version(tmp_path / "v1", {})
+    routes = Routes(*LABELS, *OPTIONS, device="cpu", extension=EXTENSION)
+    engine = routes.engine()
+    engine.check(version)
+    engine.load(version)
+    routes.answers = {"syncd_load_folder": answer}
+    with pytest.raises(ServerRefusedError):
+        engine.load(make_version(tmp_path / "v2", {}, sequence=2))
+    with pytest.raises(EngineBrokenError, match="stays paused"):
+        engine.resume()
 
 
 def test_a_version_that_is_given_again_must_have_the_digests_that_it_had_first(

@@ -15,7 +15,7 @@ import torch
 
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.engines.pages import ROOT, TRAIN
 from tests.engines.tiny_models import CONFIG, save_model
 from tests.engines.vllm_process import VLLMProcess
@@ -78,7 +78,7 @@ def test_what_the_server_says_is_what_the_trainer_says_at_the_step_that_it_repor
 ) -> None:
     job, base = tmp_path / "job", save_model(tmp_path / "base", 0)
     job.mkdir()
-    open_job(Storage(), JobLayout(job))
+    Job.at(job, Storage()).open()
     (tmp_path / "train.py").write_text(program)
     rendezvous = {
         "MASTER_ADDR": "127.0.0.1",

@@ -12,12 +12,18 @@ import xxhash
 from peft import get_peft_model_state_dict
 from safetensors.torch import save
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
 
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_ADAPTER
 from syncd.protocol.records import ReceiptFile
-from tests.jobs import Job, receipt_of
+from tests.jobs import SmallJob, receipt_of
 
 #: A head of 64: the attention of vLLM's CPU build takes no smaller ones.
 CONFIG: Final = Qwen2Config(
@@ -32,10 +38,22 @@ CONFIG: Final = Qwen2Config(
 )
 
 
-def model(seed: int) -> Qwen2ForCausalLM:
+#: Its output layer is the embedding.
+TIED: Final = Qwen2Config(**CONFIG.to_diff_dict() | {"tie_word_embeddings": True})
+#: That too; and experts, of a size that vLLM pads on a CPU.
+EXPERTS: Final = Qwen3MoeConfig(
+    **TIED.to_diff_dict() | {"model_type": "qwen3_moe"},
+    head_dim=64,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=80,
+)
+
+
+def model(seed: int, config: PreTrainedConfig = CONFIG) -> PreTrainedModel:
     """A model in bfloat16 that is sure of what it says."""
     torch.manual_seed(seed)
-    made = Qwen2ForCausalLM(CONFIG)
+    made = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() > 1:
@@ -43,9 +61,9 @@ def model(seed: int) -> Qwen2ForCausalLM:
     return made.to(torch.bfloat16).eval()
 
 
-def save_model(folder: Path, seed: int) -> Path:
+def save_model(folder: Path, seed: int, config: PreTrainedConfig = CONFIG) -> Path:
     """As ``save_pretrained`` has it: what a server is started with."""
-    model(seed).save_pretrained(folder)
+    model(seed, config).save_pretrained(folder)
     return folder
 
 
@@ -54,14 +72,16 @@ def state(seed: int) -> dict[str, Tensor]:
     return dict(model(seed).state_dict())
 
 
-def publish_model(job: Job, step: int, tensors: Mapping[str, Tensor]) -> None:
+def publish_model(
+    job: SmallJob, step: int, tensors: Mapping[str, Tensor], config: PreTrainedConfig = CONFIG
+) -> None:
     """Save a step as a full state dict, and let a daemon publish it."""
-    config = CONFIG.to_json_string().encode()
-    save_step(job, step, "model.safetensors", tensors, {"huggingface/config.json": config})
+    told = config.to_json_string().encode()
+    save_step(job, step, "model.safetensors", tensors, {"huggingface/config.json": told})
     _publish(job, step)
 
 
-def publish_adapter(job: Job, step: int, peft: Any) -> None:
+def publish_adapter(job: SmallJob, step: int, peft: Any) -> None:
     """Save the adapter of a PEFT model alone, and let a daemon publish it."""
     config = peft.peft_config["default"].to_dict() | {"target_modules": ["q_proj"]}
     told = json.dumps(config, default=str).encode()
@@ -72,7 +92,11 @@ def publish_adapter(job: Job, step: int, peft: Any) -> None:
 
 
 def save_step(
-    job: Job, step: int, weights: str, tensors: Mapping[str, Tensor], files: Mapping[str, bytes]
+    job: SmallJob,
+    step: int,
+    weights: str,
+    tensors: Mapping[str, Tensor],
+    files: Mapping[str, bytes],
 ) -> None:
     """Save a step; the pointer stays.
 
@@ -96,7 +120,7 @@ def save_step(
     job.receipt(step, f"run-{step}-0", 0, 1, receipt_of(content, weights), *told)
 
 
-def _publish(job: Job, step: int) -> None:
+def _publish(job: SmallJob, step: int) -> None:
     job.point(step)
     with job.daemon(DaemonConfig(keep=3)) as loop:
         loop.run_once()

@@ -75,9 +75,11 @@ class VLLMProcess:
     Args:
         model: its folder.
         log: what it says goes to its end.
+        takes_adapters: whether it is started for them.
     """
 
-    def __init__(self, model: Path, log: Path) -> None:
+    def __init__(self, model: Path, log: Path, *, takes_adapters: bool = True) -> None:
+        self._takes_adapters = takes_adapters
         self._port = str(free_port())
         self.url = f"http://127.0.0.1:{self._port}"
         self._log = log
@@ -97,10 +99,13 @@ class VLLMProcess:
             "--served-model-name": MODEL,
             "--max-model-len": "128",
             "--max-num-seqs": "8",
-            "--max-lora-rank": "8",
+            # Of the memory: it refuses to start if others use the rest.
+            "--gpu-memory-utilization": "0.3",
             "--worker-extension-cls": EXTENSION,
         }
-        flags = ("--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", "--enable-lora")
+        flags = ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out"]
+        if self._takes_adapters:
+            flags += ["--enable-lora", "--max-lora-rank", "8"]
         words = (word for pair in options.items() for word in pair)
         program = (os.environ[PYTHON], "-m", "vllm.entrypoints.openai.api_server")
         with self._log.open("ab") as out:
@@ -156,6 +161,13 @@ class VLLMProcess:
             [{one["token_id"]: one["logprob"] for one in at["top_logprobs"]} for at in content],
             [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or []],
         )
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """The most probable token after each of the tokens but the last, given all before it."""
+        sampling = {"max_tokens": 1, "prompt_logprobs": 1, "detokenize": False}
+        body = {"model": MODEL, "token_ids": list(tokens), "sampling_params": sampling}
+        told = self.ask("/inference/v1/generate", body)["prompt_logprobs"][1:]
+        return [int(min(at, key=lambda token: at[token]["rank"])) for at in told]
 
     @property
     def label(self) -> str:

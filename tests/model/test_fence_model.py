@@ -6,7 +6,6 @@ Searched once by hand as well, when a rename was one step: four take-overs and t
 
 from __future__ import annotations
 
-import os
 from typing import get_args
 
 import pytest
@@ -70,7 +69,7 @@ def test_a_step_that_is_written_again_while_it_is_pruned_is_never_deleted() -> N
     assert places(fence) >= PRUNES
 
 
-@pytest.mark.skipif("SYNCD_DEEP_MODEL" not in os.environ, reason="takes minutes")
+@pytest.mark.deep
 @pytest.mark.timeout(3600)
 def test_three_daemons_and_three_versions_hold_as_well() -> None:
     exploration = search(Fence(daemons=3, take_overs=3, last_sequence=3))
@@ -78,7 +77,7 @@ def test_three_daemons_and_three_versions_hold_as_well() -> None:
     assert exploration.states > 1_000_000
 
 
-@pytest.mark.skipif("SYNCD_DEEP_MODEL" not in os.environ, reason="takes minutes")
+@pytest.mark.deep
 @pytest.mark.timeout(3600)
 def test_three_daemons_and_a_damaged_version_hold_as_well() -> None:
     exploration = search(Fence(daemons=3, take_overs=3, last_sequence=2, torn=True))

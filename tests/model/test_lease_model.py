@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from .explore import Exploration, explore, explore_for_dead_ends
@@ -42,7 +40,7 @@ def test_no_version_is_removed_while_a_live_explorer_has_a_marker(
     assert exploration.states > at_least
 
 
-@pytest.mark.skipif("SYNCD_DEEP_MODEL" not in os.environ, reason="needs a minute")
+@pytest.mark.deep
 def test_no_version_is_removed_with_restarts_and_three_versions() -> None:
     exploration = search(Leases(sessions=2))
     assert exploration.counterexample is None

@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import trainer_hooks.broadcast
+import trainer_hooks.fast_path
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import LeasedVersion
-from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.broadcast.group import WeightGroup
+from syncd.coordination.broadcast.offer import ExplorerSide, Offers
 from syncd.coordination.tensors import bytes_of
-from syncd.coordination.transfer import ExplorerSide, Offers
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.hooks import over
@@ -32,7 +32,7 @@ from tests.multiprocess.peers import CONTEXT, Peer, Ranks, Told
 from tests.multiprocess.processes import DEADLINE, explorer_report, wait_until
 from tests.weight_groups import meeting
 from trainer_hooks import SaveSettings, TrainerHook
-from trainer_hooks.fast_path import FastPath
+from trainer_hooks.fast_path import TrainerBroadcasts
 
 SETTINGS: dict[str, Any] = {
     "method": "nccl",
@@ -149,7 +149,7 @@ class Sender(Participant):
         model = Mixed()
         fully_shard(model)
         settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
-        self._path = FastPath(model, settings, None)
+        self._path = TrainerBroadcasts(model, settings, None)
         self._rank = rank
 
     def send_without_memory(self) -> bool:
@@ -159,7 +159,7 @@ class Sender(Participant):
             self._path._group = WeightGroup.join(
                 met, 0, deadline=DEADLINE, device=torch.device("cpu"), listening=listening
             )
-            trainer_hooks.broadcast.full_tensor = _without_memory  # type: ignore[attr-defined] # for tests
+            trainer_hooks.fast_path.full_tensor = _without_memory  # type: ignore[attr-defined] # for tests
         return self._path.send(1)
 
 

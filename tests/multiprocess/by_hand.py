@@ -14,7 +14,7 @@ from pathlib import Path
 
 import xxhash
 
-from syncd.checkpoint.torch_zip import central_directory_digest
+from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
@@ -27,7 +27,8 @@ from syncd.protocol.names import (
 )
 from syncd.protocol.records import Receipt, ReceiptFile, SaveId, encode
 from syncd.storage.fsio import Storage
-from syncd.storage.steps import make_step_folder, point
+from syncd.storage.job import Job
+from syncd.storage.step_folders import make_step_folder, point
 from tests.shards import chunk, shard, sharded, tensor
 
 _CONFIG = b'{"model_type": "tiny"}'
@@ -71,14 +72,14 @@ class TrainerByHand:
         self._saves += 1
         for rank in range(self._ranks):
             self.save_rank(save_id, rank, float(step) if number is None else number)
-        point(storage, layout, layout.state_pointer, step)
+        point(Job(storage, layout), layout.state_pointer, step)
         storage.unlink_if_there(layout.step(step) / SAVING)
 
     def save_rank(self, save_id: SaveId, rank: int, number: float) -> None:
         """Write one rank's part, with its receipt."""
         storage, step = self._storage, save_id.step
         folder, actor = self._layout.step(step), self._layout.actor(step)
-        make_step_folder(storage, self._layout, step, mark=SAVING)
+        make_step_folder(Job(storage, self._layout), step, mark=SAVING)
         for made in (actor / RECEIPTS, actor / HUGGINGFACE):
             storage.make_folder(made, below=folder)
         if not storage.exists(folder / SAVING):  # the step was saved before

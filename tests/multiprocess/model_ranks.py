@@ -35,8 +35,7 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from explorer_hooks.arriving import greet
-from explorer_hooks.broadcast import WeightReceiver
+from explorer_hooks.broadcast import WeightReceiver, greet
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
@@ -45,16 +44,16 @@ from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Block, Columns, Config, Laden, Language, Parallel, tensors
 from tests.fsdp_ranks import CPU, _cut, _groups, _parallelize, mesh
 from tests.weight_groups import transfer
-from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import WeightSender
 from trainer_hooks.state.full_file import FullStateStream
 from trainer_hooks.state.host_buffers import HostBuffers, _parts
 from trainer_hooks.state.state_dict import sharded_state_dict
-from trainer_hooks.writing.torch_file import save_state_dict
+from trainer_hooks.writing.parts import save_state_dict
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from syncd.coordination.broadcast import WeightGroup
+    from syncd.coordination.broadcast.group import WeightGroup
 
 #: World sizes by kind.
 KINDS: Final = {

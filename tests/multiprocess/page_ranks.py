@@ -52,13 +52,24 @@ def _names(root: Path) -> dict[str, Any]:
 
 
 def pasted(root: Path) -> None:
-    """The README's steps, and then those of docs/trainer.md, which resumes from them."""
-    (readme, *_), (page,) = blocks("../README.md"), blocks("trainer.md")
+    """The README's steps, those of docs/trainer.md, which resumes from them, and its other block.
+
+    That one has a job of its own, for which no daemon works.
+    """
+    (readme, *_), (page, beside) = blocks("../README.md"), blocks("trainer.md")
     first = {**_names(root), "steps": STEPS - 1}
     exec(readme.replace(JOB, str(root / "job")), first)  # noqa: S102 # what users run
     then = {**_names(root), "steps": STEPS, "scheduler": None}  # the README saves none
     exec(page, then)  # noqa: S102 # likewise
-    tell(root, began_anew=first["resumed"] is None, resumed=then["resumed"].step)
+    (root / "beside" / "job").mkdir(parents=True, exist_ok=True)
+    other = {**_names(root / "beside"), "first": 1, "steps": 2}
+    exec(beside, other)  # noqa: S102 # likewise
+    tell(
+        root,
+        began_anew=first["resumed"] is None,
+        resumed=then["resumed"].step,
+        has_synchronizer=other["synchronizer"] is not None,
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from syncd.protocol.policy import (
     explorer_syncs,
     trainer_decision,
 )
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.by_hand import TrainerByHand
 
 BEGUN = time.monotonic()
@@ -54,7 +54,7 @@ class Saver:
             self._by_hand.save(step)
             return
         self._count += 1
-        Job(self._memory).save(step, *[float(step)] * 3, counter=self._count)
+        SmallJob(self._memory).save(step, *[float(step)] * 3, counter=self._count)
 
 
 class Trainer:

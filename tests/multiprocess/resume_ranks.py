@@ -29,11 +29,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.checkpoints import Net, same, write_full
 from tests.fsdp_models import Config
 from tests.fsdp_ranks import CPU, mesh
@@ -133,7 +133,7 @@ class Rank:
         job = self.root / name
         if self.rank == 0:
             job.mkdir()
-            open_job(Storage(), JobLayout(job))
+            Job.at(job, Storage()).open()
         dist.barrier()
         return job
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 
 _MOUNTS = os.environ.get("SYNCD_TEST_MOUNTS", "")
 IS_NETWORK = bool(_MOUNTS)
@@ -92,7 +91,7 @@ class SharedJob:
             )
             seen = Path(os.environ.get("SYNCD_TEST_EXPORT", b.job.parent)) / name
         b.job.mkdir()
-        open_job(Storage(b.job), JobLayout(b.job), lease_time=lease_time)
+        Job.at(b.job).open(lease_time=lease_time)
         return cls(a, b, JobLayout(seen))
 
     def remove(self) -> None:

@@ -28,8 +28,7 @@ from typing import Final
 
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_step_folder
-from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.multiprocess.mounts import Filler
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, latest, wait_until
 from tests.multiprocess.soak_actors import EXPLORERS, LEASE_TIME, Explorer, Mount, Trainer
@@ -67,7 +66,7 @@ class Soak:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "tmpfs", disk], check=True)
         (disk / "job").mkdir()
         self._layout = JobLayout(disk / "job")
-        open_job(Storage(self._layout.root), self._layout, lease_time=LEASE_TIME)
+        Job.at(self._layout.root).open(lease_time=LEASE_TIME)
         self._filler = Filler(disk)
         self._mounts = [Mount(self._layout.root, base / name, self.found) for name in ("a", "b")]
         a, b = self._mounts

@@ -31,6 +31,7 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from tests.multiprocess.by_hand import TrainerByHand, numbers
 
 #: Of each version, in all tensors together.
@@ -47,12 +48,12 @@ def rank_of_a_trainer(orders: Connection, job: Path, rank: int, world_size: int,
 
     An order is a step, a counter, and the number that all weights are.
     """
-    from trainer_hooks.writing.writer import Contents, RankWriter  # noqa: PLC0415 - it needs torch
+    from trainer_hooks.writing.writer import RankContents, RankWriter  # noqa: PLC0415 - it needs torch
 
     logging.disable(logging.WARNING)  # what fails is told in the answer
     storage, layout = Storage(job), JobLayout(job)
     content = TrainerByHand(job, megabytes=MEGABYTES, ranks=world_size)
-    writer = RankWriter(storage, layout, rank, world_size, save_timeout=_SAVE_TIMEOUT)
+    writer = RankWriter(Job(storage, layout), rank, world_size, save_timeout=_SAVE_TIMEOUT)
 
     def report(step: int | None) -> None:
         if rank == 0:
@@ -66,7 +67,7 @@ def rank_of_a_trainer(orders: Connection, job: Path, rank: int, world_size: int,
         report(step)
         writer.save(
             SaveId(run, step, counter),
-            Contents(
+            RankContents(
                 written_by=lambda: path.write_bytes(content.shard(rank, number)),
                 model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
             ),

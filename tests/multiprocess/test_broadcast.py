@@ -14,7 +14,7 @@ from syncd.protocol.participants import Offer
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.multiprocess.broadcasting import Cast, TrainerRanks, cast, ready
 from tests.multiprocess.peers import Peer
 from tests.multiprocess.processes import (
@@ -89,8 +89,13 @@ def test_all_explorers_have_the_trainers_bits_after_each_sync(job: Path, stage: 
             "it is adopted",
         )
         assert (adopted.received is not None, adopted.workers) == (True, 1)
+        trainer.all("close")
+        assert wait_for_step(job, 11).sequence == 4  # what was broadcast last is on disk
+        wait_until(lambda: explorer_report(job, "first").sequence == 4, "it is adopted")
         assert [one.ask("served")["loads"] for one in explorers] == [1, 1, 1]
-        for one in (*explorers, *trainer):
+        late = stage.explorer(job, "late")
+        reaches(truth, 11, late)
+        for one in (late, *explorers, *trainer):
             one.leave()
 
 
@@ -212,7 +217,7 @@ def test_two_jobs_of_a_host_do_not_meet(tmp_path: Path, stage: Cast) -> None:
     jobs = [tmp_path / name for name in ("one", "other")]
     for job in jobs:
         job.mkdir()
-        open_job(Storage(), JobLayout(job), lease_time=LEASE_TIME)
+        Job.at(job, Storage()).open(lease_time=LEASE_TIME)
     with Daemon(jobs[0]), Daemon(jobs[1]):
         trainers = [stage.trainer(job) for job in jobs]
         explorers = [stage.explorer(job, "explorer") for job in jobs]

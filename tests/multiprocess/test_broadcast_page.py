@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from syncd.coordination import weight_sync
+from syncd.coordination.broadcast import meeting
+from syncd.coordination.broadcast.group import WeightGroup
+from syncd.protocol.layout import JobLayout
 from tests.doc_blocks import blocks
 from tests.multiprocess.broadcasting import Mixed, digest_of, ready
-from tests.multiprocess.processes import DEADLINE, Daemon
+from tests.multiprocess.processes import DEADLINE, Daemon, explorer_report, wait_until
 
 if TYPE_CHECKING:
     import pytest
 
-TRAINER, EXPLORER = blocks("broadcast.md")
+TRAINER, EXPLORER, OWN_TRAINER, OWN_EXPLORER = blocks("broadcast.md")
 
 
 def test_what_a_user_pastes_broadcasts(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides in one process: rollouts go on until a step that was broadcast is served."""
-    monkeypatch.setattr(weight_sync, "own_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(meeting, "own_address", lambda: "127.0.0.1")
     trained, rolled_out = Mixed(), Mixed()
     served: list[int] = []
     seen: dict[str, Any] = {}
@@ -54,3 +57,55 @@ def test_what_a_user_pastes_broadcasts(job: Path, monkeypatch: pytest.MonkeyPatc
     assert not exploring.is_alive()
     assert seen["metrics"]["sync/broadcasts"] == 2
     assert digest_of(rolled_out) == digest_of(trained)
+
+
+def test_what_a_user_pastes_sends_weights_from_a_loop_of_ones_own(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that one side does not get goes by the files, and the next one arrives again."""
+    monkeypatch.setattr(meeting, "own_address", lambda: "127.0.0.1")
+    trained, rolled_out = nn.Linear(3, 2), nn.Linear(3, 2)
+    saved: list[int] = []
+    over = threading.Event()
+    agree = WeightGroup.agree
+
+    def train(step: int) -> None:
+        if step > 1:  # nobody is there for the first one
+            ready(job, "rollout-0")
+        with torch.no_grad():
+            trained.weight += 1.0
+
+    def refused_once(group: WeightGroup, ok: bool) -> bool:
+        return agree(group, ok and not (group.rank and group.generation == 1))
+
+    monkeypatch.setattr(WeightGroup, "agree", refused_once)
+
+    def save(step: int) -> None:
+        saved.append(step)
+        if step == 1:
+            exploring.start()
+            report = JobLayout(job).explorer("rollout-0")
+            wait_until(report.exists, "the explorer is registered")
+
+    def explore() -> None:
+        names: dict[str, Any] = {
+            "job_dir": job,
+            "name": "rollout-0",
+            "model": rolled_out,
+            "roll_out": lambda _: None,
+            "work": lambda: not over.is_set(),
+        }
+        exec(OWN_EXPLORER, names)  # noqa: S102 # it is what a user pastes
+
+    exploring = threading.Thread(target=explore, daemon=True)
+    seen: dict[str, Any] = {"job_dir": job, "model": trained, "steps": 4, "train": train}
+    seen["save"] = save
+    exec(OWN_TRAINER, seen)  # noqa: S102 # likewise
+    over.set()
+    exploring.join(DEADLINE)
+    assert not exploring.is_alive()
+    assert saved == [1, 2]
+    assert torch.equal(rolled_out.weight, trained.weight)
+    assert torch.equal(rolled_out.bias, trained.bias)
+    told = explorer_report(job, "rollout-0")
+    assert (told.step, told.received) == (4, f"{seen['run_id']}-4-4")

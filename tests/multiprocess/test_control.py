@@ -34,9 +34,7 @@ def test_a_job_is_paused_rolled_back_and_resumed_while_daemons_come_and_go(job: 
         assert said_by_syncd("rollback", job, "v1") == "v000001 is served again, as v000003"
         verified(job, 3)
         daemon.kill()
-    assert "no daemon works on this job now" in said_by_syncd(
-        "rollback", job, "v2", "--timeout", 60
-    )
+    assert "no daemon runs on this job now" in said_by_syncd("rollback", job, "v2", "--timeout", 60)
     with Daemon(job, "--keep", "9") as daemon:
         found = wait_for_step(job, 2)  # asked for while nobody was there
         assert found.sequence == 4

@@ -14,8 +14,8 @@ import pytest
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
-from syncd.storage.job import open_job
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.by_hand import TrainerByHand
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
 from tests.multiprocess.shared_job import SharedJob
@@ -77,13 +77,13 @@ def test_the_lease_of_a_dead_explorer_goes_though_one_merge_follows_the_other(
     lease_time, merge = 1.5, 0.6  # longer than the third of a lease that a stopwatch counts
     layout = JobLayout(tmp_path / "job")
     layout.root.mkdir()
-    open_job(FastStorage(), layout, lease_time=lease_time)
+    Job(FastStorage(), layout).open(lease_time=lease_time)
 
     def merges_take_long(method: str, given: tuple[Any, ...]) -> None:
         if method == "rename" and given[1].parent == layout.published:
             time.sleep(merge)
 
-    job = Job(layout.root, RuledStorage(merges_take_long))
+    job = SmallJob(layout.root, RuledStorage(merges_take_long))
     config = DaemonConfig(tick=0.1, keep=1, dead_reader_grace=0)
     service = Service(layout.root, config, storage=job.storage)
     serving = threading.Thread(target=service.run)

@@ -21,13 +21,13 @@ from typing import Any
 import pytest
 
 from syncd.cli.doctor import command
-from syncd.doctor.examination import Examination, Limits, Watching, join
+from syncd.doctor.examination import Deadlines, Examination, Watching, join
 from syncd.doctor.facts import facts_of
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.doc_blocks import blocks
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.mounts import read_only
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_until
 from tests.systemd.test_rights import GROUP, User
@@ -86,7 +86,7 @@ def wrong(findings: dict[str, Any]) -> set[str]:
 
 
 def test_a_local_disk_is_fit_and_nothing_of_the_job_is_touched(tmp_path: Path) -> None:
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     job.save(1)
     before = everything(job.layout.root)
     status, findings, err = found(job.layout.root)
@@ -168,7 +168,7 @@ def test_what_a_killed_run_left_goes_with_the_next_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == [".syncd"]
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert any(line.startswith("ok    fence        a folder that") for line in lines)
+    assert any(line.startswith("ok    fence        once another process") for line in lines)
     assert lines[-1].endswith(" 0 fail")
 
 
@@ -192,7 +192,7 @@ def test_a_helper_whose_run_was_killed_before_it_began_ends_at_once(tmp_path: Pa
 
 
 def test_a_daemon_at_work_is_seen_and_not_disturbed(tmp_path: Path) -> None:
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     with Daemon(job.layout.root, lease_time=30) as daemon:
         daemon.wait_for_log("epoch 1")
         status, findings, _ = found(job.layout.root)
@@ -207,11 +207,11 @@ def told(job: Path, peer: int | None = None) -> Callable[[], None]:
     """Work for a user who may read no file of root's: what it finds is its log."""
 
     def work() -> None:
-        storage, layout, limits = Storage(job), JobLayout(job), Limits(meeting=DEADLINE)
+        storage, layout, limits = Storage(job), JobLayout(job), Deadlines(meeting=DEADLINE)
         if peer == 1:
-            findings = join(storage, layout, Watching(), limits)
+            findings = join(Job(storage, layout), Watching(), limits)
         else:
-            examination = Examination(storage, layout, Watching(), limits)
+            examination = Examination(Job(storage, layout), Watching(), limits)
             findings = examination.alone() if peer is None else examination.with_peer()
         for finding in findings:
             logging.getLogger("doctor").warning("%s %s", finding.name, finding.verdict.value)
@@ -226,7 +226,7 @@ def others_job() -> Iterator[Path]:
     folder.chmod(0o755)
     job = folder / "job"
     job.mkdir()
-    open_job(Storage(), JobLayout(job))
+    Job.at(job, Storage()).open()
     facts_of(job)  # what it imports only then, another user may not read
     yield job
     shutil.rmtree(folder)
@@ -240,15 +240,14 @@ def test_who_may_not_write_is_told_so(others_job: Path) -> None:
 
 
 @only_root
-def test_a_read_only_folder_is_told_so_and_exits_with_19(others_job: Path) -> None:
+def test_a_read_only_folder_is_one_finding_and_exits_with_19(others_job: Path) -> None:
     others_job.chmod(0o777)
     with read_only(others_job):
         status, findings, err = found(others_job)
     assert status == 19
-    assert "rights" in err
-    assert {"mount", "rights"} <= {
-        name for name, one in findings.items() if one["verdict"] == "fail"
-    }
+    assert err.endswith(": mount\n")
+    assert [name for name, one in findings.items() if one["verdict"] == "fail"] == ["mount"]
+    assert findings["mount"]["advice"] == "mount it rw"
     assert "every user may write" in findings["others"]["words"]
 
 

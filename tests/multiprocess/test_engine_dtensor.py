@@ -25,12 +25,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Partial as TorchPartial
 
-from explorer_hooks.engines.made_versions import NoLease, TensorBytes, make_version
+from explorer_hooks.engines.conformance import NoLease, TensorBytes, make_version
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.checkpoint.version import read_manifest
-from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError
 from tests.fsdp_ranks import mesh
@@ -46,7 +46,7 @@ from tests.multiprocess.test_dtensor_rules import (
 from tests.rank_programs import written_by
 from tests.storages import RuledStorage
 from tests.weight_groups import CPU, meeting
-from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import WeightSender
 
 WORLD_SIZE: Final = 4
 KINDS: Final = ("plain", "ddp", "fsdp2", "hsdp", "fsdp2_columns", "fsdp2_tp")

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from explorer_hooks import ExplorerHook, Staging, TorchModule
+from syncd.coordination import TrainerSynchronizer
 from syncd.protocol.errors import InvalidSettingsError
 from tests.doc_blocks import blocks
 from tests.explorers import publish
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 BLOCKS = blocks("explorer.md")
 
@@ -27,33 +28,60 @@ class Model(nn.Module):
 
 
 def test_the_page_has_its_blocks() -> None:
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 6
 
 
 @pytest.mark.parametrize("block", range(len(BLOCKS)))
 def test_a_block_of_the_page_loads_the_newest_weights(
     job: Path, tmp_path: Path, block: int
 ) -> None:
-    publish(Job(job), 7)
+    publish(SmallJob(job), 7)
     model, rounds = Model(), iter([True, True, False])
     names: dict[str, Any] = {
         "job_dir": job,
         "name": "explorer",
         "model": model,
         "steps": 4,
+        "batches": 2,
         "stage_folder": tmp_path / "stage",
         "roll_out": lambda *_: None,
         "work": lambda: next(rounds),
+        "evaluate": lambda model: model.weight.sum(),
     }
     exec(BLOCKS[block], names)  # noqa: S102 # it is what a user pastes
     assert model.weight.tolist() == [7.0, 2.0, 3.0]
+
+
+def test_an_explorer_goes_on_where_its_name_was_and_sees_what_the_trainer_saved(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    publish(SmallJob(job), 7)
+    (page,) = (block for block in BLOCKS if "load_state" in block)
+    rolled_out: list[object] = []
+    names: dict[str, Any] = {
+        "job_dir": job,
+        "name": "explorer",
+        "model": Model(),
+        "batches": 2,
+        "roll_out": lambda *_: rolled_out.append(None),
+    }
+    exec(page, dict(names))  # noqa: S102 # it is what a user pastes
+    assert "the trainer has saved nothing yet\n" in capsys.readouterr().out
+    with TrainerSynchronizer(job) as trainer:
+        trainer.save_state(7, {"next_task": 56})
+        found = trainer.load_state("explorer", "explorer")
+        assert found is not None
+        assert (found.iteration, found.state) == (2, {"tasks_done": 16})
+    exec(page, names | {"batches": 3})  # noqa: S102 # likewise
+    assert "the trainer has saved {'next_task': 56}\n" in capsys.readouterr().out
+    assert len(rolled_out) == 3
 
 
 @pytest.mark.parametrize("staged", [True, False])
 def test_tensors_of_what_is_served_are_read_whatever_is_served_meanwhile(
     job: Path, tmp_path: Path, staged: bool
 ) -> None:
-    made = Job(job)
+    made = SmallJob(job)
     publish(made, 7)
     staging = Staging(tmp_path / "stage") if staged else None
     with ExplorerHook(job, "explorer", TorchModule(Model()), staging=staging) as hook:

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
+from syncd.coordination import TrainerSynchronizer
 from syncd.protocol.layout import JobLayout
-from tests.jobs import Job
+from syncd.protocol.policy import RunningStatus
+from tests.jobs import SmallJob
 from tests.multiprocess.explorer_processes import following, staging
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -55,7 +58,7 @@ def test_one_process_of_a_host_copies_and_hands_over_when_it_is_killed(
     job: Path, tmp_path: Path
 ) -> None:
     stage = tmp_path / "stage"
-    made = Job(job)
+    made = SmallJob(job)
     made.save(1)
     with made.daemon() as loop:
         loop.run_once()
@@ -85,7 +88,7 @@ def test_one_process_of_a_host_copies_and_hands_over_when_it_is_killed(
 def test_a_follower_moves_a_link_ends_at_sigterm_and_survives_kills(
     job: Path, tmp_path: Path
 ) -> None:
-    trainer, layout = Job(job), JobLayout(job)
+    trainer, layout = SmallJob(job), JobLayout(job)
     link, stage = tmp_path / "model", tmp_path / "stage"
     options = ("--link", link, "--stage", stage)
     with Daemon(job, "--keep", "1") as daemon:
@@ -120,7 +123,7 @@ def test_a_follower_moves_a_link_ends_at_sigterm_and_survives_kills(
 def test_a_follower_gives_versions_to_a_command_and_refuses_what_it_does_not_take(
     job: Path, tmp_path: Path
 ) -> None:
-    trainer, told_to = Job(job), tmp_path / "told"
+    trainer, told_to = SmallJob(job), tmp_path / "told"
     run = f'echo "$SYNCD_STEP" >> {told_to}; test "$SYNCD_STEP" != 2'
     with Daemon(job), ended(following(job, "server", "--command", run)) as follower:
         trainer.save(1)
@@ -137,7 +140,7 @@ def test_a_follower_gives_versions_to_a_command_and_refuses_what_it_does_not_tak
 
 
 def test_an_engine_that_hangs_in_a_load_keeps_its_lease(job: Path) -> None:
-    trainer, layout, engine = Job(job), JobLayout(job), FakeEngine()
+    trainer, layout, engine = SmallJob(job), JobLayout(job), FakeEngine()
     options = ("--keep", "1", "--dead-reader-grace", "0.1")
     with Daemon(job, *options) as daemon:
         trainer.save(1)
@@ -160,3 +163,30 @@ def test_an_engine_that_hangs_in_a_load_keeps_its_lease(job: Path) -> None:
             assert hook.wait_until_served(DEADLINE).sequence >= 1
             wait_until(lambda: hook.version and hook.version.step == 3, "it has the last")
         wait_until(lambda: not layout.version(1).exists(), "version 1 is pruned")
+
+
+def test_the_last_save_of_a_run_is_served_by_an_explorer_that_came_before_its_trainer(
+    job: Path,
+) -> None:
+    saves = SmallJob(job)
+    with (
+        ThreadPoolExecutor(1) as aside,
+        Daemon(job),
+        ExplorerHook(job, "explorer", FakeEngine()) as hook,
+    ):
+        first = aside.submit(hook.after_step, 1)
+        with TrainerSynchronizer(job) as trainer:
+            trainer.set_trainer_status(RunningStatus.RUNNING)
+            for step in (1, 2):
+                saves.save(step)
+                trainer.set_model_state_dict(None, step)
+                if step == 1:
+                    wait_for_step(job, 1)
+                    served = first.result(DEADLINE)
+                    assert served is not None
+                    assert served.step == 1
+        # Its trainer has closed, and the daemon has seen the pointer move, at best.
+        last = hook.after_step(2)
+        assert last is not None
+        assert last.step == 2
+        assert hook.after_step(3) == last

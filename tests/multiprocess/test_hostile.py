@@ -12,7 +12,7 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.protocol.layout import JobLayout
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
     DEADLINE,
     ENVIRONMENT,
@@ -23,8 +23,8 @@ from tests.multiprocess.processes import (
 
 
 @pytest.fixture
-def served(job: Path) -> Job:
-    return Job(job)
+def served(job: Path) -> SmallJob:
+    return SmallJob(job)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def folders(job: JobLayout, outside: Path) -> None:
 
 @pytest.mark.parametrize("put", [links, pipes, folders])
 def test_a_daemon_serves_and_prunes_among_what_others_left(
-    served: Job, outside: Path, put: Callable[[JobLayout, Path], None]
+    served: SmallJob, outside: Path, put: Callable[[JobLayout, Path], None]
 ) -> None:
     layout = served.layout
     put(layout, outside)
@@ -98,7 +98,7 @@ def test_a_daemon_serves_and_prunes_among_what_others_left(
     assert (seen(outside), sorted(os.listdir(outside.parent))) == (before, sorted(beside))
 
 
-def test_a_pointer_that_is_a_pipe_is_waited_for_and_the_daemon_still_ends(served: Job) -> None:
+def test_a_pointer_that_is_a_pipe_is_waited_for_and_the_daemon_still_ends(served: SmallJob) -> None:
     os.mkfifo(served.layout.state_pointer)
     with Daemon(served.layout.root) as daemon:
         daemon.wait_for_log("cannot be read")
@@ -109,7 +109,7 @@ def test_a_pointer_that_is_a_pipe_is_waited_for_and_the_daemon_still_ends(served
 
 
 def test_a_daemon_pauses_says_what_is_in_its_way_and_goes_on_when_it_is_gone(
-    served: Job, outside: Path
+    served: SmallJob, outside: Path
 ) -> None:
     layout = served.layout
     served.save(1)
@@ -131,7 +131,7 @@ def test_a_daemon_pauses_says_what_is_in_its_way_and_goes_on_when_it_is_gone(
         assert daemon.terminate() == 0
 
 
-def test_a_format_that_is_a_pipe_is_one_clear_line(served: Job) -> None:
+def test_a_format_that_is_a_pipe_is_one_clear_line(served: SmallJob) -> None:
     served.layout.format.unlink()
     os.mkfifo(served.layout.format)
     for command in ("run", "status", "prune"):

@@ -17,15 +17,15 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.daemon.config import DaemonConfig, RunConfig
+from syncd.daemon.host.services import RootServices
 from syncd.daemon.publish import Publisher
-from syncd.daemon.root_services import RootServices
 from syncd.daemon.service import Service
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from syncd.storage.sessions import Session
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
     DEADLINE,
     Daemon,
@@ -34,6 +34,7 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.ports import free_port
+from tests.shards import tensor, write_sparse
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def at_work(job: Path) -> bool:
 
 def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None:
     port = free_port()
-    jobs = [Job(root / f"job-{number}") for number in range(8)]
+    jobs = [SmallJob(root / f"job-{number}") for number in range(8)]
     for number, job in enumerate(jobs):
         job.save(number + 1)
     # One is moved, the daemon's lock in it: it is served again when that lease is over.
@@ -71,7 +72,7 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
             wait_for_step(job.layout.root, number + 1)
         verified(jobs[3].layout.root, 1)
 
-        new = Job(root / "new")
+        new = SmallJob(root / "new")
         new.save(5)
         wait_for_step(new.layout.root, 5)
         said = json.loads(daemon.wait_for_log("published step 5"))
@@ -80,7 +81,7 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
         # A reload is heard by all of them, and by those that come after it.
         config.write_text("keep = 1\n")
         os.kill(daemon.pid, signal.SIGHUP)
-        daemon.wait_for_log("was read again")
+        daemon.wait_for_log("configuration reloaded")
         for job in (jobs[0], new):
             job.save(50)
             job.save(51)
@@ -93,7 +94,7 @@ def test_jobs_are_served_as_they_come_and_go(root: Path, tmp_path: Path) -> None
         daemon.wait_for_log(f"{gone} is gone")
         wait_until(lambda: f'job_dir="{gone}"' not in metrics(), "nor has it metrics any more")
         (tmp_path / "away").rename(root / "back")
-        back = Job(root / "back")
+        back = SmallJob(root / "back")
         back.save(99)
         wait_for_step(back.layout.root, 99)
 
@@ -109,21 +110,21 @@ def test_a_job_that_cannot_be_served_stops_no_other(root: Path) -> None:
     (root / "format" / ".syncd").mkdir()
     (root / "format" / ".syncd" / "format.json").write_text("{")
     (root / "link" / ".syncd").symlink_to(root / "format" / ".syncd")
-    damaged = Job(root / "shards")
+    damaged = SmallJob(root / "shards")
     damaged.layout.actor(1).mkdir(parents=True)
     (damaged.layout.actor(1) / "model_world_size_1_rank_0.pt").write_bytes(b"no zip")
     damaged.point(1)
-    well = Job(root / "well")
+    well = SmallJob(root / "well")
     well.save(1)
     with Daemon(root, root=True) as daemon:
         wait_for_step(well.layout.root, 1)
         for name in ("file", "format", "link"):
-            daemon.wait_for_log(f"{root / name} cannot be served now")
+            daemon.wait_for_log(f"cannot serve {root / name} now")
         assert "[shards]" in daemon.wait_for_log("step 1 cannot be published")
         well.save(2)
         wait_for_step(well.layout.root, 2)
         (root / "format" / ".syncd" / "format.json").unlink()
-        healed = Job(root / "format")
+        healed = SmallJob(root / "format")
         healed.save(3)
         wait_for_step(healed.layout.root, 3)
         assert daemon.terminate() == 0
@@ -155,7 +156,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
     root: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "hangs"
-    sick, well = Job(root / "sick"), Job(root / "well")
+    sick, well = SmallJob(root / "sick"), SmallJob(root / "well")
     for job in (sick, well):
         job.save(1)
     program = ("-c", _HANGS.format(marker=str(marker)))
@@ -164,7 +165,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
         for job in (sick, well):
             wait_for_step(job.layout.root, 1)
         marker.touch()
-        daemon.wait_for_log("other daemons may have the job")
+        daemon.wait_for_log("another daemon may take over the job")
         well.save(2)
         wait_for_step(well.layout.root, 2)
         # Its heartbeats end, so that another host's daemon has it at once.
@@ -173,7 +174,7 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
             wait_for_step(sick.layout.root, 2)
             # When its storage answers it stands by, and takes over again.
             marker.unlink()
-            daemon.wait_for_log(f"{sick.layout.root} is a job, and served from now on", times=2)
+            daemon.wait_for_log(f"found job {sick.layout.root}; serving it", times=2)
             assert other.terminate() == 0
         sick.save(3)
         wait_for_step(sick.layout.root, 3)
@@ -185,7 +186,37 @@ def test_a_job_whose_storage_hangs_stops_no_other_and_neither_the_end(
         well.save(3)
         wait_for_step(well.layout.root, 3)
         assert daemon.terminate() == 0
-        daemon.wait_for_log(f"{sick.layout.root} is left in mid-work")
+        daemon.wait_for_log(f"leaving {sick.layout.root} in the middle of its work")
+
+
+_SOON_LATE = """
+import syncd.daemon.turns
+syncd.daemon.turns.LEAST = 1.0
+from syncd.cli import main
+main()
+"""
+
+
+def test_records_of_a_terabyte_of_zeros_in_three_jobs_stop_no_other(root: Path) -> None:
+    """Four floats in each, whose CRC-32 is that of the whole record: minutes of reading."""
+    sick = [SmallJob(root / f"sick-{number}") for number in range(3)]
+    for job in sick:
+        job.layout.actor(1).mkdir(parents=True)
+        path = job.layout.actor(1) / "model_world_size_1_rank_0.pt"
+        write_sparse(path, 2**40, {"w": tensor((4,), (1,))})
+        job.point(1)
+    well = SmallJob(root / "well")
+    with Daemon(root, "--concurrent-merges", "2", root=True, program=("-c", _SOON_LATE)) as daemon:
+        late = daemon.wait_for_log("far longer than the size of its tensors explains")
+        for step in (1, 2, 3):
+            well.save(step)
+            wait_for_step(well.layout.root, step)
+        # The save that goes on beside the others ends for a newer one of its own trainer.
+        (job,) = (job for job in sick if f"[{job.layout.root.name}]" in late)
+        job.save(2)
+        wait_for_step(job.layout.root, 2)
+        daemon.wait_for_log("newer save is announced")
+        assert daemon.terminate() == 0
 
 
 def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
@@ -197,7 +228,7 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
 
     def counted(self: Publisher, save: Any, **given: Any) -> Any:
         with changing:
-            merging.add(self._layout.root)
+            merging.add(self._job.layout.root)
             most[0] = max(most[0], len(merging))
             if len(merging) == 3:
                 several.set()
@@ -206,10 +237,10 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
             return publish(self, save, **given)
         finally:
             with changing:
-                merging.discard(self._layout.root)
+                merging.discard(self._job.layout.root)
 
     monkeypatch.setattr(Publisher, "publish", counted)
-    jobs = [Job(root / f"job-{number}") for number in range(9)]
+    jobs = [SmallJob(root / f"job-{number}") for number in range(9)]
     for job in jobs:
         job.save(1)
     services = RootServices(root, RunConfig(concurrent_merges=3, tick=0.1))
@@ -228,7 +259,7 @@ def test_no_more_jobs_merge_at_a_time_than_may_and_all_get_their_turn(
 def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_later(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = Job(root / "first")
+    first = SmallJob(root / "first")
     first.save(1)
     services = RootServices(root, RunConfig(tick=0.1))
     serving = threading.Thread(target=services.run)
@@ -237,10 +268,10 @@ def test_a_job_for_which_there_is_no_thread_now_ends_no_other_and_is_served_late
         wait_for_step(first.layout.root, 1)
         before = threading.stack_size(2**50)  # more than any machine has room for
         try:
-            second = Job(root / "second")
+            second = SmallJob(root / "second")
             second.save(1)
             wait_until(
-                lambda: f"{second.layout.root} cannot be served now" in caplog.text, "it is said"
+                lambda: f"cannot serve {second.layout.root} now" in caplog.text, "it is said"
             )
         finally:
             threading.stack_size(before)
@@ -263,7 +294,7 @@ def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) 
             return ""
 
     layout.root.mkdir()
-    open_job(Storage(), layout, lease_time=2)
+    Job(Storage(), layout).open(lease_time=2)
     service = Service(layout.root, DaemonConfig(lease_time=2, tick=0.1))
     serving = threading.Thread(target=service.run)
     serving.start()
@@ -272,7 +303,7 @@ def test_the_next_job_of_a_name_is_served_by_its_own_lease_time(tmp_path: Path) 
         layout.root.rename(away := tmp_path / "away")
         shutil.rmtree(away, ignore_errors=True)
         layout.root.mkdir()
-        open_job(Storage(), layout, lease_time=40)
+        Job(Storage(), layout).open(lease_time=40)
         wait_until(lambda: "duration=40.0" in held(), "so is the next one")
     finally:
         service.stop()
@@ -284,7 +315,7 @@ def without_hooks(root: Path, step: int) -> None:
     """What a trainer without our hooks makes: nobody makes ``.syncd``."""
     root.mkdir(exist_ok=True)
     made = root.with_name(f"made-{step}")
-    Job(made).save(step, receipts=False)
+    SmallJob(made).save(step, receipts=False)
     for found in (f"global_step_{step}", STATE_POINTER):
         (made / found).rename(root / found)
 
@@ -370,7 +401,7 @@ def test_what_is_left_of_a_job_that_is_deleted_is_not_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, *, pointed: bool
 ) -> None:
     """``rm -r`` takes ours first, say, and the pointer last: nothing may be made in its way."""
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     job.save(1)
     with ticking(job.layout.root) as looks_again:
         wait_for_step(job.layout.root, 1)

@@ -1,4 +1,4 @@
-"""The README's three blocks of Python, and those of docs/trainer.md and docs/synchronizer.md."""
+"""The blocks of Python in README.md, docs/faq.md, docs/trainer.md and docs/synchronizer.md."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 from syncd.cli.demo_model import TinyTransformer
+from syncd.coordination import ExplorerSynchronizer
 from syncd.protocol.policy import SyncSettings, Version
 from tests.doc_blocks import blocks
 from tests.multiprocess.following import told, trainers
 from tests.multiprocess.page_ranks import JOB, STEPS
 from tests.multiprocess.processes import Daemon
 
-_, EXPLORER, SYNCHRONIZER = blocks("../README.md")
+_, EXPLORER = blocks("../README.md")
+NO_WAIT, SYNCHRONIZER = blocks("faq.md")
 (PAGE,) = blocks("synchronizer.md")
 
 
@@ -49,11 +51,24 @@ def test_what_trainer_and_explorer_paste_carries_each_step_over(job: Path, tmp_p
         program.begin("pasted", tmp_path, world_size=2)
         exec(EXPLORER.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
         program.wait()
+        # The same without waiting, once it is all published.
+        rolled_out.clear()
+        exec(NO_WAIT.replace(JOB, str(job)), names)  # noqa: S102 # what a user pastes
+        assert rolled_out == [STEPS]
     truth = load_file(tmp_path / "truth" / f"{STEPS}.safetensors")
     held = model.state_dict()
     assert all(torch.equal(value, held[name]) for name, value in truth.items())
     assert truth.keys() == held.keys()
-    assert told(tmp_path, 1) == {"began_anew": True, "resumed": STEPS - 1}
+    for rank in range(2):
+        assert told(tmp_path, rank) == {
+            "began_anew": True,
+            "resumed": STEPS - 1,
+            "has_synchronizer": rank == 0,
+        }
+    with ExplorerSynchronizer(tmp_path / "beside" / "job", "e") as beside:
+        state = beside.load_state("trainer")
+    assert state is not None
+    assert (state.iteration, state.state) == (2, {"next_task": 16})
 
     # What an explorer does that has no hook; nobody trains any more.
     asked: dict[str, Any] = {"job_dir": job}

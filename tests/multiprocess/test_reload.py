@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from syncd.protocol.layout import JobLayout
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import LEASE_TIME, Daemon, wait_for_step, wait_until
 from tests.ports import free_port
 
@@ -47,7 +47,7 @@ def test_a_running_daemon_takes_over_what_may_change_and_refuses_what_cannot_be_
     base = f'memory_dir = "{memory}"\nmetrics_port = {port}\nmetrics_textfile = "{textfile}"\n'
     base += 'log_format = "json"\n'
     config.write_text(f"{base}keep = 3\nprune_steps = false\n")
-    both = Job(job), Job(memory)
+    both = SmallJob(job), SmallJob(memory)
     with Daemon(job, "--config", str(config)) as daemon:
         for step in (1, 2, 3):
             for one in both:
@@ -62,7 +62,7 @@ def test_a_running_daemon_takes_over_what_may_change_and_refuses_what_cannot_be_
         config.write_text(f"{base}keep = 1\nprune_steps = false\npointer = 3\n")
         os.kill(daemon.pid, signal.SIGHUP)
         refused = wait_for(daemon, "config_refused", file=str(config))
-        assert refused["reason"].startswith(f"{config}: pointer = 3: allowed is")
+        assert refused["reason"].startswith(f"{config}: pointer = 3: must be")
         wait_until(lambda: metric(port, "syncd_config_last_reload_successful") == 0, "it is told")
 
         other = base.replace(f"metrics_port = {port}", "metrics_port = 1")
@@ -92,7 +92,7 @@ def test_a_standby_takes_a_new_configuration_over_and_works_by_it_later(
 ) -> None:
     config = tmp_path / "job.toml"
     config.write_text('keep = 3\nlog_format = "json"\nprune_steps = false\n')
-    told = Job(job)
+    told = SmallJob(job)
     with Daemon(job) as first:
         first.wait_for_log("in epoch")
         with Daemon(job, "--config", str(config)) as second:

@@ -13,12 +13,12 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.meter import Meter
-from syncd.daemon.services import Services
+from syncd.daemon.host.services import Services
+from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.layout import JobLayout
-from syncd.storage.fsio import Storage
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
@@ -41,7 +41,7 @@ def test_a_job_and_its_memory_directory_are_served_and_pruned_by_one_process(
     memory = tmp_path / "shm"
     with Daemon(job, "--memory-dir", str(memory), "--keep", "1") as daemon:
         wait_until((memory / ".syncd" / "format.json").exists, "its folders are made")
-        gathered = Job(memory)
+        gathered = SmallJob(memory)
         save(job, Constant(), 1, 1)
         wait_for_step(job, 1)
         for step in (2, 3, 4):
@@ -72,7 +72,7 @@ def test_one_that_cannot_be_served_does_not_stop_the_other(job: Path, tmp_path: 
         wait_for_step(job, 1)
         daemon.wait_for_log("paused")
         os.rename(job, away := job.with_name("away"))
-        gathered = Job(tmp_path / "shm")
+        gathered = SmallJob(tmp_path / "shm")
         gathered.save(7)
         wait_for_step(memory, 7)
         os.rename(away, job)
@@ -88,7 +88,7 @@ class Fault(Exception):  # noqa: N818 - it is what a slip of ours would raise
 def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
     memory = tmp_path / "shm"
     services = Services(job, DaemonConfig(memory_dir=memory, tick=0.1))
     first, failing = (keeper._service for keeper in services._keepers)
@@ -113,7 +113,7 @@ def test_a_fault_of_ours_in_one_is_not_the_end_of_the_other(
 def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
     memory, read = tmp_path / "shm", threading.Event()
     before = DaemonConfig(memory_dir=memory, tick=0.1, keep=3)
     made: list[Path] = []
@@ -123,12 +123,12 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
             if yes:
                 raise Fault
 
-    def meter_of(_storage: Storage, layout: JobLayout) -> Meter:
-        made.append(layout.root)
+    def meter_of(job: Job) -> Meter:
+        made.append(job.layout.root)
         if made.count(memory) == 2:
             services.reload()
             assert read.wait(DEADLINE)
-        return Failing() if made.count(memory) == 1 and layout.root == memory else Meter()
+        return Failing() if made.count(memory) == 1 and job.layout.root == memory else Meter()
 
     def read_again() -> DaemonConfig:
         read.set()
@@ -137,7 +137,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
     services = Services(job, before, read_again=read_again, meter_of=meter_of)
     serving = threading.Thread(target=services.run)
     serving.start()
-    gathered = Job(memory)
+    gathered = SmallJob(memory)
     try:
         for step in (1, 2, 3):
             gathered.save(step)
@@ -152,7 +152,7 @@ def test_one_that_is_made_anew_works_by_what_was_read_again_meanwhile(
 def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
     job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncd.daemon.keeper._AGAIN", 0.0)
+    monkeypatch.setattr("syncd.daemon.host.keeper._AGAIN", 0.0)
     services = Services(job, DaemonConfig(tick=0.1))
     failing = services._keepers[0]._service
 
@@ -173,14 +173,14 @@ def test_a_fault_of_ours_is_not_the_end_of_the_daemon_of_one_job(
 
 @pytest.mark.parametrize("memory", [".", "inside", ".."])
 def test_a_memory_directory_must_be_apart_from_the_job(job: Path, memory: str) -> None:
-    with pytest.raises(InvalidSettingsError, match="not apart"):
+    with pytest.raises(InvalidSettingsError, match="overlap"):
         Services(job, DaemonConfig(memory_dir=job / memory))
 
 
 def test_a_memory_directory_that_cannot_be_made_is_said_at_the_start(
     job: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(JobUnavailableError, match="cannot be made"):
+    with pytest.raises(JobUnavailableError, match="cannot create the memory directory"):
         Services(job, DaemonConfig(memory_dir=tmp_path / "not" / "there"))
 
 
@@ -203,6 +203,16 @@ def test_a_daemon_ends_when_all_are_gone_and_all_is_published(job: Path, tmp_pat
         daemon.wait_for_log("all trainers and explorers are gone")
     wait_for_step(job, 2)
     assert not (job / ".syncd" / "daemon.lock").exists()
+
+
+def test_a_daemon_that_is_ended_just_after_it_pruned_a_step_logs_no_error(job: Path) -> None:
+    with Daemon(job) as daemon:
+        for step in (1, 2):
+            save(job, Constant(), step, step)
+            wait_for_step(job, step)
+        wait_until(lambda: not JobLayout(job).step(1).exists(), "the first step is moved away")
+        assert daemon.terminate() == 0
+    assert not [line for line in daemon.log if "ERROR" in line or "WARN" in line]
 
 
 def test_a_daemon_ends_though_its_memory_directory_was_cleared_away(

@@ -15,11 +15,12 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.protocol.errors import VersionGoneError
-from syncd.protocol.journal import AuditLine
+from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import parse_version_folder
 from syncd.protocol.records import parse
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from tests.multiprocess.by_hand import TrainerByHand, numbers
 from tests.multiprocess.processes import (
@@ -78,7 +79,7 @@ def test_what_was_retired_cannot_be_leased_by_who_remembers_it(shared: SharedJob
         held.release()
         wait_until(lambda: not seen.lease_folder(1).exists(), "version 1 is retired")
         with pytest.raises(VersionGoneError):
-            Lease.take(storage, layout, 1, "explorer", reader.session_id)
+            Lease.take(Job(storage, layout), 1, "explorer", reader.session_id)
         newer = reader.next_version(1, DEADLINE)
         assert numbers(newer) == {2}
         newer.release()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from explorer_hooks.reader import Reader
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import shard_name
 from syncd.protocol.records import AdaptedModel, Manifest

@@ -9,14 +9,16 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from syncd.checkpoint.save import look_at_save
 from syncd.coordination.explorer import ExplorerSynchronizer
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import SAVING
 from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import NonFinite
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.multiprocess.peers import Peer, Ranks
-from tests.multiprocess.processes import LEASE_TIME, Daemon, wait_for_step, wait_until
+from tests.multiprocess.processes import DEADLINE, LEASE_TIME, Daemon, wait_for_step, wait_until
 from tests.multiprocess.trainer_ranks import Rank
 from trainer_hooks import latest_checkpoint
 
@@ -52,7 +54,7 @@ def test_ranks_decide_alike_and_a_rank_that_fails_fails_the_save_alone(
     layout = JobLayout(job)
     memory = tmp_path / "shm"
     memory.mkdir()
-    open_job(Storage(), JobLayout(memory), lease_time=LEASE_TIME)
+    Job.at(memory, Storage()).open(lease_time=LEASE_TIME)
     with started(job, tmp_path, "one") as ranks, Daemon(job) as daemon:
         first, second = ranks
         # What one rank finds wrong is an error on all, and not a hang.
@@ -200,3 +202,67 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
         assert numbers(layout.version(3)) == {3.0}
         wait_until(lambda: not layout.step(2).exists(), "step 2 is pruned")
         assert daemon.terminate() == 0
+
+
+def test_the_last_step_is_saved_by_all_ranks_or_by_none(job: Path, tmp_path: Path) -> None:
+    """Weights are gathered: a rank that went on alone would wait in a collective for ever."""
+    seldom, saving = {"sync_interval": 100}, {"layout": "full"}
+    with started(job, tmp_path, "one", world_size=3) as ranks:
+        first, second, third = ranks
+        ranks.all("open", seldom, saving)
+        ranks.all("step", 1)
+        assert ranks.all("close") == [[], [], []]
+        assert pointed(job) == 1
+        assert numbers(JobLayout(job).actor(1)) == {1.0}
+
+        # A rank does not come in time: the others go without it, and it goes without them.
+        for late, save_timeout, step in ((2, 3.0, 3), (0, 0.5, 5)):
+            others = [rank for number, rank in enumerate(ranks) if number != late]
+            ranks.all("open", {**seldom, "save_timeout": save_timeout}, saving)
+            if late == 2:
+                ranks.all("save", 2)  # which may be under way still
+            ranks.all("step", step)
+            for rank in others:
+                rank.tell("close")
+            said = [rank.answer() for rank in others]
+            (warning,) = said[0]
+            assert said == [[warning], [warning]]
+            assert f"of step {step}" in warning
+            assert f"rank {late} has not called it within {save_timeout:g} s" in warning
+            assert ranks[late].ask("close") == [warning]
+            assert pointed(job) == 2
+
+        # A rank fails after the last step: the others are told, and do not wait for it.
+        ranks.all("open", {**seldom, "save_timeout": 10 * DEADLINE}, saving)
+        ranks.all("step", 6)
+        second.ask("fail")
+        for rank in (first, third):
+            (warning,) = rank.ask("close")
+            assert "rank 1 has ended with an error" in warning
+
+        ranks.all("open", {**seldom, "save_timeout": 10 * DEADLINE}, saving)
+        ranks.all("step", 7)
+        ranks.all("leave_group")
+        for (warning,) in ranks.all("close"):
+            assert "the process group was destroyed" in warning
+        assert pointed(job) == 2
+
+
+def test_each_rank_names_its_own_tensors_with_nan(job: Path, tmp_path: Path) -> None:
+    storage, layout = Storage(), JobLayout(job)
+    weight, bias = "0.weight", "1.bias"
+    with started(job, tmp_path, "nan") as ranks:
+        for step, where in ((1, "sharded"), (2, "full")):
+            ranks.all("open", {"save_timeout": 60}, {"layout": where})
+            for rank, name in zip(ranks, (weight, bias), strict=True):
+                rank.tell("step", step, name)
+            for rank in ranks:
+                rank.answer()
+            ranks.all("close")
+            save = look_at_save(storage, layout.actor(step), step)
+            told = [[file.nonfinite for file in one.files] for one in save.receipts]
+            assert save.nonfinite == NonFinite.of([weight, bias])
+            if where == "sharded":
+                assert told == [[NonFinite.of([weight])], [NonFinite.of([bias])]]
+            else:  # rank 0 writes all of it
+                assert told == [[NonFinite.of([weight, bias])], []]

@@ -26,12 +26,12 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import RECEIPTS, receipt_name
 from syncd.protocol.records import SaveId
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from syncd.storage.sessions import Session
 from tests.crash.invariants import files, look
 from tests.crash.scenarios import SCENARIOS, Scenario
 from tests.hooks import written
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.mounts import Detachable
 from tests.multiprocess.processes import (
     DEADLINE,
@@ -44,7 +44,7 @@ from tests.multiprocess.processes import (
 )
 from tests.multiprocess.saves import Constant, save, trainer
 from tests.storages import Clock, RuledStorage
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 #: Short: the job is away for longer.
 LEASE_TIME = 1.0
@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Detachable
     made = Detachable(folder, request.param)
     try:
         made.attach()
-        open_job(Storage(made.job), JobLayout(made.job), lease_time=LEASE_TIME)
+        Job.at(made.job).open(lease_time=LEASE_TIME)
         yield made
     finally:
         made.detach()
@@ -239,8 +239,8 @@ def test_a_trainers_save_fails_while_its_job_is_away_and_later_ones_work(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_writes_into_an_empty_folder(place: Detachable, rank: int) -> None:
     storage = Storage(place.job)
-    writer = RankWriter(storage, JobLayout(place.job), rank, 2, save_timeout=0.2)
-    contents = Contents(model={"weight": torch.ones(1000)})
+    writer = RankWriter(Job.at(place.job, storage), rank, 2, save_timeout=0.2)
+    contents = RankContents(model={"weight": torch.ones(1000)})
     with away(place, beats=1), pytest.raises(SaveFailedError, match="step 2"):
         writer.save(SaveId("run", 2, 0), contents)
     if rank:
@@ -306,7 +306,7 @@ def test_a_lease_that_cannot_be_released_while_its_job_is_away_is_released_later
     with Daemon(job, "--keep", "1") as daemon, Reader(job, "slow") as slow:
         save(job, model, 1, 1)
         held = slow.next_version(0, DEADLINE)
-        with away(place, daemon), pytest.raises(OSError, match="not there"):
+        with away(place, daemon), pytest.raises(OSError, match="is missing"):
             held.release()
         held.release()
         held.release()
@@ -318,10 +318,11 @@ def test_a_lease_that_cannot_be_released_while_its_job_is_away_is_released_later
 
 def test_a_rank_that_waits_for_the_others_waits_on_over_an_absence(place: Detachable) -> None:
     layout = JobLayout(place.job)
-    contents = Contents(model={"weight": torch.ones(1000)})
+    contents = RankContents(model={"weight": torch.ones(1000)})
     save_id = SaveId("run", 1, 0)
     zero, one = (
-        RankWriter(Storage(place.job), layout, rank, 2, save_timeout=DEADLINE) for rank in (0, 1)
+        RankWriter(Job(Storage(place.job), layout), rank, 2, save_timeout=DEADLINE)
+        for rank in (0, 1)
     )
     with Daemon(place.job) as daemon:
         daemon.wait_for_log("in epoch")
@@ -368,7 +369,7 @@ RUNNING = [scenario for scenario in SCENARIOS if scenario.name not in {"open", "
 _HANGS = 60
 
 
-def goes_away(job: Job, scenario: Scenario, moment: int, behind: Path) -> int:
+def goes_away(job: SmallJob, scenario: Scenario, moment: int, behind: Path) -> int:
     """Let a child work until the job goes away before the ``moment``-th call; how many it made.
 
     An explorer that looks at LATEST has opened the job.
@@ -408,7 +409,7 @@ def test_whatever_call_is_the_last_one_nothing_is_made_in_an_empty_folder(
 ) -> None:
     def attempt(moment: int) -> int:
         root, behind = tmp_path / "job", tmp_path / "behind"
-        job = Job(root)
+        job = SmallJob(root)
         scenario.prepare(job)
         before = look(job, rewritten=scenario.rewritten)
         calls = goes_away(job, scenario, moment, behind)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
-from syncd.coordination.addresses import address_towards, listen, own_address
+from syncd.coordination.broadcast.addresses import address_towards, listen, own_address
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings
@@ -201,9 +201,9 @@ def test_a_port_that_is_taken_is_said_and_the_own_one_is_free_after_a_failure(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(BroadcastError, match=rf"port {port} of 127\.0\.0\.1 is taken"):
+        with pytest.raises(BroadcastError, match=rf"another program uses port {port} of"):
             listen("127.0.0.1", port)
-    with pytest.raises(BroadcastError, match="cannot be listened on"):
+    with pytest.raises(BroadcastError, match="cannot listen on"):
         listen("192.0.2.1" if own_address() != "192.0.2.1" else "198.51.100.1", 0)
     trainer, explorer, late = start(), start(), start()
     port = trainer("listen")
@@ -390,7 +390,7 @@ def test_a_step_that_goes_by_the_files_ends_the_wait_for_a_transfer_at_once_and_
 
 @pytest.mark.parametrize("name", ["no..host", "x" * 64])
 def test_an_address_that_is_none_is_an_error_of_the_broadcast(name: str) -> None:
-    with pytest.raises(BroadcastError, match="cannot be listened on"):
+    with pytest.raises(BroadcastError, match="cannot listen on"):
         listen(name, 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging.handlers
 import os
 import signal
 import threading
@@ -59,11 +60,20 @@ class Rank(Told):
             storage=None if memory else self._storage,
         )
 
-    def step(self, step: int) -> dict[str, float]:
-        with torch.no_grad():
-            for parameter in self._model.parameters():
-                parameter.fill_(step)
+    def step(self, step: int, spoils: str | None = None) -> dict[str, float]:
+        self._become(step, spoils)
         return self.hook.after_step(step)
+
+    def save(self, step: int) -> dict[str, float]:
+        self._become(step)
+        return self.hook.save_state_dict(step)
+
+    def _become(self, step: int, spoils: str | None = None) -> None:
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                parameter.fill_(step)
+                if name == spoils:  # this rank's part of it
+                    parameter.to_local()[-1:].fill_(float("nan"))  # type: ignore[attr-defined]
 
     def wait_for_data(self) -> dict[str, float]:
         return self.hook.sync_while_waiting()
@@ -74,8 +84,23 @@ class Rank(Told):
     def over(self) -> None:
         over(self.hook)
 
-    def close(self) -> None:
-        self.hook.close()
+    def close(self) -> list[str]:
+        """Close the hook; returns the warnings that this logs."""
+        handler = logging.handlers.BufferingHandler(1000)
+        logger = logging.getLogger("trainer_hooks")
+        logger.addHandler(handler)
+        try:
+            self.hook.close()
+        finally:
+            logger.removeHandler(handler)
+        return [record.getMessage() for record in handler.buffer]
+
+    def fail(self) -> None:
+        """Leave the hook's block by an error."""
+        self.hook.__exit__(ZeroDivisionError)
+
+    def leave_group(self) -> None:
+        dist.destroy_process_group()
 
     def full_disk(self, where: str) -> None:
         self._storage.rules.append(refuse("create", errno.ENOSPC, where=where))

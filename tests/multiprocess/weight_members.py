@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
-from syncd.coordination.addresses import listen
-from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.broadcast.addresses import listen
+from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import BroadcastError
 from syncd.protocol.participants import GroupMember, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings

@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint.dcp_file import DcpFile
-from syncd.checkpoint.dcp_metadata import StoredModel, read_metadata
-from syncd.checkpoint.dcp_names import Entry, select_model
-from syncd.checkpoint.hf_dcp import read_chunked_fields, whole_shapes
-from syncd.checkpoint.pieces import read_tensor
+from syncd.checkpoint.dcp.dcp_file import DcpFile
+from syncd.checkpoint.dcp.dcp_metadata import SavedName, StoredModel, read_metadata, select_model
+from syncd.checkpoint.dcp.hf_dcp import read_chunked_fields, whole_shapes
+from syncd.checkpoint.merging.plan import plan_merge
+from syncd.checkpoint.merging.tiling import Run, leaves
 from syncd.checkpoint.placement import Chunks, Local
-from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.safetensors_header import Entry as Field
+from syncd.checkpoint.safetensors_header import HeaderEntry as Field
 from syncd.checkpoint.safetensors_header import header_bytes
-from syncd.checkpoint.tiling import Run, leaves
-from syncd.checkpoint.wire import contents_rows, read_bare, read_chunked, read_contents
+from syncd.checkpoint.sandbox.wire import contents_rows, read_bare, read_chunked, read_contents
+from syncd.checkpoint.torch_files.pieces import read_tensor
 from syncd.protocol.errors import CheckpointError
 from syncd.storage.fsio import Storage
 from tests.dcp import Checkpoint, floats, small, strides
@@ -224,7 +223,7 @@ KEYS = st.lists(
 def test_any_names_are_told_apart_or_an_error_of_ours(
     given_: list[tuple[list[str], int | None]], prefix: str | None
 ) -> None:
-    entries = {".".join(keys): Entry(tuple(keys), dimensions) for keys, dimensions in given_}
+    entries = {".".join(keys): SavedName(tuple(keys), dimensions) for keys, dimensions in given_}
     try:
         found = select_model(entries, prefix, "F")
     except CheckpointError as error:

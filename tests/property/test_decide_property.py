@@ -5,10 +5,10 @@ from typing import TypeVar
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Shards, Unfinished
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
-    Answer,
+    AnswerRequest,
     CloseLeaseFolder,
     Decision,
     DropLease,
@@ -39,8 +39,8 @@ POINTERS = st.one_of(
     ),
 )
 RECEIPTS = st.sampled_from([(), (Receipt(save_id="a", step=1, rank=0, world_size=1, files=()),)])
-SAVES = st.builds(
-    Save, STEPS, st.none() | IDENTITIES, reason=st.just("not whole"), receipts=RECEIPTS
+SAVES = st.builds(Unfinished, STEPS, st.just("not whole")) | st.builds(
+    Shards, STEPS, IDENTITIES, receipts=RECEIPTS
 )
 STEPS_SEEN = st.builds(
     StepSeen,
@@ -210,7 +210,7 @@ def test_in_a_pause_nothing_is_published_or_deleted(
     seen: Observation, config: DaemonConfig
 ) -> None:
     if seen.pause is not None:
-        allowed = (Republish, Answer, Skip, Forget)
+        allowed = (Republish, AnswerRequest, Skip, Forget)
         assert all(isinstance(action, allowed) for action in decide(seen, config).actions)
 
 
@@ -221,7 +221,7 @@ def test_while_a_request_is_open_nothing_is_published_and_what_it_names_stays(
 ) -> None:
     decision = decide(seen, config)
     republished = of(decision, Republish)
-    assert len(republished) + len(of(decision, Answer)) == bool(seen.rollbacks)
+    assert len(republished) + len(of(decision, AnswerRequest)) == bool(seen.rollbacks)
     if seen.rollbacks:
         assert not of(decision, Publish)
         leasable = set(seen.lease_folders)
@@ -244,7 +244,7 @@ def test_whoever_waits_is_told_for_what(seen: Observation, config: DaemonConfig)
         and (seen.save.identity == seen.published_save or seen.quarantined)
     )
     if seen.rollbacks:
-        assert isinstance(decision.actions[0], Republish | Answer)
+        assert isinstance(decision.actions[0], Republish | AnswerRequest)
         assert decision.waiting_for == ""
     elif seen.pause:
         assert "paused by me" in decision.waiting_for

@@ -14,15 +14,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint import wire
-from syncd.checkpoint.inert_pickle import load_state_dict
-from syncd.checkpoint.isolated import IsolatedParser, Limits
-from syncd.checkpoint.pieces import read_pieces
-from syncd.checkpoint.plan import ShardIndex, plan_merge
+from syncd.checkpoint.merging.plan import ShardIndex, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
+from syncd.checkpoint.sandbox import wire
+from syncd.checkpoint.sandbox.isolated import IsolatedParser, ParseLimits
 from syncd.checkpoint.save import look_at_save
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.torch_files.inert_pickle import load_state_dict
+from syncd.checkpoint.torch_files.pieces import read_pieces
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 from syncd.protocol.names import FSDP_CONFIG, RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
@@ -49,7 +49,7 @@ def _little_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def child() -> Iterator[IsolatedParser]:
-    with IsolatedParser(cancel=nothing, limits=Limits(cpu_seconds=20)) as parser:
+    with IsolatedParser(cancel=nothing, limits=ParseLimits(cpu_seconds=20)) as parser:
         yield parser
 
 
@@ -258,7 +258,7 @@ def test_any_value_is_a_tensor_or_an_error_of_ours(tmp_path: Path, value: object
 
 # -- headers -----------------------------------------------------------------------------------
 
-ENTRIES = [Entry("a", "F32", (2, 3), 0, 24), Entry("b", "BF16", (), 24, 26)]
+ENTRIES = [HeaderEntry("a", "F32", (2, 3), 0, 24), HeaderEntry("b", "BF16", (), 24, 26)]
 HEADERS = [header_bytes(ENTRIES) + bytes(26), weights(1.0, 2.0), weights(1.0, name="模型")]
 
 

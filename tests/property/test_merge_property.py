@@ -18,7 +18,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint.merge import run_plan
+from syncd.checkpoint.merging.merge import run_plan
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.merging.plan import MergePlan, plan_merge
+from syncd.checkpoint.merging.tiling import Part, Run
 from syncd.checkpoint.placement import (
     Chunks,
     Local,
@@ -31,11 +34,9 @@ from syncd.checkpoint.placement import (
     StridedShard,
     place,
 )
-from syncd.checkpoint.plan import MergePlan, plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.tensor_rules import ITEMSIZE, name_fault
-from syncd.checkpoint.tiling import Part, Run
-from syncd.checkpoint.torch_zip import Record
+from syncd.checkpoint.torch_files.torch_zip import ZipRecord
 from syncd.protocol.errors import CoverageError
 from syncd.storage.fsio import Storage
 from tests import dtensor_rules as rules
@@ -235,7 +236,7 @@ class Source:
 
     path: Path
     fd: int
-    records: dict[str, Record]
+    records: dict[str, ZipRecord]
     has_crc: bool = True
 
 
@@ -243,7 +244,7 @@ class Rank(NamedTuple):
     """What one rank saves."""
 
     content: bytes
-    records: dict[str, Record]
+    records: dict[str, ZipRecord]
     index: Index
 
 
@@ -272,7 +273,7 @@ def saved(job: Job, whole: Mapping[str, bytes], rank: int) -> Rank:
                 )
                 content += parts[number]
             content += b"\xff" * tensor.padding
-            records[key] = Record(begin, len(content) - begin, zlib.crc32(content[begin:]))
+            records[key] = ZipRecord(begin, len(content) - begin, zlib.crc32(content[begin:]))
             content += b"between"
         placed = _placed(job, tensor, rank, boxes, locals_)
         if placed is not None:
@@ -367,10 +368,9 @@ def test_a_model_that_is_cut_and_merged_is_the_model(
             planned(ranks, max_file_size),
             sources,
             out,
-            digests=digests,
-            check_crc=check_crc,
-            cancel=lambda: None,
-            in_kernel=lambda _: in_kernel,
+            options=MergeOptions(digests=digests, in_kernel=lambda _: in_kernel),
+            checked="crc32" if check_crc else "stillness",
+            work=Work(lambda: None),
         )
         for file in merged.files:
             content = (out / file.name).read_bytes()

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from syncd.checkpoint.pieces import Piece, Pieces
 from syncd.checkpoint.placement import (
     Other,
     Placement,
@@ -22,8 +21,9 @@ from syncd.checkpoint.placement import (
     StridedShard,
     place,
 )
+from syncd.checkpoint.sandbox.wire import piece_row, read_piece
 from syncd.checkpoint.tensor_rules import ITEMSIZE, NUMBER_LIMIT, name_fault
-from syncd.checkpoint.wire import piece_row, read_piece
+from syncd.checkpoint.torch_files.pieces import Piece, Pieces
 from syncd.protocol.errors import CoverageError, PlacementError
 from tests import dtensor_rules as rules
 

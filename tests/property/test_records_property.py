@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import journal, participants, records, reports, requests
+from syncd.protocol import journal_lines, participants, records, reports, requests
 from syncd.protocol.errors import RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
@@ -30,12 +30,16 @@ TENSORS = st.builds(
     file=PATHS,
     digest=st.none() | DIGESTS,
 )
+NON_FINITE = st.none() | st.builds(
+    records.NonFinite, count=NUMBERS, names=st.lists(TEXT, max_size=3).map(tuple)
+)
 RECEIPT_FILES = st.builds(
     records.ReceiptFile,
     name=PATHS,
     size=NUMBERS,
     digest=DIGESTS,
     over=st.sampled_from(["central-directory", "header", "content"]),
+    nonfinite=NON_FINITE,
 )
 ROLLED_BACK = st.builds(
     records.RolledBack, sequence=SEQUENCES, instead_of=st.none() | TEXT, request=TEXT
@@ -47,7 +51,13 @@ OUTCOMES = st.builds(
     outcome=st.sampled_from(["published", "skipped", "quarantined"]),
     sequence=st.none() | SEQUENCES,
 )
-MEMBERS = st.builds(participants.Member, name=TEXT, session=TEXT, workers=st.integers(1, 8))
+TERMS = st.builds(
+    reports.SyncTerms,
+    style=st.sampled_from(["fixed", "explorer_driven"]),
+    trainer_interval=NUMBERS,
+    explorer_interval=NUMBERS,
+)
+MEMBERS = st.builds(participants.OfferedMember, name=TEXT, session=TEXT, workers=st.integers(1, 8))
 
 
 def rendezvous(members: list[tuple[str, str, int]]) -> dict[str, Any]:
@@ -69,8 +79,9 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 FINITE_JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TIMES | TEXT, branches, max_leaves=8
 )
+LOADS = st.builds(reports.Load, sequence=SEQUENCES, time=TIMES, pause=st.none() | st.floats(0, 1e6))
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
-    records.Format: st.builds(records.Format, lease_time=st.floats(1e-3, 3600)),
+    records.Format: st.builds(records.Format, lease_time=st.floats(0.05, 3600)),
     records.Latest: st.builds(
         records.Latest,
         sequence=SEQUENCES,
@@ -88,6 +99,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         tensors=st.lists(TENSORS, max_size=3).map(tuple),
         base_model=st.none() | ADAPTED_MODELS,
         rolled_back=st.none() | ROLLED_BACK,
+        nonfinite=NON_FINITE,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
     ),
     records.Receipt: st.builds(
@@ -98,7 +110,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         world_size=SEQUENCES,
         files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
     ),
-    records.Saves: st.builds(records.Saves, steps=st.dictionaries(NUMBERS, OUTCOMES, max_size=3)),
+    records.SaveOutcomes: st.builds(
+        records.SaveOutcomes, steps=st.dictionaries(NUMBERS, OUTCOMES, max_size=3)
+    ),
     records.Quarantine: st.builds(
         records.Quarantine, step=NUMBERS, identity=TEXT, error=TEXT, reason=TEXT, time=TIMES
     ),
@@ -113,6 +127,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         refused=st.none() | TEXT,
         requests=NUMBERS,
         joined=st.none() | TEXT,
+        loads=st.none() | st.lists(LOADS, max_size=3).map(tuple),
+        bench=st.none() | NUMBERS,
+        sync=st.none() | TERMS,
         time=TIMES,
     ),
     reports.TrainerReport: st.builds(
@@ -124,6 +141,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         name=st.none() | TEXT,
         session=st.none() | NAMES,
         nothing_new=NUMBERS,
+        sync=st.none() | TERMS,
         time=TIMES,
     ),
     reports.DaemonReport: st.builds(
@@ -138,21 +156,22 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         step=st.none() | NUMBERS,
         paused=st.none() | TEXT,
         memory_dir=st.none() | TEXT,
+        release=st.none() | TEXT,
         counters=st.builds(reports.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
         time=TIMES,
     ),
     records.PublishNotice: st.builds(
         records.PublishNotice, sequence=SEQUENCES, step=NUMBERS, session=TEXT
     ),
-    journal.AuditLine: st.builds(
-        journal.AuditLine,
+    journal_lines.AuditLine: st.builds(
+        journal_lines.AuditLine,
         time=TIMES,
         what=st.sampled_from(["version", "step", "lease"]),
         name=TEXT,
         why=TEXT,
         session=TEXT,
     ),
-    participants.Claim: st.builds(participants.Claim, session=TEXT),
+    participants.Claim: st.builds(participants.Claim, session=TEXT, name=st.none() | TEXT),
     participants.Offer: st.builds(
         participants.Offer,
         offer=st.from_regex(r"[0-9a-f]{12}", fullmatch=True),
@@ -172,16 +191,16 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         backend=st.sampled_from(["nccl", "gloo"]),
         save_id=TEXT.filter(bool),
     ),
-    participants.Verdict: st.builds(
-        participants.Verdict, verdict=st.sampled_from(["go", "off"]), session=TEXT
+    participants.OfferVerdict: st.builds(
+        participants.OfferVerdict, verdict=st.sampled_from(["go", "off"]), session=TEXT
     ),
     participants.SavedState: st.builds(
         participants.SavedState,
         iteration=NUMBERS,
         state=st.dictionaries(TEXT, FINITE_JSON, max_size=3),
     ),
-    journal.JournalLine: st.builds(
-        journal.JournalLine,
+    journal_lines.JournalLine: st.builds(
+        journal_lines.JournalLine,
         time=TIMES,
         event=st.sampled_from(["active", "published", "live", "skipped", "quarantined"]),
         version=st.none() | SEQUENCES,
@@ -202,6 +221,16 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         time=TIMES,
         outcome=st.sampled_from(["asked", "done", "refused"]),
         made=st.none() | SEQUENCES,
+        why=TEXT,
+    ),
+    requests.BenchRequest: st.builds(
+        requests.BenchRequest,
+        id=NAMES,
+        session=NAMES,
+        step=NUMBERS,
+        by=TEXT,
+        time=TIMES,
+        outcome=st.sampled_from(["asked", "refused"]),
         why=TEXT,
     ),
 }

@@ -7,10 +7,10 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.checkpoint.source_reader import SourceReader
-from syncd.checkpoint.tensor_stream import TensorStream
-from syncd.checkpoint.tiling import Part, Run, Weave, leaves
-from syncd.checkpoint.torch_zip import Record
+from syncd.checkpoint.merging.file_copy import TensorStream
+from syncd.checkpoint.merging.source_reader import SourceReader
+from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves
+from syncd.checkpoint.torch_files.torch_zip import ZipRecord
 from syncd.storage.fsio import Storage
 
 STORAGE = Storage(durable=False)
@@ -25,7 +25,7 @@ class Source:
         path.write_bytes(content)
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
-        self.records = {"data/0": Record(0, len(content), 0)}
+        self.records = {"data/0": ZipRecord(0, len(content), 0)}
 
 
 @st.composite

@@ -13,13 +13,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from syncd.coordination.broadcast.offer import ExplorerSide, Offers, TrainerSide
 from syncd.coordination.participant import Participant
 from syncd.coordination.roster import Roster
-from syncd.coordination.transfer import ExplorerSide, Offers, TrainerSide
 from syncd.coordination.waiting import Wait
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.reports import ExplorerReport, TrainerReport
-from syncd.storage.job import open_job
+from syncd.storage.job import Job
 from tests.storages import FastStorage, RuledStorage
 
 #: Where an actor may be held up: before what others see, or what it sees of them.
@@ -102,7 +102,7 @@ def test_all_transfer_the_step_or_none_does(seed: int, stays: float, looks: list
     turns = Turns(seed, stays)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         layout = JobLayout(Path(folder))
-        open_job(FastStorage(), layout, lease_time=LEASE_TIME)
+        Job(FastStorage(), layout).open(lease_time=LEASE_TIME)
 
         def actor(role: str, number: int) -> tuple[Offers, Roster, Participant[Any]]:
             mine = storage(turns)
@@ -115,11 +115,15 @@ def test_all_transfer_the_step_or_none_does(seed: int, stays: float, looks: list
             )  # fmt: skip
             path = layout.trainer_report if role == "trainer" else layout.explorer(f"e{number}")
             me: Participant[Any] = Participant(
-                mine, layout, role, f"e{number}", LEASE_TIME, path=path, first=first,
+                Job(mine, layout), role, f"e{number}", LEASE_TIME, path=path, first=first,
                 clock=lambda: 0.0, wall=lambda: 0.0,
             )  # fmt: skip
             stack.callback(me.close)
-            return Offers(mine, layout), Roster(mine, layout, LEASE_TIME, background=False), me
+            return (
+                Offers(Job(mine, layout)),
+                Roster(Job(mine, layout), LEASE_TIME, background=False),
+                me,
+            )
 
         trainer = TrainerSide(*actor("trainer", 0))
         sides = [ExplorerSide(*actor("explorer", number)) for number in range(2)]

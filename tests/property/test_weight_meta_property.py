@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.coordination.weight_meta import (
+from syncd.coordination.broadcast.weight_meta import (
     ALIGNED,
     HEADER,
     META_LIMIT,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import STATE_POINTER
 from syncd.protocol.records import Latest, parse
@@ -100,7 +100,7 @@ def save(step: int, size: int = 4096) -> None:
     (actor / "huggingface").mkdir(parents=True)
     (actor / "huggingface" / "config.json").write_text("{}")
     with open(actor / "model.safetensors", "wb") as file:
-        file.write(header_bytes([Entry("weight", "U8", (size,), 0, size)]))
+        file.write(header_bytes([HeaderEntry("weight", "U8", (size,), 0, size)]))
         block = os.urandom(min(size, 1 << 20))
         for at in range(0, size, len(block)):
             file.write(block[: size - at])

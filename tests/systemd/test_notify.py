@@ -17,7 +17,7 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.hang import AnsweredStorage, HangGuard
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.service import Service
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, Daemon, wait_for_step, wait_until
 from tests.multiprocess.saves import Constant, save
 from tests.storages import Clock
@@ -196,7 +196,7 @@ def test_an_error_of_storage_is_an_answer_too(tmp_path: Path) -> None:
 
 
 def test_ready_comes_with_the_first_look_and_before_what_is_merged_then(
-    job: Job, manager: Manager
+    job: SmallJob, manager: Manager
 ) -> None:
     told: list[str] = []
 
@@ -250,7 +250,7 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
     tmp_path: Path, method: str
 ) -> None:
     root, marker = tmp_path / "job", tmp_path / "hang"
-    Job(root)
+    SmallJob(root)
     save(root, Constant(), 1, 1)
     manager = Manager(address := f"@syncd-{os.getpid()}-{method}")
     with subprocess.Popen(
@@ -281,7 +281,7 @@ def test_a_loop_or_a_copy_that_hangs_ends_its_process_and_another_takes_over(
 
 
 def test_a_daemon_with_nothing_to_do_is_no_hang_however_seldom_it_is_to_look(
-    job: Job, manager: Manager
+    job: SmallJob, manager: Manager
 ) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "syncd", "run", str(job.layout.root), "--tick", "60",

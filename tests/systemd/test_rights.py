@@ -19,9 +19,9 @@ import pytest
 
 from explorer_hooks.reader import Reader
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.services import Services
+from syncd.daemon.host.services import Services
 from syncd.protocol.layout import JobLayout
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import LEASE_TIME, latest, wait_until
 
 GROUP = 52010
@@ -88,7 +88,7 @@ def give(path: Path, mode: int = 0o2775) -> None:
 
 def trained(root: Path, *steps: int) -> Callable[[], None]:
     def work() -> None:
-        job = Job(root)
+        job = SmallJob(root)
         for step in steps:
             job.save(step)
 

@@ -123,7 +123,7 @@ def test_a_changed_unit_is_not_replaced_and_one_of_ours_is(tmp_path: Path, confi
     to = tmp_path / "units"
     refused = syncd("install", "demo", "--config", config, "--to", to)
     assert isinstance(refused.exception, InvalidSettingsError)
-    assert f"{drop_in} was changed" in str(refused.exception)
+    assert f"{drop_in} was edited" in str(refused.exception)
     assert "Nice=5" in drop_in.read_text()
     assert not template.exists(), "all or nothing"
     installed(tmp_path, config, "--force")
@@ -156,11 +156,11 @@ def test_a_follower_has_its_command_line_and_may_write_where_it_stages(tmp_path:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["demo", "--stage", "/x/y"], "go without --follow"),
-        (["demo", "--follow", "{job}"], "say --link PATH or --command CMD"),
-        (["demo", "--follow", "{job}", "--link", "/link"], "is at the top"),
+        (["demo", "--stage", "/x/y"], "need --follow"),
+        (["demo", "--follow", "{job}"], "give either --link PATH or --command CMD"),
+        (["demo", "--follow", "{job}", "--link", "/link"], "is in the root folder"),
         (["../demo"], "cannot be part of a file name"),
-        (["demo", "--config", "{job}/none.toml"], "cannot be read"),
+        (["demo", "--config", "{job}/none.toml"], "cannot read the configuration"),
         (["demo", "--user", "a\nb", "--config", "{job}/../demo.toml"], "cannot stand in a unit"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
 from tests.rank_programs import written_by

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import merge
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: A module, and what it is given; code in a line of text may go on in the next one.
@@ -31,3 +33,24 @@ def test_a_benchmark_that_a_page_names_is_there_and_has_its_options(
     source = (ROOT / "benchmarks" / f"{module}.py").read_text()
     assert "argparse" in source
     assert not option or f'"{option}"' in source
+
+
+def test_the_merge_benchmark_measures_a_size_once_and_prints_what_it_has_if_a_later_part_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch", reason="the benchmark writes shards with it")
+    from benchmarks import shards  # noqa: PLC0415
+
+    # Shards are written and verified in this process: to import torch takes longer than all else.
+    monkeypatch.setattr(merge, "_shards", shards.main)
+    monkeypatch.setattr(merge, "prepare_process", lambda _: None)
+    small = "0.0001"
+    argv = ["merge", "--layout", "small", "--gigabytes", small, "--rounds", "1", "--no-torch"]
+    argv += ["--only", "syncd merge, no digests", "--dir", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", [*argv, "--rss", "0.0002", small, "nan"])  # the last is no size
+    with pytest.raises(ValueError, match="NaN"):
+        merge.main()
+    printed = capsys.readouterr().out
+    rows = [re.split(r"\s{2,}", line)[:2] for line in printed.splitlines()]
+    assert [row[1] for row in rows if row[0] == "syncd merge, no digests"][1:] == ["0.00", "0.00"]
+    assert list(tmp_path.iterdir()) == []

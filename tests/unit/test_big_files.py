@@ -20,18 +20,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from syncd.checkpoint.merge import Merged, run_plan
+from syncd.checkpoint.merging.merge import Merged, run_plan
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import NAME_LIMIT
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import ShardFormatError
 from syncd.protocol.names import shard_name
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
 from tests.merging import build
 from tests.storages import FastStorage
+
+pytestmark = pytest.mark.slow
 
 STORAGE = Storage(durable=False)
 GIB: Final = 1024**3
@@ -124,10 +127,9 @@ def merge(
             plan,
             [opened],
             folder,
-            digests=digests,
-            check_crc=False,
-            cancel=nothing,
-            in_kernel=lambda _: True,
+            options=MergeOptions(digests=digests, in_kernel=lambda _: True),
+            checked="stillness",
+            work=Work(nothing),
         )
 
 
@@ -280,6 +282,8 @@ def test_more_records_than_sixteen_bits_count_are_read(tmp_path: Path) -> None:
 
 def test_a_header_longer_than_safetensors_reads_is_never_written() -> None:
     name = "x" * NAME_LIMIT
-    entries = (Entry(f"{number:06}{name[6:]}", "F32", (0,), 0, 0) for number in range(100_000))
-    with pytest.raises(ShardFormatError, match=r"100000 tensors in one file .* max_shard_size"):
+    entries = (
+        HeaderEntry(f"{number:06}{name[6:]}", "F32", (0,), 0, 0) for number in range(100_000)
+    )
+    with pytest.raises(ShardFormatError, match=r"tensors of one file .* max_shard_size"):
         header_bytes(entries)

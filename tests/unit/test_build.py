@@ -12,7 +12,7 @@ from torch import nn
 from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
@@ -21,12 +21,14 @@ from syncd.protocol.names import shard_name
 from syncd.protocol.records import Manifest, Quarantine, ReceiptFile, parse
 from syncd.protocol.reports import DaemonReport
 from syncd.storage.calls import Free
-from tests.jobs import Job, receipt_of
+from tests.jobs import SmallJob, receipt_of
 from tests.shards import shard, tensor
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 
-def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(job: Job, clock: Clock) -> None:
+def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(
+    job: SmallJob, clock: Clock
+) -> None:
     job.save(4)
     config = job.layout.actor(4) / "huggingface" / "config.json"
     content = config.read_bytes()
@@ -41,7 +43,7 @@ def test_a_vouched_file_that_is_gone_is_waited_for_and_not_left_out(job: Job, cl
 
 
 def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_copied(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     job.save(4)
     config = job.layout.actor(4) / "huggingface" / "config.json"
@@ -59,7 +61,7 @@ def test_a_vouched_file_that_was_changed_is_said_by_name_before_any_weights_are_
     assert job.versions == []
 
 
-def test_a_superseded_daemon_leaves_its_successors_notice(job: Job) -> None:
+def test_a_superseded_daemon_leaves_its_successors_notice(job: SmallJob) -> None:
     def take_over(*_: object) -> None:
         job.take_over().publish_file(job.layout.publish_lock, b"the successor's")
 
@@ -71,7 +73,7 @@ def test_a_superseded_daemon_leaves_its_successors_notice(job: Job) -> None:
 
 
 def test_a_later_save_of_the_published_step_stays_quarantined_for_the_next_daemon(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     job.save(4)
     with job.daemon() as loop:
@@ -123,11 +125,11 @@ def shard_of(*names: str) -> bytes:
 
 def file_of(*names: str) -> bytes:
     """A safetensors file."""
-    entries = (Entry(name, "F32", (1,), 4 * at, 4 * at + 4) for at, name in enumerate(names))
+    entries = (HeaderEntry(name, "F32", (1,), 4 * at, 4 * at + 4) for at, name in enumerate(names))
     return header_bytes(entries) + bytes(4 * len(names))
 
 
-def put(job: Job, files: dict[str, bytes], step: int = 4) -> Path:
+def put(job: SmallJob, files: dict[str, bytes], step: int = 4) -> Path:
     """A foreign save of these files, and the pointer."""
     actor = job.layout.actor(step)
     for name, content in files.items():
@@ -144,7 +146,7 @@ def settle(loop: Loop, clock: Clock, rounds: int = 3) -> None:
         clock.advance(5)
 
 
-def serve(job: Job, clock: Clock, config: DaemonConfig | None = None) -> Manifest | None:
+def serve(job: SmallJob, clock: Clock, config: DaemonConfig | None = None) -> Manifest | None:
     """Let a daemon do what there is to do: the manifest of the version that LATEST names."""
     with job.daemon(config, clock=clock) as loop:
         settle(loop, clock)
@@ -162,7 +164,7 @@ def names_in(manifest: Manifest) -> set[str]:
 
 @pytest.mark.parametrize("home", ["lora_adapter", "huggingface"])
 def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
-    job: Job, clock: Clock, home: str
+    job: SmallJob, clock: Clock, home: str
 ) -> None:
     put(job, {SHARD: shard_of(*PEFT), f"{home}/adapter_config.json": CONFIG, **BASE})
     manifest = serve(job, clock, DaemonConfig(max_shard_size=1))
@@ -179,7 +181,7 @@ def test_the_shards_of_a_peft_model_become_one_file_that_peft_reads(
     assert found == {name: bytes_of(record) for name, record in SAVED.items()}
 
 
-def test_a_reader_sees_what_kind_a_version_is(job: Job, clock: Clock) -> None:
+def test_a_reader_sees_what_kind_a_version_is(job: SmallJob, clock: Clock) -> None:
     put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
     serve(job, clock)
     with Reader(job.layout.root, "explorer") as reader:
@@ -193,7 +195,7 @@ def test_a_reader_sees_what_kind_a_version_is(job: Job, clock: Clock) -> None:
         version.release()
 
 
-def test_a_module_is_never_loaded_with_an_adapter(job: Job, clock: Clock) -> None:
+def test_a_module_is_never_loaded_with_an_adapter(job: SmallJob, clock: Clock) -> None:
     put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
     serve(job, clock)
     with Reader(job.layout.root, "explorer") as reader:
@@ -203,7 +205,7 @@ def test_a_module_is_never_loaded_with_an_adapter(job: Job, clock: Clock) -> Non
         version.release()
 
 
-def test_the_trained_biases_are_those_that_the_config_says(job: Job, clock: Clock) -> None:
+def test_the_trained_biases_are_those_that_the_config_says(job: SmallJob, clock: Clock) -> None:
     config = CONFIG.replace(b"none", b"lora_only")
     put(job, {SHARD: shard_of(*PEFT), TOLD: config})
     manifest = serve(job, clock)
@@ -211,7 +213,7 @@ def test_the_trained_biases_are_those_that_the_config_says(job: Job, clock: Cloc
     assert {entry.name for entry in manifest.tensors} == {*SAVED, f"{Q}.base_layer.bias"}
 
 
-def test_what_is_not_published_is_not_read(job: Job, clock: Clock) -> None:
+def test_what_is_not_published_is_not_read(job: SmallJob, clock: Clock) -> None:
     content = shard_of(*PEFT)
     put(job, {SHARD: content.replace(bytes_of(0), bytes(24)), TOLD: CONFIG})
     manifest = serve(job, clock)
@@ -222,7 +224,7 @@ def test_what_is_not_published_is_not_read(job: Job, clock: Clock) -> None:
     assert job.outcomes[5] == "quarantined"
 
 
-def test_shards_beside_an_adapter_are_not_merged(job: Job, clock: Clock) -> None:
+def test_shards_beside_an_adapter_are_not_merged(job: SmallJob, clock: Clock) -> None:
     put(job, {SHARD: b"of no use", LORA: file_of("x.lora_A.weight"), TOLD: CONFIG, **BASE})
     manifest = serve(job, clock)
     assert manifest is not None
@@ -235,7 +237,7 @@ def test_shards_beside_an_adapter_are_not_merged(job: Job, clock: Clock) -> None
 
 @pytest.mark.parametrize("has_receipt", [True, False])
 def test_an_adapter_is_linked_when_it_has_our_receipt_else_copied(
-    job: Job, clock: Clock, *, has_receipt: bool
+    job: SmallJob, clock: Clock, *, has_receipt: bool
 ) -> None:
     content = file_of("x.lora_A.weight")
     actor = put(job, {LORA: content, TOLD: CONFIG})
@@ -255,7 +257,7 @@ def vouched(name: str, content: bytes) -> ReceiptFile:
 
 
 def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     content = file_of("x.lora_A.weight")
     actor = put(job, {LORA: content, TOLD: CONFIG + b" "})
@@ -270,7 +272,7 @@ def test_an_adapters_config_that_is_not_the_vouched_one_is_looked_at_again(
     assert job.latest.kind == "adapter"
 
 
-def test_pefts_own_files_come_before_the_base_models(job: Job, clock: Clock) -> None:
+def test_pefts_own_files_come_before_the_base_models(job: SmallJob, clock: Clock) -> None:
     put(
         job,
         {
@@ -307,7 +309,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
     ),
     "a config of another kind": (
         {SHARD: shard_of(*PEFT), TOLD: b'{"peft_type": "IA3"}'},
-        "is of a IA3 adapter, and the shards hold a LORA one",
+        "is for a IA3 adapter, but the shards hold a LORA one",
     ),
     "a pickle": ({"lora_adapter/adapter_model.bin": b"", TOLD: CONFIG}, "is a pickle"),
     "two adapters": (
@@ -350,7 +352,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], str]] = {
 
 @pytest.mark.parametrize("kind", BROKEN)
 def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_served(
-    job: Job, clock: Clock, kind: str
+    job: SmallJob, clock: Clock, kind: str
 ) -> None:
     files, reason = BROKEN[kind]
     put(job, files)
@@ -366,7 +368,7 @@ def test_an_adapter_that_cannot_be_published_is_quarantined_and_the_next_save_se
     assert job.latest.step == 5
 
 
-def test_a_config_that_comes_late_makes_a_new_save_of_it(job: Job, clock: Clock) -> None:
+def test_a_config_that_comes_late_makes_a_new_save_of_it(job: SmallJob, clock: Clock) -> None:
     put(job, {SHARD: shard_of(*PEFT)})
     with job.daemon(clock=clock) as loop:
         settle(loop, clock)
@@ -379,7 +381,7 @@ def test_a_config_that_comes_late_makes_a_new_save_of_it(job: Job, clock: Clock)
 
 @pytest.mark.parametrize("name", ["model.lora_A", "model.mixer.lora_A.key.weight"])
 def test_a_full_model_with_names_like_those_of_lora_stays_a_full_model(
-    job: Job, clock: Clock, name: str
+    job: SmallJob, clock: Clock, name: str
 ) -> None:
     put(job, {SHARD: shard_of("model.embed.weight", name), **BASE})
     manifest = serve(job, clock)
@@ -410,7 +412,7 @@ def large(*names: str) -> bytes:
 
 
 def test_room_is_asked_for_what_is_written_and_not_for_the_base_model(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     job.storage = Small(LARGE // 2)
     put(job, {SHARD: large(*PEFT), TOLD: CONFIG})
@@ -438,7 +440,7 @@ class Counted(Small):
 
 
 def test_a_save_that_does_not_fit_is_parsed_once_and_not_at_every_attempt(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     job.storage = storage = Counted(LARGE // 2)
     put(job, {SHARD: large("model.weight")})
@@ -458,10 +460,12 @@ def test_a_save_that_does_not_fit_is_parsed_once_and_not_at_every_attempt(
 
 @pytest.mark.parametrize("has_receipt", [True, False])
 def test_an_adapter_takes_room_only_where_it_is_copied(
-    job: Job, clock: Clock, *, has_receipt: bool
+    job: SmallJob, clock: Clock, *, has_receipt: bool
 ) -> None:
     job.storage = Small(LARGE // 2)
-    content = header_bytes([Entry("x.lora_A.weight", "U8", (LARGE,), 0, LARGE)]) + bytes(LARGE)
+    content = header_bytes([HeaderEntry("x.lora_A.weight", "U8", (LARGE,), 0, LARGE)]) + bytes(
+        LARGE
+    )
     put(job, {LORA: content, TOLD: CONFIG})
     if has_receipt:
         job.receipt(4, "run-4-0", 0, 1, receipt_of(content, LORA))
@@ -469,7 +473,7 @@ def test_an_adapter_takes_room_only_where_it_is_copied(
 
 
 def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     put(job, {LORA: file_of("base_model.model.q.ia3_l"), TOLD: b'{"peft_type": "IA3"}'})
     manifest = serve(job, clock)
@@ -477,7 +481,9 @@ def test_a_file_of_another_method_than_lora_is_an_adapter_as_peft_saved_it(
     assert manifest.kind == "adapter"
 
 
-def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: Job, clock: Clock) -> None:
+def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(
+    job: SmallJob, clock: Clock
+) -> None:
     put(job, {SHARD: shard_of(*PEFT), TOLD: CONFIG})
     job.storage = RuledStorage(refuse("rename", errno.EIO, where="LATEST"))
     assert serve(job, clock) is None
@@ -488,7 +494,7 @@ def test_an_adapter_that_latest_does_not_name_yet_is_adopted_as_one(job: Job, cl
     assert (job.latest.step, job.latest.kind) == (4, "adapter")
 
 
-def test_a_version_of_before_there_were_kinds_is_a_full_model(job: Job, clock: Clock) -> None:
+def test_a_version_of_before_there_were_kinds_is_a_full_model(job: SmallJob, clock: Clock) -> None:
     job.save(4)
     serve(job, clock)
     for path in (job.layout.latest, job.layout.version(1) / "manifest.json"):

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from syncd.checkpoint.cast import THREADS, TILE, Caster
+from syncd.checkpoint.merging.cast import THREADS, TILE, Caster
 from syncd.checkpoint.tensor_rules import DTYPES, Cast, cast_dtype
 from syncd.protocol.errors import CancelledError, CoverageError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import shard_paths
-from tests.jobs import Job, nothing, receipt_of
+from tests.jobs import SmallJob, nothing, receipt_of
 from tests.merging import assert_equal, build, loaded, truth
+from tests.products import product
 
 STORAGE = Storage(durable=False)
 TORCH = {name: getattr(torch, key) for key, (name, _) in DTYPES.items()}
@@ -110,9 +111,25 @@ def cast_of(tensor: torch.Tensor, cast: Cast) -> torch.Tensor:
     return tensor if kept else tensor.to(CASTS[cast])
 
 
-@pytest.mark.parametrize("size", [10**9, 700])
-@pytest.mark.parametrize("cast", CASTS)
-@pytest.mark.parametrize("kind", ["fsdp2-4", "fsdp2_tp-8", "fsdp1-4", "plain-2"])
+#: A kind is put together in a way of its own. The dtype has no part in that, nor has the size of a
+#: file: each is seen once, and how values are cast is tested above.
+USUAL = {
+    ("fsdp2-4", "bf16", 10**9),
+    ("fsdp2_tp-8", "fp16", 700),
+    ("fsdp1-4", "fp32", 700),
+    ("plain-2", "bf16", 700),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cast", "size"),
+    product(
+        ("fsdp2-4", "fsdp2_tp-8", "fsdp1-4", "plain-2"),
+        CASTS,
+        (10**9, 700),
+        usual=lambda *case: case in USUAL,
+    ),
+)
 def test_a_save_of_real_ranks_is_cast_as_torch_casts_its_tensors(
     written: Path, tmp_path: Path, kind: str, cast: Cast, size: int
 ) -> None:
@@ -124,7 +141,7 @@ def test_a_save_of_real_ranks_is_cast_as_torch_casts_its_tensors(
     assert_equal(built(actor, tmp_path / "out", cast, size), expected)
 
 
-def full(job: Job, state: dict[str, torch.Tensor]) -> Path:
+def full(job: SmallJob, state: dict[str, torch.Tensor]) -> Path:
     path = job.layout.actor(1) / "model.safetensors"
     path.parent.mkdir(parents=True)
     save_file(state, path)
@@ -132,7 +149,7 @@ def full(job: Job, state: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def test_a_full_state_dict_is_cast_and_not_linked(job: Job, tmp_path: Path) -> None:
+def test_a_full_state_dict_is_cast_and_not_linked(job: SmallJob, tmp_path: Path) -> None:
     state = {"weight": torch.randn(3, 5), "steps": torch.tensor(7)}
     path = full(job, state)
     found = built(path.parent, tmp_path / "out", "bf16")
@@ -140,7 +157,9 @@ def test_a_full_state_dict_is_cast_and_not_linked(job: Job, tmp_path: Path) -> N
     assert_equal(load_file(path), state)
 
 
-def test_what_needs_no_cast_is_linked_and_no_child_is_started(job: Job, tmp_path: Path) -> None:
+def test_what_needs_no_cast_is_linked_and_no_child_is_started(
+    job: SmallJob, tmp_path: Path
+) -> None:
     path = full(job, {"weight": torch.randn(3, 5).bfloat16(), "steps": torch.tensor(7)})
     built(path.parent, tmp_path / "out", "bf16")
     assert (tmp_path / "out" / path.name).samefile(path)

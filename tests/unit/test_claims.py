@@ -11,8 +11,9 @@ import pytest
 
 from syncd.protocol.errors import NameTakenError
 from syncd.storage.claims import HeldName, read_claim
+from syncd.storage.job import Job
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import CHANGES, AnswerLost, Clock, RuledStorage, once
 
 pytestmark = pytest.mark.lagging
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.lagging
 class Heartbeat(Session):
     """A session that a test lets beat."""
 
-    def __init__(self, job: Job, name: str) -> None:
+    def __init__(self, job: SmallJob, name: str) -> None:
         self.id, self.lease_time = name, LEASE_TIME
         self.path = job.layout.session(name)
         self.path.write_bytes(b"")
@@ -32,7 +33,12 @@ class Heartbeat(Session):
 
 
 def take(
-    job: Job, session: Session, clock: Clock, *, beating: Heartbeat | None = None, name: str = "x"
+    job: SmallJob,
+    session: Session,
+    clock: Clock,
+    *,
+    beating: Heartbeat | None = None,
+    name: str = "x",
 ) -> HeldName:
     def pause(seconds: float) -> None:
         clock.advance(seconds)
@@ -40,14 +46,16 @@ def take(
             beating.beat()
 
     storage = job.hosts.storage()
-    return HeldName.take(storage, job.layout, "explorer", name, session, clock=clock, pause=pause)
+    return HeldName.take(
+        Job(storage, job.layout), "explorer", name, session, clock=clock, pause=pause
+    )
 
 
-def holder(job: Job, name: str = "x") -> str | None:
+def holder(job: SmallJob, name: str = "x") -> str | None:
     return read_claim(job.storage, job.layout.claim("explorer", name))
 
 
-def test_a_live_participants_name_is_refused_within_a_lease(job: Job, clock: Clock) -> None:
+def test_a_live_participants_name_is_refused_within_a_lease(job: SmallJob, clock: Clock) -> None:
     first = Heartbeat(job, "first")
     take(job, first, clock)
     begun = clock.now
@@ -58,8 +66,36 @@ def test_a_live_participants_name_is_refused_within_a_lease(job: Job, clock: Clo
     take(job, Heartbeat(job, "third"), clock, name="y")
 
 
+def test_a_second_trainer_is_told_who_works_there(job: SmallJob, clock: Clock) -> None:
+    first = Heartbeat(job, "node-7-4711-0a1b2c3d")
+
+    def take_as(name: str, session: Heartbeat) -> HeldName:
+        def pause(seconds: float) -> None:
+            clock.advance(seconds)
+            first.beat()
+
+        storage = job.hosts.storage()
+        return HeldName.take(
+            Job(storage, job.layout), "trainer", name, session, clock=clock, pause=pause
+        )
+
+    take_as("grpo\n", first)
+    with pytest.raises(NameTakenError) as told:
+        take_as("intruder", Heartbeat(job, "newcomer"))
+    who = rf"trainer 'grpo\n' works in {job.layout.root} already (process 4711 on host node-7, "
+    assert str(told.value).startswith(who)
+    assert "own" in str(told.value)
+    assert "another name" not in str(told.value)
+    assert "intruder" not in str(told.value)
+    # A release before wrote no name.
+    job.put(job.layout.claim("trainer", ""), json.dumps({"session": first.id}).encode())
+    job.hosts.settle()
+    with pytest.raises(NameTakenError, match=r"^a trainer works in "):
+        take_as("intruder", Heartbeat(job, "newcomer-2"))
+
+
 def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     take(job, Heartbeat(job, "first"), clock)
     begun = clock.now
@@ -70,7 +106,7 @@ def test_a_dead_participants_name_is_taken_after_a_lease_and_not_before(
     assert job.leftovers() == []
 
 
-def test_a_name_whose_session_is_gone_is_taken_soon(job: Job, clock: Clock) -> None:
+def test_a_name_whose_session_is_gone_is_taken_soon(job: SmallJob, clock: Clock) -> None:
     first = Heartbeat(job, "first")
     take(job, first, clock)
     first.path.unlink()
@@ -81,44 +117,44 @@ def test_a_name_whose_session_is_gone_is_taken_soon(job: Job, clock: Clock) -> N
     assert holder(job) == "second"
 
 
-def test_a_name_that_was_given_up_is_free_at_once(job: Job, clock: Clock) -> None:
+def test_a_name_that_was_given_up_is_free_at_once(job: SmallJob, clock: Clock) -> None:
     take(job, Heartbeat(job, "first"), clock).release()
     begun = clock.now
     take(job, Heartbeat(job, "second"), clock)
     assert clock.now == begun
 
 
-def test_a_marker_that_says_nothing_is_broken_after_a_lease(job: Job, clock: Clock) -> None:
+def test_a_marker_that_says_nothing_is_broken_after_a_lease(job: SmallJob, clock: Clock) -> None:
     job.layout.claims.mkdir()
     job.layout.claim("explorer", "x").write_bytes(b"{")
     take(job, Heartbeat(job, "second"), clock)
     assert holder(job) == "second"
 
 
-def test_what_can_be_no_marker_is_refused_and_named(job: Job, clock: Clock) -> None:
+def test_what_can_be_no_marker_is_refused_and_named(job: SmallJob, clock: Clock) -> None:
     job.layout.claim("explorer", "x").mkdir(parents=True)
     with pytest.raises(NameTakenError, match=r"remove .*claims/explorer\.x"):
         take(job, Heartbeat(job, "second"), clock)
 
 
-def test_a_job_has_one_trainer_whatever_its_name_is(job: Job, clock: Clock) -> None:
+def test_a_job_has_one_trainer_whatever_its_name_is(job: SmallJob, clock: Clock) -> None:
     assert job.layout.claim("trainer", "a") == job.layout.claim("trainer", "b")
     assert job.layout.claim("explorer", "trainer") != job.layout.claim("trainer", "trainer")
     take(job, Heartbeat(job, "explorer"), clock, name="trainer")
 
 
-def test_who_lost_the_name_is_told(job: Job, clock: Clock) -> None:
+def test_who_lost_the_name_is_told(job: SmallJob, clock: Clock) -> None:
     first = take(job, Heartbeat(job, "first"), clock)
     first.check()
     take(job, Heartbeat(job, "second"), clock)
     job.hosts.settle()
-    with pytest.raises(NameTakenError, match="is now of session second"):
+    with pytest.raises(NameTakenError, match="session second now holds"):
         first.check()
     first.release()
     assert holder(job) == "second"
 
 
-def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: Job, clock: Clock) -> None:
+def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: SmallJob, clock: Clock) -> None:
     first = take(job, Heartbeat(job, "first"), clock)
     job.layout.claim("explorer", "x").unlink()
     job.hosts.settle()
@@ -127,7 +163,7 @@ def test_a_name_that_nobody_took_meanwhile_is_taken_again(job: Job, clock: Clock
 
 
 def test_a_claim_that_another_broke_and_took_at_the_last_moment_is_not_broken(
-    job: Job, clock: Clock, tmp_path: Path
+    job: SmallJob, clock: Clock, tmp_path: Path
 ) -> None:
     take(job, Heartbeat(job, "first"), clock)
     path = job.layout.claim("explorer", "x")
@@ -145,26 +181,26 @@ def test_a_claim_that_another_broke_and_took_at_the_last_moment_is_not_broken(
 
     with pytest.raises(NameTakenError, match="session third"):
         HeldName.take(
-            storage, job.layout, "explorer", "x", Heartbeat(job, "second"), clock=clock,
+            Job(storage, job.layout), "explorer", "x", Heartbeat(job, "second"), clock=clock,
             pause=pause,
         )  # fmt: skip
     assert holder(job) == "third"
 
 
-def test_a_claim_whose_answer_was_lost_is_ours(job: Job, clock: Clock) -> None:
+def test_a_claim_whose_answer_was_lost_is_ours(job: SmallJob, clock: Clock) -> None:
     class LinkAnswerLost(AnswerLost):
         def link(self, source: Path, target: Path) -> None:
             super().link(source, target)
             raise FileExistsError(str(target))
 
     held = HeldName.take(
-        LinkAnswerLost(), job.layout, "explorer", "x", Heartbeat(job, "first"), clock=clock
+        Job(LinkAnswerLost(), job.layout), "explorer", "x", Heartbeat(job, "first"), clock=clock
     )
     held.check()
 
 
 @pytest.mark.local_only("threads would share the clock of the lagging hosts")
-def test_of_many_that_want_a_name_one_has_it(job: Job) -> None:
+def test_of_many_that_want_a_name_one_has_it(job: SmallJob) -> None:
     got: list[str] = []
     sessions = [Heartbeat(job, f"s{number}") for number in range(8)]
     start = threading.Barrier(len(sessions))
@@ -180,7 +216,12 @@ def test_of_many_that_want_a_name_one_has_it(job: Job) -> None:
         start.wait(60)
         try:
             HeldName.take(
-                job.hosts.storage(), job.layout, "explorer", "x", session, clock=mine, pause=pause
+                Job(job.hosts.storage(), job.layout),
+                "explorer",
+                "x",
+                session,
+                clock=mine,
+                pause=pause,
             )
         except NameTakenError:
             return
@@ -195,7 +236,7 @@ def test_of_many_that_want_a_name_one_has_it(job: Job) -> None:
 
 
 def test_the_claim_of_a_newer_protocol_is_refused_while_it_lives_and_taken_when_it_is_dead(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     newer = Heartbeat(job, "newer")
     take(job, newer, clock)
@@ -210,7 +251,7 @@ def test_the_claim_of_a_newer_protocol_is_refused_while_it_lives_and_taken_when_
 @pytest.mark.local_only("each call fails once, whatever its client believes")
 @pytest.mark.parametrize("method", [*CHANGES, "open_read", "status"])
 def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
-    job: Job, clock: Clock, method: str
+    job: SmallJob, clock: Clock, method: str
 ) -> None:
     first, second = Heartbeat(job, "first"), Heartbeat(job, "second")
     for nth in range(4):
@@ -225,7 +266,7 @@ def test_whatever_call_fails_a_name_can_be_taken_afterwards_by_one_alone(
 
         storage.rules.append(fail)
         with suppress(OSError):
-            HeldName.take(storage, job.layout, "explorer", "x", first, clock=clock)
+            HeldName.take(Job(storage, job.layout), "explorer", "x", first, clock=clock)
         held = take(job, first, clock)
         with pytest.raises(NameTakenError):
             take(job, second, clock, beating=first)

@@ -4,8 +4,11 @@ import json
 import os
 import pty
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,8 +22,15 @@ import syncd.cli as syncd_cli
 from syncd import __version__
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
+from syncd.operate.offline import prune_now
 from syncd.protocol import errors
-from tests.jobs import Job
+from syncd.protocol.names import MANIFEST
+from syncd.storage.job import Job
+from syncd.storage.judge import Judge
+from syncd.storage.sessions import DaemonLock
+from tests.jobs import LEASE_TIME, SmallJob
+from tests.multiprocess.processes import wait_until
+from tests.storages import FastStorage
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMMANDS = cli.list_commands(click.Context(cli))
@@ -31,7 +41,7 @@ def syncd(*arguments: object) -> Result:
 
 
 @pytest.fixture
-def served(job: Job) -> Job:
+def served(job: SmallJob) -> SmallJob:
     """A job with versions 1 to 3, and steps 1 to 3."""
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
         for step in (1, 2, 3):
@@ -116,7 +126,7 @@ def test_a_merge_shows_a_bar_on_a_terminal_and_nothing_elsewhere(
 
 def test_several_files_have_an_index(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    arguments = ("--no-fsync", "--max-shard-size", 300, "--digest", "off")
+    arguments = ("--no-fsync", "--max-shard-size", "0.3kB", "--digest", "off")
     assert syncd("merge", merged(tmp_path), out, *arguments).exit_code == 0
     assert (out / "model.safetensors.index.json").exists()
     assert "sizes and headers alone" in syncd("verify", out).output
@@ -150,16 +160,30 @@ def test_a_merge_that_fails_leaves_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_7"]
 
 
+def test_a_folder_without_a_save_says_what_was_looked_for(tmp_path: Path) -> None:
+    actor, out = merged(tmp_path), tmp_path / "new" / "out"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for folder in (empty, tmp_path, actor.parent):
+        result = syncd("merge", folder, out)
+        assert isinstance(result.exception, errors.SaveNotReadyError)
+        said = str(result.exception)
+        assert said.startswith(f"{folder} ")
+        assert "looked for model_world_size_N_rank_R.pt, model.safetensors, " in said
+        assert (f"merge its actor folder: {actor}" in said) == (folder == actor.parent)
+    assert not out.parent.exists()
+
+
 # -- verify ----------------------------------------------------------------------------------------
 
 
-def test_all_versions_of_a_job_are_verified(served: Job) -> None:
+def test_all_versions_of_a_job_are_verified(served: SmallJob) -> None:
     result = syncd("verify", served.layout.root)
     assert result.exit_code == 0
     assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions
 
 
-def test_a_damaged_version_is_named_and_the_others_are_still_read(served: Job) -> None:
+def test_a_damaged_version_is_named_and_the_others_are_still_read(served: SmallJob) -> None:
     served.put(served.layout.version(2) / "config.json", b"other")
     result = syncd("verify", served.layout.root)
     assert isinstance(result.exception, errors.VerificationError)
@@ -168,16 +192,39 @@ def test_a_damaged_version_is_named_and_the_others_are_still_read(served: Job) -
     assert result.output.count("whole") == 2
 
 
+def test_weights_that_nobody_listed_are_named_in_a_version_and_let_be_in_a_merged_folder(
+    served: SmallJob, tmp_path: Path
+) -> None:
+    (served.layout.version(2) / "z.safetensors").write_bytes(b"weights")
+    result = syncd("verify", served.layout.root)
+    assert isinstance(result.exception, errors.VerificationError)
+    assert "z.safetensors is not in the version's manifest" in result.output
+    assert result.output.count("whole") == 2
+    out = tmp_path / "out"
+    syncd("merge", merged(tmp_path), out, "--no-fsync")
+    (out / "training_args.bin").write_bytes(b"as transformers' Trainer leaves it")
+    assert syncd("verify", out).exit_code == 0
+
+
+def test_a_file_name_in_a_manifest_is_shown_as_text_on_its_own_line(served: SmallJob) -> None:
+    path = served.layout.version(2) / MANIFEST
+    path.write_bytes(path.read_bytes().replace(b"config.json", "\u202egnp\u2028v9: whole".encode()))
+    result = syncd("verify", served.layout.root)
+    assert isinstance(result.exception, errors.VerificationError)
+    assert r"\u202egnp\u2028v9: whole is missing or not a file" in result.output
+    assert [line.split(":")[0] for line in result.output.splitlines()] == served.versions
+
+
 def test_a_folder_that_is_no_job_says_so(tmp_path: Path) -> None:
     result = syncd("verify", tmp_path)
     assert isinstance(result.exception, errors.InvalidSettingsError)
-    assert "is no version, and no job with published versions" in str(result.exception)
+    assert "is neither a version nor a job with published versions" in str(result.exception)
 
 
 # -- for scripts -----------------------------------------------------------------------------------
 
 
-def test_what_was_done_is_one_json_object(served: Job, tmp_path: Path) -> None:
+def test_what_was_done_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
     def told(*arguments: object) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(syncd(*arguments, "--json").stdout)
         return found
@@ -200,13 +247,57 @@ def test_what_was_done_is_one_json_object(served: Job, tmp_path: Path) -> None:
     assert told("prune", root, "--keep", 2)["deleted"] == would["deleted"]
     asked = told("rollback", root, "v2")
     assert (asked["of"], asked["version"]) == (2, None)
-    assert "no daemon works" in asked["waits_for"]
+    assert "no daemon runs" in asked["waits_for"]
+
+
+def test_what_was_steered_and_checked_is_one_json_object(served: SmallJob, tmp_path: Path) -> None:
+    def told(*arguments: object) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(syncd(*arguments, "--json").stdout)
+        return found
+
+    root = served.layout.root
+    pinned = {"job": str(root), "folder": "v000002", "pinned": True}
+    assert told("pin", root, "v2") == pinned
+    unpinned = {**pinned, "pinned": False, "was_pinned": True}
+    assert told("unpin", root, "v2") == unpinned
+    assert told("unpin", root, "v2") == {**unpinned, "was_pinned": False}
+    paused = told("pause", root)
+    assert (paused["job"], paused["paused"]) == (str(root), True)
+    assert "no daemon runs" in paused["waits_for"]
+    resumed = {"job": str(root), "paused": False, "was_paused": True, "daemon_works": False}
+    assert told("resume", root) == resumed
+
+    file = tmp_path / "job.toml"
+    file.write_text(f'job = "{root}"\ntick = "2s"\n')
+    assert told("config", "check", file) == {"file": str(file), "usable": True, "wrong": []}
+    printed = told("unit", "print", "job", "--config", file)
+    assert told("unit", "install", "job", "--config", file, "--to", tmp_path / "units") == {
+        "wrote": [
+            path.replace("/etc/systemd/system", str(tmp_path / "units"), 1)
+            for path in printed["files"]
+        ],
+        "next": [
+            f"syncd config check {file}",
+            "systemctl daemon-reload",
+            "systemctl enable --now syncd@job",
+            "systemctl status syncd@job",
+        ],
+    }
+    for path, text in printed["files"].items():
+        assert (
+            tmp_path / "units" / Path(path).relative_to("/etc/systemd/system")
+        ).read_text() == text
+    file.write_text("keep = 0\nkepe = 1\n")
+    refused = syncd("config", "check", file, "--json")
+    found = json.loads(refused.stdout)
+    assert (found["usable"], len(found["wrong"])) == (False, 2)
+    assert isinstance(refused.exception, errors.InvalidSettingsError)
 
 
 # -- status ----------------------------------------------------------------------------------------
 
 
-def test_status_as_json_is_one_object(served: Job) -> None:
+def test_status_as_json_is_one_object(served: SmallJob) -> None:
     served.lease(2, "session", "node-1")
     seen = json.loads(syncd("status", served.layout.root, "--json").output)
     assert seen["latest"]["sequence"] == 3
@@ -215,7 +306,7 @@ def test_status_as_json_is_one_object(served: Job) -> None:
     assert (seen["publishing"], seen["daemon_lock_held"], seen["quarantined"]) == (False, False, [])
 
 
-def test_status_for_people_says_what_is_published_and_leased(served: Job) -> None:
+def test_status_for_people_says_what_is_published_and_leased(served: SmallJob) -> None:
     served.lease(2, "session", "node-1")
     report = {"name": "node-1", "session": "s", "status": "running", "sequence": 2, "time": 1.0}
     served.layout.explorer("node-1").write_text(json.dumps(report))
@@ -227,7 +318,7 @@ def test_status_for_people_says_what_is_published_and_leased(served: Job) -> Non
     assert re.search(r"^node-1 +running +2 +- +1 +- ", result.output, re.MULTILINE)
 
 
-def test_status_shows_what_it_can_of_a_damaged_job(served: Job) -> None:
+def test_status_shows_what_it_can_of_a_damaged_job(served: SmallJob) -> None:
     for path in (served.layout.latest, served.layout.daemon_report):
         path.write_bytes(b"\x00")
     result = syncd("status", served.layout.root)
@@ -246,11 +337,11 @@ def test_a_folder_that_syncd_never_served_says_so(tmp_path: Path, name: str) -> 
 # -- prune -----------------------------------------------------------------------------------------
 
 
-def everything(job: Job) -> set[Path]:
+def everything(job: SmallJob) -> set[Path]:
     return set(job.layout.root.rglob("*"))
 
 
-def test_a_dry_run_says_what_would_go_and_changes_nothing(served: Job) -> None:
+def test_a_dry_run_says_what_would_go_and_changes_nothing(served: SmallJob) -> None:
     before = everything(served)
     result = syncd("prune", served.layout.root, "--dry-run", "--keep", "1")
     assert result.exit_code == 0
@@ -263,13 +354,96 @@ def test_a_dry_run_says_what_would_go_and_changes_nothing(served: Job) -> None:
     ]
 
 
-def test_pruning_deletes_what_the_dry_run_said(served: Job) -> None:
+def test_pruning_deletes_what_the_dry_run_said(served: SmallJob) -> None:
     said = syncd("prune", served.layout.root, "--dry-run", "--keep", "2").output
     done = syncd("prune", served.layout.root, "--keep", "2").output
     assert done == said.replace("would delete", "deleted")
     assert served.versions == ["v000002", "v000003"]
     assert len(served.audit) == 3
     assert syncd("prune", served.layout.root).output == "nothing to delete\n"
+
+
+class Held:
+    """The daemon's lock, held here; a waiting prune's pauses are counted, and this one beats."""
+
+    def __init__(self, job: SmallJob, lease_time: float, *, beats_at: int | None = None) -> None:
+        self.pauses: list[float] = []
+        self._beats_at = beats_at
+        self._job = job
+        self.lock = DaemonLock(job, lease_time, Judge(job.storage, lease_time))
+        assert self.lock.try_acquire()
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        if self._beats_at is None:
+            time.sleep(seconds)
+        elif len(self.pauses) == self._beats_at:
+            os.utime(self._job.layout.daemon_lock)
+
+
+def test_pruning_beside_a_daemon_refuses_at_its_next_heartbeat_and_says_what_it_waits_for(
+    served: SmallJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    held, before = Held(served, LEASE_TIME, beats_at=3), everything(served)
+    with caplog.at_level("INFO", "syncd"):
+        with pytest.raises(errors.JobUnavailableError, match="a daemon is working"):
+            prune_now(served, DaemonConfig(keep=1), sleep=held.sleep)
+        (line,) = (one.getMessage() for one in caplog.records if "heartbeat" in one.getMessage())
+    assert line.startswith(f"{served.layout.daemon_lock} is held: watching its heartbeat for up to")
+    assert len(held.pauses) == 3
+    assert max(held.pauses) < LEASE_TIME / 3 / 2, "the stopwatch for a silent one must run"
+    assert everything(served) == before
+    held.lock.release()
+
+
+def test_pruning_takes_over_from_a_daemon_of_another_host_that_is_silent(tmp_path: Path) -> None:
+    (tmp_path / "job").mkdir()
+    Job.at(tmp_path / "job", FastStorage()).open(lease_time=0.2)
+    job = SmallJob(tmp_path / "job")
+    with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
+        for step in (1, 2):
+            job.save(step)
+            loop.run_once()
+    held = Held(job, 0.2)
+    marker = job.layout.daemon_lock.read_bytes()
+    held.lock.release()
+    job.layout.daemon_lock.write_bytes(marker.replace(socket.gethostname().encode(), b"elsewhere"))
+    prune_now(job, DaemonConfig(keep=1), sleep=held.sleep)
+    assert held.pauses
+    assert job.versions == ["v000002"]
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_ends_every_command_with_130(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    command = cli.get_command(click.Context(cli), name)
+    monkeypatch.setattr(command, "make_context", interrupted)
+    assert syncd(name).exit_code == 130
+
+
+@pytest.mark.parametrize("name", ["prune", "pause"])
+def test_ctrl_c_ends_a_wait_for_the_daemon_and_leaves_nothing_behind(
+    served: SmallJob, name: str
+) -> None:
+    held = Held(served, LEASE_TIME)
+    argv = [sys.executable, "-m", "syncd", name, str(served.layout.root)]
+    with subprocess.Popen(argv, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        if name == "prune":
+            assert "watching its heartbeat" in process.stderr.readline()
+        else:
+            wait_until(served.layout.paused.exists, "the pause on record")
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.strip() == ""
+    assert list(served.layout.sessions.iterdir()) == []
+    held.lock.release()
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -296,8 +470,8 @@ def test_every_error_says_when_it_is_raised() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
-    [(["status", "."], 11, "syncd: . is not a job"), (["verify", "."], 2, "syncd: . is no version"),
-     (["run", "missing"], 11, "missing is not there: create"),
+    [(["status", "."], 11, "syncd: . is not a job"), (["verify", "."], 2, "syncd: . is neither"),
+     (["run", "missing"], 11, "no such folder: "),
      (["merge", ".", "out"], 5, "syncd: ")],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )  # fmt: skip
@@ -318,6 +492,24 @@ def test_an_error_is_one_line_and_its_exit_code(
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["status"], ["history"], ["convert"], ["prune"], ["prune", "--dry-run"], ["pin", "v1"],
+     ["unpin", "v1"], ["rollback", "v1"], ["pause"], ["resume"], ["doctor"], ["run"],
+     ["run", "--root"], ["status", "--json"], ["history", "--json"],
+     ["follow", "--name", "e", "--command", "true"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_path_that_is_not_there_is_no_such_folder(tmp_path: Path, arguments: list[str]) -> None:
+    missing = tmp_path / "missing"
+    command, *rest = arguments
+    last = command == "run" and rest  # the path is an option's value then
+    result = syncd(command, *([*rest, missing] if last else [missing, *rest]))
+    assert isinstance(result.exception, errors.JobUnavailableError)
+    assert str(result.exception).startswith(f"no such folder: {missing}")
+    assert not missing.exists()
+
+
 # -- pin, rollback, pause --------------------------------------------------------------------------
 
 
@@ -327,29 +519,31 @@ def test_an_error_is_one_line_and_its_exit_code(
      ("global_step_2", "global_step_2")],
 )  # fmt: skip
 def test_a_bare_number_is_a_step_and_a_version_is_named_by_its_v(
-    served: Job, given: str, folder: str
+    served: SmallJob, given: str, folder: str
 ) -> None:
     assert syncd("pin", served.layout.root, given).output == f"{folder} is pinned\n"
     told = json.loads(syncd("status", served.layout.root, "--json").output)
     pinned = [v["sequence"] for v in told["versions"] if v["pinned"]]
     assert (pinned, told["pinned_steps"]) == (([2], []) if given[0] == "v" else ([], [2]))
-    assert syncd("unpin", served.layout.root, given).output == f"{folder} is not pinned any more\n"
+    assert syncd("unpin", served.layout.root, given).output == f"{folder} is no longer pinned\n"
     assert syncd("unpin", served.layout.root, given).output == f"{folder} was not pinned\n"
 
 
 @pytest.mark.parametrize("given", ["v", "v0", "-1", "two", "v2.0", "global_step_", "v-2", ""])
-def test_what_is_no_name_of_a_version_or_step_is_an_error_of_use(served: Job, given: str) -> None:
+def test_what_is_no_name_of_a_version_or_step_is_an_error_of_use(
+    served: SmallJob, given: str
+) -> None:
     assert syncd("pin", served.layout.root, "--", given).exit_code == 2
     assert syncd("rollback", served.layout.root, "--", given).exit_code == 2
 
 
-def test_a_rollback_to_a_step_says_which_name_was_meant(served: Job) -> None:
+def test_a_rollback_to_a_step_says_which_name_was_meant(served: SmallJob) -> None:
     result = syncd("rollback", served.layout.root, "2")
     assert result.exit_code == 2
-    assert "say v2?" in result.output
+    assert "did you mean v2?" in result.output
 
 
-def test_what_is_not_there_is_an_error_of_its_own(served: Job, tmp_path: Path) -> None:
+def test_what_is_not_there_is_an_error_of_its_own(served: SmallJob, tmp_path: Path) -> None:
     for arguments in (("pin", "v9"), ("rollback", "v9")):
         failed = syncd(arguments[0], served.layout.root, arguments[1]).exception
         assert isinstance(failed, errors.VersionGoneError)
@@ -357,13 +551,13 @@ def test_what_is_not_there_is_an_error_of_its_own(served: Job, tmp_path: Path) -
     assert isinstance(syncd("pause", tmp_path).exception, errors.JobUnavailableError)
 
 
-def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: Job) -> None:
-    assert "no daemon works on this job now" in syncd("pause", served.layout.root).output
+def test_a_paused_job_says_so_and_is_not_pruned_by_hand(served: SmallJob) -> None:
+    assert "no daemon runs on this job now" in syncd("pause", served.layout.root).output
     assert "paused   by" in syncd("status", served.layout.root).output
     refused = syncd("prune", served.layout.root, "--keep", 1)
     assert "is paused" in str(refused.exception)
     assert syncd("prune", served.layout.root, "--dry-run").output == "nothing to delete\n"
-    assert "as soon as a daemon works on it" in syncd("resume", served.layout.root).output
+    assert "takes effect when a daemon runs" in syncd("resume", served.layout.root).output
     assert syncd("resume", served.layout.root).output == "was not paused\n"
     assert syncd("prune", served.layout.root, "--keep", 1).exit_code == 0
     assert served.versions == ["v000003"]

@@ -16,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from syncd.cli import cli
-from syncd.daemon.history import Live, history
-from syncd.daemon.job_state import look
+from syncd.operate.history import Live, history
+from syncd.operate.job_state import look
 from syncd.protocol import errors
 from tests.doc_blocks import blocks
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -108,14 +108,14 @@ def test_every_default_is_documented_as_it_is(name: str) -> None:
             assert not documented, word
 
 
-def test_every_key_of_what_is_printed_as_json_is_documented(job: Job) -> None:
+def test_every_key_of_what_is_printed_as_json_is_documented(job: SmallJob) -> None:
     job.save(1)
     with job.daemon() as loop:
         loop.run_once()
-    (told,) = history(job.storage, job.layout, 1)
+    (told,) = history(job, 1)
     told.live.append(Live("rollout-0", None, None))
     printed = {
-        "syncd status": look(job.storage, job.layout),
+        "syncd status": look(job),
         "syncd history": asdict(told),
     }
     for name, seen in printed.items():
@@ -124,9 +124,64 @@ def test_every_key_of_what_is_printed_as_json_is_documented(job: Job) -> None:
         assert {key for key in keys if f"`{key}`" not in SECTIONS[name]} == set(), name
 
 
-def test_what_a_script_would_ask_for_is_to_be_had_as_json() -> None:
-    told = {"status", "history", "convert", "merge", "verify", "prune", "rollback", "config show"}
-    assert {name for name in told if "--json" not in options(COMMANDS[f"syncd {name}"])} == set()
+def test_every_command_has_json() -> None:
+    leaves = {name: one for name, one in COMMANDS.items() if not isinstance(one, click.Group)}
+    assert {name for name, one in leaves.items() if "--json" not in options(one)} == set()
+
+
+def test_help_lists_the_commands_in_groups() -> None:
+    shown = CliRunner().invoke(cli, ["--help"]).output
+    groups = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", shown, re.MULTILINE)
+    listed = {group: re.findall(r"^  (\w+) ", lines, re.MULTILINE) for group, lines in groups}
+    assert listed == {
+        "Serve": ["run", "follow"],
+        "Look": ["status", "history", "web", "verify"],
+        "Steer": ["pin", "unpin", "rollback", "pause", "resume"],
+        "Offline": ["convert", "merge", "prune"],
+        "Set up": ["doctor", "config", "unit", "demo"],
+        "Options": [],
+    }
+
+
+AMOUNTS = [
+    pytest.param(option, id=f"{name} {option.opts[0]}")
+    for name, command in COMMANDS.items()
+    for option in command.params
+    if isinstance(option, click.Option)
+    and (option.metavar in {"SECONDS", "BYTES"} or option.type.name in {"seconds", "bytes"})
+]
+
+
+@pytest.mark.parametrize("option", AMOUNTS)
+def test_every_duration_and_size_may_have_a_unit(option: click.Option) -> None:
+    taken: dict[str, dict[str, float]] = {
+        "seconds": {"1500ms": 1.5, "2 s": 2.0, "1.5": 1.5},
+        "bytes": {"2kB": 2000, "7": 7},
+    }
+    kind = option.type.name
+    for text, amount in taken[kind].items():
+        found = option.type.convert(text, option, None)
+        assert found == amount
+        assert type(found) is type(amount)
+    for wrong in ("5 parsecs", "nan", "1,5", "", "s", "1.5B" if kind == "bytes" else "1.5 B"):
+        with pytest.raises(click.BadParameter, match="with a unit, such as"):
+            option.type.convert(wrong, option, None)
+    with pytest.raises(click.BadParameter, match="range"):
+        option.type.convert("-1", option, None)
+
+
+def test_no_option_takes_a_bare_number_of_seconds_or_bytes_alone() -> None:
+    """A number with a fraction is a duration; a count that says "bytes" is a size."""
+    amounts = {id(one.values[0]) for one in AMOUNTS}
+    others = [
+        (name, option.opts[0])
+        for name, command in COMMANDS.items()
+        for option in command.params
+        if isinstance(option, click.Option)
+        and id(option) not in amounts
+        and (isinstance(option.type, click.FloatRange) or "bytes" in (option.help or "").split())
+    ]
+    assert others == []
 
 
 def test_every_exit_code_is_documented_with_its_classes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,18 +23,20 @@ from syncd.cli import cli, options
 from syncd.cli.amounts import size, span
 from syncd.cli.status_page import page
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.job_state import look
-from syncd.daemon.journal_file import JournalFile
+from syncd.daemon.telling.journal import JournalFile
+from syncd.operate.job_state import look
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport, MergeProgress, TrainerReport
-from tests.jobs import Job
+from syncd.protocol.requests import RollbackRequest
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.storages import FastStorage
 
 
 @pytest.fixture
-def served(job: Job) -> Job:
+def served(job: SmallJob) -> SmallJob:
     with job.daemon(DaemonConfig(keep=9)) as loop:
         job.save(1)
         loop.run_once()
@@ -44,15 +47,15 @@ def status(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["status", *map(str, arguments)])
 
 
-def shown(job: Job, width: int = 80) -> str:
+def shown(job: SmallJob, width: int = 80, height: int | None = None) -> str:
     console = Console(width=width, no_color=True, highlight=False, record=True, file=None)
     with console.capture() as captured:
-        seen = look(FastStorage(), job.layout)
-        console.print(page(seen, 1000.0, width), soft_wrap=True)
+        seen = look(Job(FastStorage(), job.layout))
+        console.print(page(seen, 1000.0, width, height), soft_wrap=True)
     return captured.get()
 
 
-def reports(job: Job, explorers: int, **more: Any) -> None:
+def reports(job: SmallJob, explorers: int, **more: Any) -> None:
     daemon = {
         "session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "merging",
         "detail": "step 12", "sequence": 1, "step": 1, "time": 999.0,
@@ -71,7 +74,7 @@ def reports(job: Job, explorers: int, **more: Any) -> None:
         job.put(job.layout.explorer(name), encode(report))
 
 
-def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: Job) -> None:
+def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: SmallJob) -> None:
     reports(served, 30)
     lines = shown(served).splitlines()
     told = {line.split()[0]: line for line in lines if line[:1].strip()}
@@ -87,7 +90,93 @@ def test_a_page_fits_80_columns_and_says_how_far_the_merge_is(served: Job) -> No
     assert lines[at + 1].startswith(" " * 9 + "tensor") or lines[at + 1].startswith(" " * 9)
 
 
-def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: Job) -> None:
+def test_a_low_terminal_shows_faults_and_events_before_explorers(served: SmallJob) -> None:
+    reports(served, 30)
+    lines = shown(served, height=24).splitlines()
+    assert len(lines) < 28  # so many for the explorers, however much else there is
+    (fault,) = (i for i, line in enumerate(lines) if line.startswith("explorer node-000: version"))
+    (event,) = (i for i, line in enumerate(lines) if "published step 1 as v1" in line)
+    (head,) = (i for i, line in enumerate(lines) if line.startswith("explorer  status"))
+    assert fault < event < head
+    assert "and 26 more, at most 0 behind (--json)" in lines
+    assert len(shown(served, height=60).splitlines()) > 40
+
+
+def test_a_reason_that_explorers_share_is_told_once(served: SmallJob) -> None:
+    for number in range(9):
+        fault = None if number else "its engine died"
+        report = ExplorerReport(
+            name=f"node-{number}", session="s", status="running", time=0.0,
+            refused="it does not fit", fault=fault,
+        )  # fmt: skip
+        served.put(served.layout.explorer(report.name), encode(report))
+    lines = shown(served).splitlines()
+    assert "explorer node-0: its engine died" in lines
+    assert "explorer node-0, node-1, node-2, node-3 and 5 more: it does not fit" in lines
+    assert sum("it does not fit" in line for line in lines) == 1
+
+
+@pytest.mark.parametrize("height", [None, 10])
+def test_stopped_explorers_are_the_last(served: SmallJob, height: int | None) -> None:
+    for number in range(6):
+        status = "stopped" if number % 2 else "running"
+        report = ExplorerReport(
+            name=f"node-{number:02d}", session="s", status=status, time=0.0,
+            sequence=None if status == "stopped" else 1, step=1,
+        )  # fmt: skip
+        served.put(served.layout.explorer(report.name), encode(report))
+    lines = shown(served, height=height).splitlines()
+    names = [line.split()[:2] for line in lines if line.startswith("node-")]
+    running = [[f"node-{number:02d}", "running"] for number in (0, 2, 4)]
+    assert names[:3] == running
+    assert {status for _, status in names[3:]} == {"stopped"}
+    assert ("and 2 more, all stopped (--json)" in lines) == (height == 10)
+
+
+def test_a_rollback_that_no_daemon_has_carried_out_is_shown(served: SmallJob) -> None:
+    assert json.loads(status(served.layout.root, "--json").output)["rollbacks"] == []
+    for number in range(5):
+        request = RollbackRequest(id=f"ask-{number}", sequence=1, by="me\n@x", time=970.0)
+        served.put(served.layout.request(request.id), encode(request))
+    (told, *more) = json.loads(status(served.layout.root, "--json").output)["rollbacks"]
+    assert told == {"id": "ask-0", "sequence": 1, "by": "me\n@x", "time": 970.0}
+    assert len(more) == 4
+    lines = shown(served).splitlines()
+    assert lines.count("rollback to v1 is queued: me\\n@x asked 30 s ago") == 3
+    assert "and 2 more (--json)" in "".join(lines)
+    with served.daemon(DaemonConfig(keep=9)) as loop:
+        loop.run_once()
+        for _ in range(4):
+            loop.run_once()
+    assert "queued" not in shown(served)
+
+
+def test_where_no_daemon_works_the_command_that_starts_one_is_shown(
+    served: SmallJob, tmp_path: Path
+) -> None:
+    def start(job: SmallJob) -> str:
+        text = " ".join(shown(job, 800).split())
+        return text.partition("start ")[2].partition(" done")[0].partition(" latest")[0]
+
+    new = SmallJob(tmp_path / "it's new")
+    command = f"syncd run {shlex.quote(str(new.layout.root))}"
+    assert start(new) == f"no daemon works here; start one: {command}"
+    assert start(served).startswith("no daemon works here; start one: syncd run ")  # it stopped
+    reports(served, 0, memory_dir="/memory/job", host="elsewhere")
+    assert start(served).endswith(f"syncd run {served.layout.root} --memory-dir /memory/job")
+    served.layout.daemon_lock.touch()
+    assert start(served) == ""
+    reports(served, 0, time=1000.0 - 91.0)
+    assert (
+        start(served)
+        == f"if this daemon is gone, start another one: syncd run {served.layout.root}"
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "'syncd run' with this path starts a daemon" in str(status(empty).exception)
+
+
+def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: SmallJob) -> None:
     reports(served, 2)
     seen = json.loads(status(served.layout.root, "--json").output)
     assert seen["daemon"]["merge"] == {
@@ -99,9 +188,9 @@ def test_json_has_what_is_shown_and_how_far_explorers_are_behind(served: Job) ->
 
 
 def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(
-    served: Job, tmp_path: Path
+    served: SmallJob, tmp_path: Path
 ) -> None:
-    other = Job(tmp_path / "other")
+    other = SmallJob(tmp_path / "other")
     (tmp_path / "empty").mkdir()
     for given in ([tmp_path], [served.layout.root, other.layout.root]):
         result = status(*given, "--json")
@@ -117,7 +206,7 @@ def test_several_jobs_are_a_line_each_and_one_that_is_none_is_said(
 
 
 def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
-    served: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "etc"
     folder.mkdir()
@@ -127,7 +216,7 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     (told,) = json.loads(status("--json").output)["jobs"]
     assert told["latest"]["sequence"] == 1
     # A daemon of many jobs; one that a configuration of its own names too is there once.
-    root = Job(tmp_path / "root" / "other").layout.root.parent
+    root = SmallJob(tmp_path / "root" / "other").layout.root.parent
     (folder / "b.toml").write_text(f'root = "{root}"\n')
     (folder / "c.toml").write_text(f'root = "{tmp_path / "unmounted"}"\n')
     (folder / "d.toml").write_text(f'job = "{root / "other"}"\n')
@@ -135,11 +224,11 @@ def test_without_a_name_the_jobs_of_this_hosts_services_are_shown(
     assert [job["job"] for job in told] == [
         str(served.layout.root), str(root / "other"), str(tmp_path / "unmounted"),
     ]  # fmt: skip
-    assert "is not a job that syncd has served" in told[-1]["unseen"]
+    assert told[-1]["unseen"].startswith("no such folder: ")
 
 
 def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
-    served: Job, tmp_path: Path
+    served: SmallJob, tmp_path: Path
 ) -> None:
     (tmp_path / "lost+found").mkdir()
     (tmp_path / "lost+found" / ".syncd").symlink_to(".syncd")  # root, too, is refused that
@@ -147,20 +236,20 @@ def test_a_folder_that_may_not_be_looked_into_hides_no_job_beside_it(
     assert told["job"] == str(served.layout.root)
 
 
-def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served: Job) -> None:
-    journal = JournalFile(FastStorage(), served.layout, wall=lambda: 1e6)
+def test_a_large_fleet_that_goes_live_leaves_room_for_what_else_happened(served: SmallJob) -> None:
+    journal = JournalFile(Job(FastStorage(), served.layout), wall=lambda: 1e6)
     journal.note("quarantined", step=2, why="it is cut")
     for number in range(300):
         journal.note("live", version=1, explorer=f"node-{number}", seconds=1.0)
     journal.write()
-    told = look(FastStorage(), served.layout)["events"]
+    told = look(Job(FastStorage(), served.layout))["events"]
     assert [event["event"] for event in told] == [
         "active", "published", "quarantined", *["live"] * 50,
     ]  # fmt: skip
     assert told[-1]["explorer"] == "node-299"
 
 
-def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: Job) -> None:
+def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: SmallJob) -> None:
     reports(served, 0, memory_dir="/srv/\0", host=socket.gethostname())
     seen = json.loads(status(served.layout.root, "--json").output)
     assert "null" in seen["memory"]["unseen"]
@@ -174,7 +263,7 @@ def test_numbers_and_paths_that_nobody_can_mean_leave_valid_json(served: Job) ->
 
 
 @contextmanager
-def watching(job: Job, *more: str, out: int) -> Iterator[subprocess.Popen[bytes]]:
+def watching(job: SmallJob, *more: str, out: int) -> Iterator[subprocess.Popen[bytes]]:
     argv = [sys.executable, "-m", "syncd", "status", str(job.layout.root), "--watch", *more]
     env = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     with subprocess.Popen([*argv, "--interval", "0.1"], stdout=out, env=env) as process:
@@ -186,7 +275,7 @@ def watching(job: Job, *more: str, out: int) -> Iterator[subprocess.Popen[bytes]
 
 
 @pytest.mark.parametrize("where", ["terminal", "pipe", "json"])
-def test_it_is_shown_again_until_ctrl_c(served: Job, where: str) -> None:
+def test_it_is_shown_again_until_ctrl_c(served: SmallJob, where: str) -> None:
     ours, theirs = pty.openpty() if where == "terminal" else os.pipe()
     os.set_blocking(ours, False)
     more = ["--json"] if where == "json" else []

@@ -17,16 +17,17 @@ from syncd.protocol.participants import Claim
 from syncd.protocol.records import encode, parse
 from syncd.protocol.reports import ExplorerReport
 from syncd.storage.epoch import Epoch
+from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
 from syncd.storage.reserve import Reserve
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 GRACE = 60.0
 
 
-def collector(job: Job, clock: Clock) -> Collector:
-    return Collector(FastStorage(), job.layout, GRACE, clock=clock)
+def collector(job: SmallJob, clock: Clock) -> Collector:
+    return Collector(Job(FastStorage(), job.layout), GRACE, clock=clock)
 
 
 def rounds(found: Collector, clock: Clock, count: int = 8, step: float = GRACE / 4) -> None:
@@ -35,7 +36,7 @@ def rounds(found: Collector, clock: Clock, count: int = 8, step: float = GRACE /
         found.run_once(())
 
 
-def leftovers(job: Job) -> list[Path]:
+def leftovers(job: SmallJob) -> list[Path]:
     layout = job.layout
     actor = layout.actor(3)
     (actor / ".receipts").mkdir(parents=True)
@@ -55,7 +56,7 @@ def leftovers(job: Job) -> list[Path]:
     return made
 
 
-def test_every_kind_of_leftover_goes_once_it_lies_still(job: Job, clock: Clock) -> None:
+def test_every_kind_of_leftover_goes_once_it_lies_still(job: SmallJob, clock: Clock) -> None:
     made = leftovers(job)
     empty = job.layout.drafts / ".tmp-global_step_3-1"
     empty.mkdir()
@@ -63,7 +64,7 @@ def test_every_kind_of_leftover_goes_once_it_lies_still(job: Job, clock: Clock) 
     assert [path for path in (*made, empty) if path.exists()] == []
 
 
-def test_what_changes_and_what_has_a_committed_name_stays(job: Job, clock: Clock) -> None:
+def test_what_changes_and_what_has_a_committed_name_stays(job: SmallJob, clock: Clock) -> None:
     job.save(3)
     before = sorted(job.layout.root.rglob("*"))
     growing = job.layout.actor(3) / ".tmp-model_world_size_1_rank_0.pt-1"
@@ -75,9 +76,9 @@ def test_what_changes_and_what_has_a_committed_name_stays(job: Job, clock: Clock
     assert sorted(job.layout.root.rglob("*")) == before
 
 
-def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: Job, clock: Clock) -> None:
+def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: SmallJob, clock: Clock) -> None:
     found = collector(job, clock)
-    room, left = (ProbeRoom.make(FastStorage(), job.layout, name) for name in ("room", "left"))
+    room, left = (ProbeRoom.make(Job(FastStorage(), job.layout), name) for name in ("room", "left"))
     for one in (room, left):
         (one.path / "exclusive" / "mkdir-1").mkdir(parents=True)
         (one.path / "exclusive" / "file").touch()
@@ -92,24 +93,24 @@ def test_what_a_killed_doctor_left_goes_once_it_lies_still(job: Job, clock: Cloc
         room.beat()
 
 
-def report(job: Job, name: str, session: str) -> Path:
+def report(job: SmallJob, name: str, session: str) -> Path:
     record = ExplorerReport(name=name, session=session, status="running", time=0.0)
     job.put(job.layout.explorer(name), encode(record))
     return job.layout.explorer(name)
 
 
-def claim(job: Job, name: str, session: str) -> Path:
+def claim(job: SmallJob, name: str, session: str) -> Path:
     job.put(job.layout.claim("explorer", name), encode(Claim(session=session)))
     return job.layout.claim("explorer", name)
 
 
-def newer(job: Job, name: str, session: str) -> Path:
+def newer(job: SmallJob, name: str, session: str) -> Path:
     path = job.layout.explorer(name)
     job.put(path, json.dumps({"protocol": 2, "session": session, "status": ["?"]}).encode())
     return path
 
 
-def aside(job: Job, name: str, session: str) -> Path:
+def aside(job: SmallJob, name: str, session: str) -> Path:
     """What a breaker that was killed left of a claim."""
     path = claim(job, name, session)
     return path.rename(path.with_name(f"{path.name}.broken-012345"))
@@ -117,7 +118,7 @@ def aside(job: Job, name: str, session: str) -> Path:
 
 @pytest.mark.parametrize("made", [report, claim, newer, aside])
 def test_what_a_participant_left_goes_once_its_heartbeat_is_gone_and_it_lies_still(
-    job: Job, clock: Clock, made: Callable[[Job, str, str], Path]
+    job: SmallJob, clock: Clock, made: Callable[[SmallJob, str, str], Path]
 ) -> None:
     job.layout.claims.mkdir(exist_ok=True)
     dead, alive = made(job, "dead", "gone"), made(job, "alive", "beats")
@@ -145,22 +146,22 @@ def test_a_report_that_is_written_again_at_the_last_moment_stays(
     tmp_path: Path, clock: Clock
 ) -> None:
     storage = RuledStorage()
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     path = report(job, "explorer", "dead")
     storage.rules.append(
         once("rename", lambda *_: report(job, "explorer", "new"), where="explorer.json.broken")
     )
-    rounds(Collector(storage, job.layout, GRACE, clock=clock), clock)
+    rounds(Collector(Job(storage, job.layout), GRACE, clock=clock), clock)
     assert parse(ExplorerReport, path.read_bytes(), path).session == "new"
 
 
 def test_one_call_does_a_bounded_part_of_the_looks(tmp_path: Path, clock: Clock) -> None:
     storage = RuledStorage()
-    job = Job(tmp_path / "job")
+    job = SmallJob(tmp_path / "job")
     for number in range(500):
         job.layout.session(f"a-{number}").write_text("beats")
         report(job, f"explorer-{number}", f"a-{number}")
-    found = Collector(storage, job.layout, GRACE, clock=clock)
+    found = Collector(Job(storage, job.layout), GRACE, clock=clock)
     clock.advance(GRACE / 4)
     looks = []
     for _ in range(40):
@@ -171,7 +172,7 @@ def test_one_call_does_a_bounded_part_of_the_looks(tmp_path: Path, clock: Clock)
     assert sum(looks) == 1000
 
 
-def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: Job, clock: Clock) -> None:
+def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: SmallJob, clock: Clock) -> None:
     job.layout.session("holder").write_text("still")
     found = collector(job, clock)
     for _ in range(12):
@@ -182,13 +183,15 @@ def test_a_heartbeat_that_holds_a_lease_is_the_pruners(job: Job, clock: Clock) -
     assert not job.layout.session("holder").exists()
 
 
-def test_leftovers_go_also_where_nobody_looks_for_hours_at_a_time(job: Job, clock: Clock) -> None:
+def test_leftovers_go_also_where_nobody_looks_for_hours_at_a_time(
+    job: SmallJob, clock: Clock
+) -> None:
     made = leftovers(job)
     rounds(collector(job, clock), clock, count=5, step=7200)
     assert [path for path in made if path.exists()] == []
 
 
-def test_thousands_that_live_do_not_keep_leftovers_from_going(job: Job, clock: Clock) -> None:
+def test_thousands_that_live_do_not_keep_leftovers_from_going(job: SmallJob, clock: Clock) -> None:
     made = leftovers(job)
     for number in range(1100):
         job.layout.session(f"a-{number}").touch()
@@ -203,7 +206,7 @@ def test_the_reserve_is_given_up_on_a_full_disk_and_kept_again_when_there_is_roo
     tmp_path: Path, clock: Clock
 ) -> None:
     storage = RuledStorage()
-    job = Job(tmp_path / "job", storage)
+    job = SmallJob(tmp_path / "job", storage)
     job.save(1)
     with job.daemon(DaemonConfig(), clock=clock) as loop:
         kept = os.listdir(job.layout.reserve)
@@ -221,10 +224,10 @@ def test_the_reserve_is_given_up_on_a_full_disk_and_kept_again_when_there_is_roo
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_a_reserve_that_does_not_fit_takes_no_room(job: Job, code: int) -> None:
+def test_a_reserve_that_does_not_fit_takes_no_room(job: SmallJob, code: int) -> None:
     storage = RuledStorage()
     storage.rules.append(refuse("create", code, where="reserve/07"))
-    Reserve(storage, job.layout).fill()
+    Reserve(Job(storage, job.layout)).fill()
     assert os.listdir(job.layout.reserve) == []
 
 
@@ -232,7 +235,7 @@ def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(
     tmp_path: Path, clock: Clock
 ) -> None:
     storage = RuledStorage()
-    job = Job(tmp_path / "job", storage)
+    job = SmallJob(tmp_path / "job", storage)
     storage.rules.append(refuse("unlink", errno.EACCES, where="doomed/global_step_1"))
     for step in (1, 2, 3):
         job.save(step)
@@ -253,12 +256,12 @@ def test_one_file_that_cannot_be_deleted_stops_no_later_daemon(
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
 def test_a_take_over_that_cannot_end_ends_and_leaves_no_rooms(tmp_path: Path, code: int) -> None:
     storage = RuledStorage()
-    job = Job(tmp_path / "job", storage)
+    job = SmallJob(tmp_path / "job", storage)
     (job.layout.epochs / "3-00000000" / "building" / "v000009").mkdir(parents=True)
     storage.rules.append(refuse("rename", code, where="3-00000000/building/v000009"))
     for _ in range(4):
         with pytest.raises((OSError, JobUnavailableError)):
-            Epoch.take_over(storage, job.layout)
+            Epoch.take_over(Job(storage, job.layout))
     assert [path.name for path in job.layout.epochs.iterdir()] == ["3-00000000"]
     storage.rules.clear()
-    assert Epoch.take_over(storage, job.layout).number == 4
+    assert Epoch.take_over(Job(storage, job.layout)).number == 4

@@ -15,43 +15,43 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from syncd.checkpoint.convert import convert_step, full_steps, look_at_step
+from syncd.checkpoint.convert import convert_step, full_steps, look_at_step, take_model_files
+from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import cli
 from syncd.daemon.collect import Collector
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import JobUnavailableError, NoRoomError, SaveNotReadyError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
 from syncd.storage.calls import Free
-from syncd.storage.fsio import Storage
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.lagging import LaggingStorage
-from tests.storages import CHANGES, Clock, FastStorage, RuledStorage
-from trainer_hooks.writing.writer import Contents, RankWriter
+from tests.storages import SEEN, Clock, FastStorage, RuledStorage
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 #: One tensor a file.
 FILES = ["--max-shard-size", "100"]
 
 
-def full(job: Job, step: int, value: float, run: str = "run") -> None:
+def full(job: SmallJob, step: int, value: float, run: str = "run", *, config: bool = True) -> None:
     """A full checkpoint of one rank of our hook, of three tensors."""
     model = {name: torch.full((16,), value) for name in ("a", "b", "c")}
-    writer = RankWriter(FastStorage(), job.layout, 0, 1, save_timeout=60.0)
-    contents = Contents(
+    writer = RankWriter(Job(FastStorage(), job.layout), 0, 1, save_timeout=60.0)
+    contents = RankContents(
         model=model,
         optimizer={"state": torch.zeros(2)},
         extra={"rng": torch.zeros(2)},
-        model_files=(lambda folder: (folder / "config.json").write_text("{}"),),
+        model_files=(lambda folder: (folder / "config.json").write_text("{}"),) if config else (),
         fsdp_version=2,
         is_full=True,
     )
     writer.save(SaveId(run, step, 0), contents)
 
 
-def foreign(job: Job, step: int) -> Path:
+def foreign(job: SmallJob, step: int) -> Path:
     """A full checkpoint of a trainer without our hook."""
     actor = job.layout.actor(step)
     (actor / "huggingface").mkdir(parents=True)
@@ -62,7 +62,7 @@ def foreign(job: Job, step: int) -> Path:
     return actor
 
 
-def convert(job: Job, *arguments: str) -> Result:
+def convert(job: SmallJob, *arguments: str) -> Result:
     return CliRunner().invoke(cli, ["convert", str(job.layout.root), *arguments])
 
 
@@ -70,7 +70,7 @@ def told(result: Result) -> dict[int, str]:
     return {step["step"]: step["outcome"] for step in json.loads(result.stdout)["steps"]}
 
 
-def weights(job: Job, step: int) -> dict[str, Any]:
+def weights(job: SmallJob, step: int) -> dict[str, Any]:
     folder = job.layout.actor(step) / "huggingface"
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
@@ -79,13 +79,13 @@ def weights(job: Job, step: int) -> dict[str, Any]:
     return {name: tensor for file in names for name, tensor in load_file(folder / file).items()}
 
 
-def everything(job: Job) -> dict[str, bytes]:
+def everything(job: SmallJob) -> dict[str, bytes]:
     root = job.layout.root
     return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
 
 
 def test_full_checkpoints_alone_become_models_once_and_the_daemon_sees_nothing_new(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     job.save(1)
     full(job, 2, 2.0)
@@ -135,7 +135,7 @@ def test_full_checkpoints_alone_become_models_once_and_the_daemon_sees_nothing_n
         assert read_manifest(FastStorage(), job.layout.version(2)).step == 2
 
 
-def test_a_step_that_is_saved_again_is_converted_again(job: Job) -> None:
+def test_a_step_that_is_saved_again_is_converted_again(job: SmallJob) -> None:
     full(job, 2, 2.0)
     assert convert(job, *FILES).exit_code == 0
     assert len(list((job.layout.actor(2) / "huggingface").glob("*.safetensors"))) == 3
@@ -151,7 +151,7 @@ def test_a_step_that_is_saved_again_is_converted_again(job: Job) -> None:
         (folder / "manifest.json").unlink()  # as those that the trainer writes itself
 
 
-def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) -> None:
+def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: SmallJob) -> None:
     full(job, 2, 2.0)
     folder = job.layout.actor(2) / "huggingface"
     (folder / "model.safetensors").write_bytes(b"the trainer's")
@@ -171,7 +171,7 @@ def test_weights_of_the_trainer_itself_stay_unless_they_are_asked_for(job: Job) 
     assert names == ["config.json", "manifest.json", "model.safetensors"]
 
 
-def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: Job) -> None:
+def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: SmallJob) -> None:
     for step in (2, 3, 4, 5, 6):
         full(job, step, float(step))
     (job.layout.step(3) / ".saving").touch()
@@ -187,7 +187,7 @@ def test_what_cannot_be_converted_is_said_and_keeps_nobody_from_the_rest(job: Jo
         assert result.stderr.startswith(f"step {step}: failed: ")
 
 
-def test_an_adapter_is_left_out(job: Job) -> None:
+def test_an_adapter_is_left_out(job: SmallJob) -> None:
     full(job, 2, 2.0)
     adapter = job.layout.actor(2) / "lora_adapter"
     adapter.mkdir()
@@ -196,13 +196,145 @@ def test_an_adapter_is_left_out(job: Job) -> None:
     assert told(convert(job, "--json")) == {2: "left out"}
 
 
-def test_a_job_that_is_not_there_or_holds_none_is_said(job: Job, tmp_path: Path) -> None:
-    assert "holds no full checkpoint" in convert(job).stdout
+def test_a_job_that_is_not_there_or_holds_none_is_said(job: SmallJob, tmp_path: Path) -> None:
+    assert "has no full checkpoint" in convert(job).stdout
     missing = CliRunner().invoke(cli, ["convert", str(tmp_path / "missing")])
     assert isinstance(missing.exception, JobUnavailableError)
 
 
-def test_without_room_nothing_is_begun(job: Job) -> None:
+def test_a_folder_that_is_no_job_is_an_error_that_says_what_makes_one(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    for step in ([], ["--step", "3"]):
+        result = CliRunner().invoke(cli, ["convert", str(tmp_path), *step])
+        assert result.exit_code != 0
+        assert result.stdout == ""
+    result = CliRunner().invoke(cli, ["convert", str(tmp_path)])
+    assert isinstance(result.exception, JobUnavailableError)
+    assert "is no job: it has no global_step_N folder" in str(result.exception)
+    # A job of another trainer, that syncd has never served, before its first step.
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()
+    result = CliRunner().invoke(cli, ["convert", str(tmp_path)])
+    assert (result.exit_code, "has no full checkpoint" in result.stdout) == (0, True)
+
+
+def test_one_step_folder_alone_is_converted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a job, and where someone has copied it to; by its name, by ``.``, and through a link."""
+    job = SmallJob(tmp_path / "job")
+    full(job, 2, 2.0)
+    full(job, 3, 3.0)
+    elsewhere = tmp_path / "copied"
+    elsewhere.mkdir()
+    shutil.copytree(job.layout.step(3), elsewhere / "global_step_3")
+    (tmp_path / "best").symlink_to(elsewhere / "global_step_3")
+
+    def of(folder: Path | str, *more: str) -> Result:
+        return CliRunner().invoke(cli, ["convert", str(folder), "--json", *more])
+
+    assert told(of(job.layout.step(2))) == {2: "converted"}
+    assert json.loads(of(job.layout.step(2)).stdout)["job"] == str(job.layout.root)
+    assert told(of(tmp_path / "best", "--dry-run")) == {3: "to do"}
+    monkeypatch.chdir(elsewhere / "global_step_3")
+    assert told(of(".")) == {3: "converted"}
+    assert told(of(".", "--step", "3")) == {3: "done before"}
+    assert of(".", "--step", "2").exit_code == 2
+    missing = of(job.layout.step(7))
+    assert (missing.exit_code, told(missing)) == (2, {7: "failed"})
+    assert "there is no" in missing.stdout
+
+
+def base_model(folder: Path) -> Path:
+    """A base model as it lies in the cache of the Hugging Face hub: links to files elsewhere."""
+    blobs = folder / "blobs"
+    snapshot = folder / "snapshot"
+    for made in (blobs, snapshot, snapshot / "original"):
+        made.mkdir(parents=True)
+    for name in (
+        "config.json", "generation_config.json", "tokenizer.json", "merges.txt",
+        "chat_template.jinja", "modeling_tiny.py", "README.md", ".gitattributes",
+        "model-00001-of-00002.safetensors", "model.safetensors.index.json", "manifest.json",
+        "pytorch_model.bin", "flax_model.msgpack",
+    ):  # fmt: skip
+        (blobs / name).write_text(f"the base's {name}")
+        (snapshot / name).symlink_to(blobs / name)
+    return snapshot
+
+
+COPIED = {
+    "config.json", "generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja",
+    "modeling_tiny.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("receipts", [True, False])
+def test_a_config_that_the_trainer_did_not_leave_is_taken_from_the_base_model(
+    job: SmallJob, tmp_path: Path, *, receipts: bool
+) -> None:
+    folder = job.layout.actor(2) / "huggingface"
+    if receipts:
+        full(job, 2, 2.0, config=False)
+        folder.mkdir(exist_ok=True)
+    else:
+        foreign(job, 2)
+        (folder / "config.json").unlink()
+    (folder / "tokenizer.json").write_text("the trainer's")
+    base = base_model(tmp_path / "base")
+    given = ("--base-model-dir", str(base))
+
+    assert "give the base model's folder with --base-model-dir" in convert(job).stdout
+    assert "with --base-model-dir" in convert(job).stdout, "nor is it forgotten the next time"
+    before = everything(job)
+    assert told(convert(job, *given, "--dry-run", "--json")) == {2: "to do"}
+    assert everything(job) == before
+    result = convert(job, *given)
+    assert "with chat_template.jinja, generation_config.json, merges.txt" in result.stdout
+    assert weights(job, 2)
+    names = {path.name for path in folder.iterdir()}
+    assert names == COPIED | {"manifest.json", "model.safetensors"}
+    assert (folder / "tokenizer.json").read_text() == "the trainer's"
+    assert (folder / "config.json").read_text() == "the base's config.json"
+    after = everything(job)
+    assert told(convert(job, *given, "--json")) == {2: "done before"}
+    assert everything(job) == after
+
+
+def test_a_base_model_is_no_base_without_a_config_and_changes_nothing_of_whole_folders(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    full(job, 2, 2.0)
+    (tmp_path / "empty").mkdir()
+    refused = convert(job, "--base-model-dir", str(tmp_path / "empty"))
+    assert (refused.exit_code, "has no config.json" in refused.stderr) == (2, True)
+    assert convert(job, "--base-model-dir", str(base_model(tmp_path / "base"))).exit_code == 0
+    names = {path.name for path in (job.layout.actor(2) / "huggingface").iterdir()}
+    assert names == {"config.json", "manifest.json", "model.safetensors"}
+
+
+def test_cut_off_while_the_base_models_files_are_copied_the_next_call_ends_it(
+    tmp_path: Path,
+) -> None:
+    base = base_model(tmp_path / "base")
+    actor = tmp_path / "global_step_2" / "actor"
+    actor.mkdir(parents=True)
+    for number in range(100):
+        try:
+            take_model_files(kill_at(number), actor, base)
+        except Killed:
+            pass
+        else:
+            break
+        there = {path.name for path in actor.rglob("*") if not path.name.startswith(".tmp-")}
+        assert "config.json" not in there or there == COPIED | {"huggingface"}
+        take_model_files(FastStorage(), actor, base)
+        folder = actor / "huggingface"
+        for name in COPIED:
+            assert (folder / name).read_text() == f"the base's {name}"
+        shutil.rmtree(folder)
+    assert number > 20
+
+
+def test_without_room_nothing_is_begun(job: SmallJob) -> None:
     class Full(FastStorage):
         def free(self, path: Path) -> Free:  # noqa: ARG002 # the seam's
             return Free(1000, 1000)
@@ -211,14 +343,14 @@ def test_without_room_nothing_is_begun(job: Job) -> None:
     before = everything(job)
     storage = Full()
     with pytest.raises(NoRoomError, match="make room there"):
-        run(storage, job.layout, 2)
+        run(Job(storage, job.layout), 2)
     assert everything(job) == before
 
 
-def run(storage: Storage, layout: JobLayout, step: int, **more: Any) -> None:
-    found = look_at_step(storage, layout, step)
+def run(job: Job, step: int, *, max_file_size: int = 100, **more: Any) -> None:
+    found = look_at_step(job, step)
     if not found.has_weights:
-        convert_step(storage, layout, found, **{"max_file_size": 100, **more})
+        convert_step(job, found, MergeOptions(max_file_size), **more)
 
 
 class Killed(BaseException):
@@ -229,7 +361,7 @@ def kill_at(number: int) -> RuledStorage:
     left = [number]
 
     def rule(called: str, _: tuple[Any, ...]) -> None:
-        if called in CHANGES:
+        if called in SEEN:
             left[0] -= 1
             if left[0] < 0:
                 raise Killed
@@ -237,16 +369,17 @@ def kill_at(number: int) -> RuledStorage:
     return RuledStorage(rule)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["nothing", "one file", "several files"])
 @pytest.mark.parametrize("size", [100, 10_000], ids=["to several", "to one"])
 def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_ends_it(
     tmp_path: Path, before: str, size: int
 ) -> None:
-    template = Job(tmp_path / "template")
+    template = SmallJob(tmp_path / "template")
     full(template, 2, 2.0)
     if before != "nothing":
         old = 100 if before == "several files" else 10_000
-        run(FastStorage(), template.layout, 2, max_file_size=old)
+        run(Job(FastStorage(), template.layout), 2, max_file_size=old)
         kept_weights = tmp_path / "huggingface"
         converted = template.layout.actor(2) / "huggingface"
         shutil.copytree(converted, kept_weights)
@@ -255,11 +388,11 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         shutil.copytree(kept_weights, converted, dirs_exist_ok=True)
     value = 2.0 if before == "nothing" else 5.0
     for number in range(200):
-        job = Job(tmp_path / str(number))
+        job = SmallJob(tmp_path / str(number))
         shutil.copytree(template.layout.root, job.layout.root, dirs_exist_ok=True)
         kept = everything(job)
         try:
-            run(kill_at(number), job.layout, 2, max_file_size=size)
+            run(Job(kill_at(number), job.layout), 2, max_file_size=size)
         except Killed:
             pass
         else:
@@ -269,8 +402,8 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         if names & {"model.safetensors", "model.safetensors.index.json"}:
             found = {float(tensor[0]) for tensor in weights(job, 2).values()}
             assert found in ({2.0}, {value})
-        done = look_at_step(FastStorage(), job.layout, 2).has_weights
-        run(FastStorage(), job.layout, 2, max_file_size=size, sleep=lambda _: None)
+        done = look_at_step(Job(FastStorage(), job.layout), 2).has_weights
+        run(Job(FastStorage(), job.layout), 2, max_file_size=size, sleep=lambda _: None)
         assert {float(tensor[0]) for tensor in weights(job, 2).values()} == {value}
         manifest = read_manifest(FastStorage(), folder)
         verify_version(FastStorage(), folder, manifest)
@@ -285,21 +418,25 @@ def test_cut_off_at_any_call_there_is_one_whole_model_or_none_and_the_next_one_e
         shutil.rmtree(job.layout.root)
     else:
         raise AssertionError("it never came to its end")
-    assert number > 20
+    assert number > 15
 
 
-def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(job: Job, clock: Clock) -> None:
+def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     full(job, 2, 2.0)
     room = job.layout.actor(2) / ".tmp-huggingface-0123"
     (room / "templates").mkdir(parents=True)
     (room / "model.safetensors").write_bytes(b"half")
 
     def goes_on(_: float) -> None:
+        assert "draft of another conversion: watching it for 30 s" in caplog.text
         (room / "model.safetensors").write_bytes(b"more of it")
 
+    caplog.set_level("INFO", "syncd")
     with pytest.raises(JobUnavailableError, match="another process"):
-        run(FastStorage(), job.layout, 2, sleep=goes_on)
-    run(FastStorage(), job.layout, 2, sleep=lambda _: None)
+        run(Job(FastStorage(), job.layout), 2, sleep=goes_on)
+    run(Job(FastStorage(), job.layout), 2, sleep=lambda _: None)
     assert not job.leftovers()
     # A daemon removes it too.
     (room / "templates").mkdir(parents=True)
@@ -312,7 +449,7 @@ def test_what_a_killed_one_left_goes_and_one_at_work_is_left_alone(job: Job, clo
 
 
 def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     full(job, 2, 2.0)
     room = job.layout.actor(2) / ".tmp-huggingface-0123"
@@ -325,15 +462,15 @@ def test_one_at_work_on_another_host_is_seen_where_files_are_remembered_for_long
         os.utime(room / ".tmp-began", (1.0, 1.0))
 
     with pytest.raises(JobUnavailableError, match="another process"):
-        run(here, job.layout, 2, sleep=goes_on)
+        run(Job(here, job.layout), 2, sleep=goes_on)
     assert room.exists()
 
 
 def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     full(job, 2, 2.0)
-    collector = Collector(FastStorage(), job.layout, 900.0, clock=clock)
+    collector = Collector(Job(FastStorage(), job.layout), 900.0, clock=clock)
     looked: list[str] = []
 
     def rule(called: str, _: tuple[Any, ...]) -> None:
@@ -344,13 +481,13 @@ def test_a_daemon_that_looks_before_anything_is_written_takes_no_room_away(
             clock.advance(300.0)
             collector.run_once(())
 
-    run(RuledStorage(rule), job.layout, 2, clock=clock)
+    run(Job(RuledStorage(rule), job.layout), 2, clock=clock)
     assert looked == ["sync_folder", "create", "open_read"]
     assert weights(job, 2)
     assert not job.leftovers()
 
 
-def test_of_two_that_begin_at_once_one_at_least_is_refused(job: Job) -> None:
+def test_of_two_that_begin_at_once_one_at_least_is_refused(job: SmallJob) -> None:
     full(job, 2, 2.0)
     before = everything(job)
     other = job.layout.actor(2) / ".tmp-huggingface-0123"
@@ -361,13 +498,13 @@ def test_of_two_that_begin_at_once_one_at_least_is_refused(job: Job) -> None:
             other.mkdir()
 
     with pytest.raises(JobUnavailableError, match="another process"):
-        run(RuledStorage(rule), job.layout, 2)
+        run(Job(RuledStorage(rule), job.layout), 2)
     other.rmdir()
     assert everything(job) == before
     assert not job.leftovers()
 
 
-def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: Job) -> None:
+def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: SmallJob) -> None:
     full(job, 2, 2.0)
     clock = Clock()
     calls: list[str] = []
@@ -377,24 +514,24 @@ def test_a_merge_that_takes_long_gives_signs_that_it_goes_on(job: Job) -> None:
         if called == "utime":
             calls.append(Path(given[0]).name)
 
-    run(RuledStorage(rule), job.layout, 2, clock=clock)
+    run(Job(RuledStorage(rule), job.layout), 2, clock=clock)
     assert any(name.startswith(".tmp-huggingface-") for name in calls)
     assert "model-00001-of-00003.safetensors" in calls
 
 
-def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: Job) -> None:
+def test_a_step_that_goes_meanwhile_is_an_error_of_its_own(job: SmallJob) -> None:
     full(job, 2, 2.0)
 
     def rule(called: str, given: tuple[Any, ...]) -> None:
         if called == "create" and "manifest" in str(given[0]):
             shutil.rmtree(job.layout.step(2))
 
-    with pytest.raises(SaveNotReadyError, match="went while"):
-        run(RuledStorage(rule), job.layout, 2)
-    assert full_steps(FastStorage(), job.layout) == []
+    with pytest.raises(SaveNotReadyError, match="disappeared while"):
+        run(Job(RuledStorage(rule), job.layout), 2)
+    assert full_steps(Job(FastStorage(), job.layout)) == []
 
 
-def test_what_storage_refuses_leaves_nothing_half_made(job: Job) -> None:
+def test_what_storage_refuses_leaves_nothing_half_made(job: SmallJob) -> None:
     full(job, 2, 2.0)
     before = everything(job)
     refuses: Callable[[str, tuple[Any, ...]], None]
@@ -404,6 +541,6 @@ def test_what_storage_refuses_leaves_nothing_half_made(job: Job) -> None:
             raise OSError(errno.EIO, "an error", str(given[0]))
 
     with pytest.raises(OSError, match="an error"):
-        run(RuledStorage(refuses), job.layout, 2)
+        run(Job(RuledStorage(refuses), job.layout), 2)
     assert everything(job) == before
     assert not job.leftovers()

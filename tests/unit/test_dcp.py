@@ -15,10 +15,11 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
+from syncd.checkpoint.build import FreeSpace
 from syncd.checkpoint.chunked_save import holds_model_only
-from syncd.checkpoint.dcp_names import Entry, select_model
-from syncd.checkpoint.free_space import FreeSpace
-from syncd.checkpoint.save import Save, look_at_save
+from syncd.checkpoint.dcp.dcp_metadata import SavedName, select_model
+from syncd.checkpoint.merging.options import MergeOptions
+from syncd.checkpoint.save import FullStateDict, LoraAdapter, Save, look_at_save
 from syncd.cli import cli
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.errors import (
@@ -87,8 +88,8 @@ def test_with_another_prefix_there_may_be_room(tmp_path: Path) -> None:
     found = look_at_save(STORAGE, folder, 1)
     space = FreeSpace(Small(tmp_path), folder, tmp_path, advice="make room there")
     with pytest.raises(NoRoomError, match="make room there"):
-        space.check(folder, found, cast=None, prefix="large.", cancel=nothing)
-    space.check(folder, found, cast=None, prefix="small.", cancel=nothing)
+        space.check(folder, found, MergeOptions(prefix="large."), nothing)
+    space.check(folder, found, MergeOptions(prefix="small."), nothing)
 
 
 # -- exact ----------------------------------------------------------------------------------------
@@ -179,15 +180,15 @@ def test_where_one_rank_has_no_crc_the_others_are_checked(tmp_path: Path) -> Non
 
 # -- which tensors are the model's ----------------------------------------------------------------
 
-OPTIMIZER = {"optim.state.w.exp_avg": Entry(("optim", "state", "w", "exp_avg"), 2)}
+OPTIMIZER = {"optim.state.w.exp_avg": SavedName(("optim", "state", "w", "exp_avg"), 2)}
 
 
-def chosen(*paths: str, prefix: str | None = None, **more: Entry) -> dict[str, str]:
+def chosen(*paths: str, prefix: str | None = None, **more: SavedName) -> dict[str, str]:
     """The names that are chosen; a path is written a/b/c, and that of a number ends with ``#``."""
     entries = dict(OPTIMIZER)
     for path in paths:
         keys = tuple(path.rstrip("#").split("/"))
-        entries[".".join(keys)] = Entry(keys, 0 if path.endswith("#") else 2)
+        entries[".".join(keys)] = SavedName(keys, 0 if path.endswith("#") else 2)
     return dict(select_model(entries | more, prefix, "F").names)
 
 
@@ -229,15 +230,15 @@ def test_a_prefix_says_which() -> None:
 
 
 def test_extra_state_is_left_out_and_anything_else_in_the_model_is_an_error(tmp_path: Path) -> None:
-    extra = Entry(("model", "a._extra_state"), None)
-    nested = Entry(("model", "_extra_state", "amax"), 1)
+    extra = SavedName(("model", "a._extra_state"), None)
+    nested = SavedName(("model", "_extra_state", "amax"), 1)
     assert chosen("model/w", extra=extra, nested=nested) == {"model.w": "w"}
     checkpoint = small()
     checkpoint.add_bytes("model", "a._extra_state")
     checkpoint.add_bytes("lr_scheduler", "x")
     build(checkpoint.write(tmp_path / "fine"), tmp_path / "out")
     checkpoint.add_bytes("model", "config")
-    with pytest.raises(ShardFormatError, match=r"'model\.config' is no tensor"):
+    with pytest.raises(ShardFormatError, match=r"'model\.config' is among the model's tensors"):
         build(checkpoint.write(tmp_path / "wrong"), tmp_path / "out2")
 
 
@@ -263,7 +264,7 @@ def test_merge_takes_a_prefix(tmp_path: Path) -> None:
 def test_an_optimizer_in_hugging_face_files_is_an_error_without_a_prefix(tmp_path: Path) -> None:
     state = {"model": {"w": torch.ones(2)}, "optim": {"w": torch.ones(2)}}
     folder = save_hf(state, tmp_path / "save", save_distributed=True)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match=r"holds 'optim\.w' too"):
+    with pytest.raises(CheckpointError, match=r"also holds 'optim\.w'"):
         build(folder, tmp_path / "out")
     build(folder, tmp_path / "out2", prefix="model.")
     assert_equal(loaded(tmp_path / "out2"), {"w": torch.ones(2)})
@@ -305,12 +306,12 @@ def test_another_save_in_the_same_folder_is_another_identity(tmp_path: Path) -> 
 def test_other_weights_in_the_folder_come_first(tmp_path: Path) -> None:
     folder = small().write(tmp_path)
     (folder / "model.safetensors").touch()
-    assert look(folder).is_full_state_dict
+    assert isinstance(look(folder), FullStateDict)
     (folder / "lora_adapter").mkdir()
     (folder / "lora_adapter" / "adapter_model.safetensors").touch()
-    assert look(folder).is_adapter
+    assert isinstance(look(folder), LoraAdapter)
     (folder / "model.safetensors").unlink()
-    assert look(folder).is_adapter
+    assert isinstance(look(folder), LoraAdapter)
     before = look(folder).identity
     (folder / "__1_0.distcp").write_bytes(b"changed")
     assert look(folder).identity != before

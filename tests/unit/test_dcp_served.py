@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from syncd.checkpoint.dcp_file import OneByOne
-from syncd.checkpoint.pieces import Piece
+from syncd.checkpoint.dcp.dcp_file import OneByOne
+from syncd.checkpoint.torch_files.pieces import Piece
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.loop import Loop
-from syncd.daemon.offline import prune_now
 from syncd.daemon.steps import LOOK_AGAIN
+from syncd.operate.offline import prune_now
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
+from syncd.storage.job import Job
 from tests.dcp import Checkpoint, floats
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage
 from trainer_hooks.dcp import announce_dcp
@@ -38,7 +39,7 @@ def of(value: float) -> Checkpoint:
     return found
 
 
-def save_over(job: Job, step: int, checkpoint: Checkpoint, *names: str) -> None:
+def save_over(job: SmallJob, step: int, checkpoint: Checkpoint, *names: str) -> None:
     """As FileSystemWriter: files in place, and ``.metadata`` by a rename."""
     for name in names:
         if name == ".metadata":
@@ -54,18 +55,18 @@ def rounds(loop: Loop, clock: Clock, count: int = 4) -> None:
         clock.advance(2)
 
 
-def served(job: Job) -> list[float]:
+def served(job: SmallJob) -> list[float]:
     (path,) = job.layout.version(job.latest.sequence).glob("*.safetensors")
     found: list[float] = load_file(path)["w"].tolist()
     return found
 
 
-def detail(job: Job) -> str:
+def detail(job: SmallJob) -> str:
     return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json").detail
 
 
 def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_written(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     of(1).write(job.layout.actor(4))
     job.point(4)
@@ -74,7 +75,7 @@ def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_wri
         assert served(job) == [1, 1]
         save_over(job, 4, of(2), "__0_0.distcp")  # and rank 1 is slow
         rounds(loop, clock)
-        assert "is being saved into again" in detail(job)
+        assert "is saving into" in detail(job)
     with job.daemon(clock=clock) as loop:  # nor by the next daemon
         rounds(loop, clock)
         assert (job.latest.sequence, served(job)) == (1, [1, 1])
@@ -92,7 +93,7 @@ def test_a_save_over_a_published_one_is_not_served_while_some_ranks_have_not_wri
 
 
 def test_a_trainer_that_writes_over_its_own_names_changes_nothing_until_it_announces(
-    job: Job, clock: Clock, tmp_path: Path
+    job: SmallJob, clock: Clock, tmp_path: Path
 ) -> None:
     own = of(1).write(tmp_path / "step-4")
     announce_dcp(job.layout.root, 4, folder=own)
@@ -110,33 +111,33 @@ def test_a_trainer_that_writes_over_its_own_names_changes_nothing_until_it_annou
         assert (job.latest.sequence, served(job)) == (2, [2, 2])
 
 
-def alone(job: Job) -> None:
+def alone(job: SmallJob) -> None:
     of(2).write(job.layout.actor(2))
 
 
-def with_an_optimizer(job: Job) -> None:
+def with_an_optimizer(job: SmallJob) -> None:
     checkpoint = of(2)
     checkpoint.add(("optim", "m"), floats(1), (1,))
     checkpoint.write(job.layout.actor(2))
 
 
-def with_an_optimizer_in_a_folder(job: Job) -> None:
+def with_an_optimizer_in_a_folder(job: SmallJob) -> None:
     alone(job)
     with_an_optimizer_elsewhere(job, job.layout.actor(2) / "optimizer_0")
 
 
-def with_an_optimizer_beside(job: Job) -> None:
+def with_an_optimizer_beside(job: SmallJob) -> None:
     alone(job)
     with_an_optimizer_elsewhere(job, job.layout.step(2) / "optimizer")
 
 
-def with_an_optimizer_elsewhere(_: Job, folder: Path) -> None:
+def with_an_optimizer_elsewhere(_: SmallJob, folder: Path) -> None:
     checkpoint = Checkpoint()
     checkpoint.add(("optim", "m"), floats(1), (1,))
     checkpoint.write(folder)
 
 
-def torn(job: Job) -> None:
+def torn(job: SmallJob) -> None:
     alone(job)
     (job.layout.actor(2) / ".metadata").write_bytes(b"torn")
 
@@ -147,7 +148,7 @@ HELD = [with_an_optimizer, with_an_optimizer_in_a_folder, with_an_optimizer_besi
 @pytest.mark.parametrize("passed", [True, False])
 @pytest.mark.parametrize("write", [alone, *HELD], ids=lambda write: write.__name__)
 def test_a_step_goes_only_where_it_holds_a_model_alone_whether_published_or_passed_over(
-    job: Job, clock: Clock, write: Callable[[Job], None], *, passed: bool
+    job: SmallJob, clock: Clock, write: Callable[[SmallJob], None], *, passed: bool
 ) -> None:
     of(1).write(job.layout.actor(1))
     job.point(1)
@@ -167,7 +168,7 @@ def test_a_step_goes_only_where_it_holds_a_model_alone_whether_published_or_pass
 
 def test_what_storage_does_not_tell_of_a_save_is_asked_again(tmp_path: Path, clock: Clock) -> None:
     hosts = Hosts()
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     of(1).write(job.layout.actor(1))
     job.point(1)
     with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
@@ -195,19 +196,21 @@ def test_what_storage_does_not_tell_of_a_save_is_asked_again(tmp_path: Path, clo
     assert not job.layout.step(1).exists()
 
 
-def test_pruning_without_a_daemon_looks_too(job: Job, clock: Clock) -> None:
+def test_pruning_without_a_daemon_looks_too(job: SmallJob, clock: Clock) -> None:
     config = DaemonConfig(prune_steps=False)
     with job.daemon(config, clock=clock) as loop:
         for step in (1, 2):
             of(step).write(job.layout.actor(step))
             job.point(step)
             rounds(loop, clock)
-    prune_now(job.layout, DaemonConfig(), storage=FastStorage())
+    prune_now(Job(FastStorage(), job.layout), DaemonConfig())
     assert not job.layout.step(1).exists()
     assert job.layout.step(2).exists()
 
 
-def test_a_save_beside_weights_of_another_kind_is_not_announced(job: Job, tmp_path: Path) -> None:
+def test_a_save_beside_weights_of_another_kind_is_not_announced(
+    job: SmallJob, tmp_path: Path
+) -> None:
     own = of(1).write(tmp_path / "own")
     for step, name in ((1, ".receipts"), (2, "model_world_size_1_rank_0.pt")):
         actor = of(1).write(job.layout.actor(step))
@@ -218,7 +221,9 @@ def test_a_save_beside_weights_of_another_kind_is_not_announced(job: Job, tmp_pa
     assert not job.layout.state_pointer.exists()
 
 
-def test_of_shards_and_a_checkpoint_in_one_folder_neither_is_served(job: Job, clock: Clock) -> None:
+def test_of_shards_and_a_checkpoint_in_one_folder_neither_is_served(
+    job: SmallJob, clock: Clock
+) -> None:
     of(1).write(job.layout.actor(4))
     (job.layout.actor(4) / "model_world_size_1_rank_0.pt").touch()
     job.point(4)
@@ -242,7 +247,7 @@ def test_pickles_that_all_differ_are_not_kept() -> None:
         tracemalloc.stop()
 
 
-def test_a_save_in_the_job_itself_is_no_retired_one(job: Job, tmp_path: Path) -> None:
+def test_a_save_in_the_job_itself_is_no_retired_one(job: SmallJob, tmp_path: Path) -> None:
     announce_dcp(job.layout.root, 4, folder=of(1).write(tmp_path / "own"))
     assert (job.layout.step(4) / ".retired").exists()
     of(2).write(job.layout.actor(4))

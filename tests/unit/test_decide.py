@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Shards, Unfinished
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
-    Answer,
+    AnswerRequest,
     CloseLeaseFolder,
     DropLease,
     Forget,
@@ -30,8 +30,8 @@ from syncd.protocol.requests import Pause, RollbackRequest
 
 CONFIG = DaemonConfig()
 VOUCHED = (Receipt(save_id="run-9-0", step=9, rank=0, world_size=1, files=()),)
-SAVE = Save(9, "run-9-0", weights=("w",), receipts=VOUCHED)
-FOREIGN = Save(9, "foreign-1", weights=("w",))
+SAVE = Shards(9, "run-9-0", weights=("w",), receipts=VOUCHED)
+FOREIGN = Shards(9, "foreign-1", weights=("w",))
 AT_9 = Pointer(PointerState.STEP, 9)
 PLAIN = StepSeen(
     step=5,
@@ -94,7 +94,7 @@ def test_a_quarantined_save_is_not_tried_again() -> None:
 def test_a_foreign_save_must_lie_still_for_a_tick() -> None:
     moving = job(save=FOREIGN, save_still_for=CONFIG.tick / 2)
     assert actions(moving) == []
-    assert "lie still for 1 s" in decide(moving, CONFIG).waiting_for
+    assert "must not change for 1 s" in decide(moving, CONFIG).waiting_for
     still = job(save=FOREIGN, save_still_for=CONFIG.tick)
     assert actions(still) == [Publish(FOREIGN)]
 
@@ -108,10 +108,24 @@ def test_a_pointer_that_names_nothing_says_so_and_stops_all_pruning_of_steps(
     assert decision.waiting_for == f"latest_state_dict_iteration.txt {state.value}"
 
 
+@pytest.mark.parametrize("state", PointerState)
+def test_a_job_with_the_other_pointer_alone_says_how_to_serve_it(state: PointerState) -> None:
+    other = "latest_checkpointed_iteration.txt"
+    seen = job(pointer=Pointer(PointerState.MISSING), checkpoint=Pointer(state), save=None)
+    hint = f", but {other} is there: give --pointer {other}"
+    waiting = "latest_state_dict_iteration.txt is not there"
+    if state is not PointerState.MISSING:
+        waiting += hint
+    assert decide(seen, CONFIG).waiting_for == waiting
+    told = CONFIG.model_copy(update={"pointer": other})
+    seen = job(pointer=Pointer(state), checkpoint=Pointer(state), save=None)
+    assert hint not in decide(seen, told).waiting_for
+
+
 def test_a_save_that_is_not_whole_says_what_is_missing() -> None:
-    decision = decide(job(save=Save(9, None, "no shard of rank 1")), CONFIG)
+    decision = decide(job(save=Unfinished(9, "no shard of rank 1")), CONFIG)
     assert decision.waiting_for == "no shard of rank 1"
-    assert decide(job(save=None), CONFIG).waiting_for == "nothing is known of step 9 yet"
+    assert decide(job(save=None), CONFIG).waiting_for == "step 9 has not been looked at yet"
 
 
 def test_versions_outside_the_retention_rules_are_retired_oldest_first() -> None:
@@ -208,7 +222,7 @@ def test_a_request_comes_before_a_new_save_which_is_published_after_the_answer()
     seen = job(published_save="run-8-0", rollbacks=(ASKED, replace_id(ASKED, "b")))
     assert actions(seen) == [Republish(ASKED)]
     done = job(published_save="run-8-0", rollbacks=(ASKED,), served_request="a")
-    assert actions(done) == [Answer(ASKED, made=3)]
+    assert actions(done) == [AnswerRequest(ASKED, made=3)]
 
 
 def replace_id(request: RollbackRequest, name: str) -> RollbackRequest:
@@ -219,7 +233,7 @@ def replace_id(request: RollbackRequest, name: str) -> RollbackRequest:
 def test_only_a_version_below_latest_that_can_be_leased_is_served_again(sequence: int) -> None:
     asked = ASKED.model_copy(update={"sequence": sequence})
     [action] = actions(job(rollbacks=(asked,), versions=(1, 2, 3, 4)))[:1]
-    assert isinstance(action, Answer)
+    assert isinstance(action, AnswerRequest)
     assert action.made is None
     assert action.why
 
@@ -251,7 +265,7 @@ def test_new_weights_come_before_every_deletion() -> None:
         versions=(1, 2, 3),
         lease_folders=(1, 2, 3),
         steps=(PLAIN,),
-        unrecorded=(replace(SAVE, step=7), Save(8, None, "not whole")),
+        unrecorded=(replace(SAVE, step=7), Unfinished(8, "not whole")),
         vanished=(4,),
     )
     kinds = [type(action) for action in actions(seen)]

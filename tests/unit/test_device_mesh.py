@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from syncd.checkpoint.device_mesh import Mesh, read_mesh
-from syncd.checkpoint.inert_records import Inert, TensorRef
+from syncd.checkpoint.torch_files.device_mesh import Mesh, read_mesh
+from syncd.checkpoint.torch_files.inert_pickle import Inert, TensorRef
 
 
 def inert(**state: Any) -> Inert:

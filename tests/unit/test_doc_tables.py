@@ -14,7 +14,7 @@ import pytest
 
 from explorer_hooks import ExplorerHook
 from syncd.cli import cli
-from syncd.protocol.policy import SyncSettings
+from syncd.protocol.policy import SyncSettings, SyncStyle
 from tests.doc_blocks import text_of
 from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 
@@ -61,14 +61,15 @@ def settings(kind: type[Any]) -> dict[str, object]:
 def run_options() -> dict[str, click.Option]:
     run = cli.get_command(click.Context(cli), "run")
     assert run is not None
-    found = [one for one in run.params if isinstance(one, click.Option)]
+    # --json is every command's, and no setting.
+    found = [one for one in run.params if isinstance(one, click.Option) and one.name != "as_json"]
     return {word: option for option in found for word in (*option.opts, *option.secondary_opts)}
 
 
 @pytest.mark.parametrize(
     ("page", "head", "kind", "all_of_them"),
     [
-        ("README.md", "`SyncSettings`", SyncSettings, True),
+        ("docs/configuration.md", "`SyncSettings`", SyncSettings, True),
         ("docs/broadcast.md", "`SyncSettings`", SyncSettings, False),
         ("docs/trainer.md", "setting", SaveSettings, True),
     ],
@@ -100,17 +101,13 @@ def test_every_argument_is_on_the_page_that_promises_them(
     } == set()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/cli.md"])
-def test_options_of_the_daemon_are_those_that_there_are(page: str) -> None:
+def test_options_of_the_daemon_are_those_that_there_are() -> None:
     known = run_options()
-    if page == "README.md":
-        told = {f"--{k.lstrip('-')}": v for k, v in table(page, "option").items() if k[:2] == "--"}
-        left_out = {"--config"}  # it is above the table
-    else:
-        section = text_of(page).split("## syncd run")[1].split("\n## ")[0]
-        rows = re.findall(r"^\| (`--[^|]*) \| ?([^|]*?) ?\|", section, re.MULTILINE)
-        told = {word: said for names, said in rows for word in re.findall(r"`(--[\w-]+)", names)}
-        left_out = {"--config"} & known.keys() - told.keys()
+    section = text_of("docs/cli.md").split("## syncd run")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`--[^|]*) \| ?([^|]*?) ?\|", section, re.MULTILINE)
+    told = {word: said for names, said in rows for word in re.findall(r"`(--[\w-]+)", names)}
+    told.pop("--json", None)
+    left_out = {"--config"} & known.keys() - told.keys()
     turned_off = {word for word in known if word.startswith("--no-")}
     assert told.keys() - turned_off == known.keys() - turned_off - left_out
     wrong = {
@@ -119,3 +116,12 @@ def test_options_of_the_daemon_are_those_that_there_are(page: str) -> None:
         if said not in as_said(known[name].default)
     }
     assert wrong == {}
+
+
+def test_the_table_of_calls_has_each_style_and_names_calls_that_there_are() -> None:
+    assert set(table("docs/explorer.md", "`style`")) == {style.value for style in SyncStyle}
+    calls = table("docs/explorer.md", "call")
+    hooks = {*dir(ExplorerHook), *dir(TrainerHook)}
+    section = text_of("docs/explorer.md").partition("### Which call for which style")[2]
+    section = section.partition("\n### ")[0]
+    assert {*calls, *re.findall(r"`(\w+)\(", section)} - hooks == set()

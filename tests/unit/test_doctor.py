@@ -17,23 +17,24 @@ from typing import Any
 
 import pytest
 
-from syncd.doctor import alone, job, job_verdicts, together, verdicts
-from syncd.doctor.calls import Call, Facts
+from syncd.doctor import alone, job_probes, job_verdicts, together, verdicts
 from syncd.doctor.channel import TALK, Channel, There, serve
-from syncd.doctor.examination import Examination, Limits, Watching, join
+from syncd.doctor.examination import Deadlines, Examination, Watching, join
 from syncd.doctor.facts import facts_of, mount_of
-from syncd.doctor.finding import Finding, Verdict
+from syncd.doctor.finding import Finding, Severity
 from syncd.doctor.party import Here, Party
+from syncd.doctor.party_calls import Facts, PartyCall
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.lagging import LaggingStorage
 from tests.storages import FastStorage
 
 PATIENCE = 60.0
-OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
+OK, WARN, FAIL = Severity.OK, Severity.WARN, Severity.FAIL
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def together_on(
     return found if isinstance(found, list) else [found]
 
 
-def verdicts_of(findings: Sequence[Finding]) -> dict[str, Verdict]:
+def verdicts_of(findings: Sequence[Finding]) -> dict[str, Severity]:
     return {finding.name: finding.verdict for finding in findings}
 
 
@@ -370,13 +371,13 @@ def test_a_local_disk_keeps_every_promise_to_one_process(tmp_path: Path, name: s
         ("sync", Refusing(errno.EINVAL, "sync_folder"), FAIL, "fsync of a folder: EINVAL"),
         ("sync", Refusing(errno.EIO, "fsync"), FAIL, "fsync of a file: EIO"),
         ("copying", Refusing(errno.EXDEV, "copy_file_range", "clone_range"), OK, "EXDEV"),
-        ("heartbeats", Restless(), FAIL, "would count as alive for ever"),
+        ("heartbeats", Restless(), FAIL, "would count as alive forever"),
         ("heartbeats", Timeless(), FAIL, "would count as dead"),
         ("owner", Squashing(), WARN, "belongs to user 65534"),
     ],
 )
 def test_each_broken_promise_to_one_process_is_found_and_named(
-    tmp_path: Path, name: str, storage: Storage, verdict: Verdict, said: str
+    tmp_path: Path, name: str, storage: Storage, verdict: Severity, said: str
 ) -> None:
     finding = ALONE[name](storage, tmp_path)
     assert (finding.name, finding.verdict) == (name, verdict), finding
@@ -399,7 +400,7 @@ def test_each_broken_promise_to_one_process_is_found_and_named(
     ],
 )
 def test_the_lease_time_is_held_against_what_was_measured(
-    late: tuple[float | None, ...], lease_time: float, verdict: Verdict
+    late: tuple[float | None, ...], lease_time: float, verdict: Severity
 ) -> None:
     opened, lease = verdicts.seen((0.0, 0.0), late, 30.0, lease_time)
     assert (opened.verdict, lease.verdict) == (OK, verdict)
@@ -453,8 +454,8 @@ def facts(**changed: Any) -> Facts:
         ),
         (job_verdicts.room(10**12, 10**6, 10**9), OK, "1000.0 GB"),
         (job_verdicts.room(None, None, None), OK, "unknown"),
-        (job_verdicts.room(10**9, 10**6, 10**9), WARN, "little room"),
-        (job_verdicts.room(10**9, 999, None), WARN, "little room"),
+        (job_verdicts.room(10**9, 10**6, 10**9), WARN, "nearly full"),
+        (job_verdicts.room(10**9, 999, None), WARN, "nearly full"),
         (job_verdicts.room(1000, 10**6, None), FAIL, "full"),
         (job_verdicts.room(10**9, 3, None), FAIL, "full"),
         (job_verdicts.clock(0.1, 10, 2.0), OK, "evenly"),
@@ -463,21 +464,21 @@ def facts(**changed: Any) -> Facts:
         (job_verdicts.daemon(True, "watching", 5, 30, "/job"), OK, "watching"),
         (job_verdicts.daemon(None, "", 0, 30, "/job"), WARN, "no daemon serves"),
         (job_verdicts.daemon(False, "", 30, 30, "/job"), WARN, "has not moved for 30 s"),
-        (job_verdicts.daemon(False, "", 30, 600, "/job"), OK, "not watched for a whole lease"),
+        (job_verdicts.daemon(False, "", 30, 600, "/job"), OK, "not watched long enough"),
         (job_verdicts.others([("/job", 0o755, 7, 8)]), OK, "nobody else"),
         (job_verdicts.others([("/job", 0o2775, 7, 8)]), OK, "group 8 may write"),
         (job_verdicts.others([("/job", 0o777, 7, 8)]), WARN, "every user"),
-        (job_verdicts.others([("/job", 0o1777, 7, 8)]), WARN, "but not delete"),
+        (job_verdicts.others([("/job", 0o1777, 7, 8)]), WARN, "delete only their own files"),
         (job_verdicts.others([]), WARN, "could be looked at"),
         (job_verdicts.rights(None, None, "", facts()), OK, "user 1"),
         (job_verdicts.rights("it is refused", None, "", facts()), FAIL, "it is refused"),
         (job_verdicts.rights(None, "steps stay", "be root", facts()), WARN, "steps stay"),
         (verdicts.sync(2.0, 0.1, {}), WARN, "slow"),
         (verdicts.events((0.0, None), two_hosts=True), OK, "do not cross"),
-        (verdicts.events((0.0, None), two_hosts=False), WARN, "no events"),
+        (verdicts.events((0.0, None), two_hosts=False), WARN, "no file events"),
     ],
 )
-def test_what_was_seen_is_judged_and_said(finding: Finding, verdict: Verdict, said: str) -> None:
+def test_what_was_seen_is_judged_and_said(finding: Finding, verdict: Severity, said: str) -> None:
     assert finding.verdict is verdict
     assert said in finding.words
     assert bool(finding.advice) == (verdict is not OK)
@@ -486,7 +487,7 @@ def test_what_was_seen_is_judged_and_said(finding: Finding, verdict: Verdict, sa
 def test_a_clock_that_is_set_meanwhile_is_noticed(tmp_path: Path) -> None:
     walls = iter((1000.0, 1010.0, 1500.0))
     ticks = iter((10.0, 20.0))
-    probe = job.ClockProbe(lambda: next(walls), lambda: next(ticks))
+    probe = job_probes.ClockProbe(lambda: next(walls), lambda: next(ticks))
     assert probe.find(FastStorage(), tmp_path).measured["jumped"] == 490.0
 
 
@@ -506,7 +507,7 @@ class Listening(Watching):
         self.seen.append(what)
 
 
-def examined(job: Job, storage: Storage, limits: Limits) -> list[Finding]:
+def examined(job: SmallJob, storage: Storage, limits: Deadlines) -> list[Finding]:
     """All probes, with a thread for the other process."""
 
     @contextmanager
@@ -514,11 +515,11 @@ def examined(job: Job, storage: Storage, limits: Limits) -> list[Finding]:
         with company(storage, FastStorage(), room.path) as (_, there):
             yield (there,)
 
-    examination = Examination(storage, job.layout, Listening(), limits)
+    examination = Examination(Job(storage, job.layout), Listening(), limits)
     return examination.run(made, two_hosts=False)
 
 
-def everything(job: Job) -> dict[str, tuple[int, int]]:
+def everything(job: SmallJob) -> dict[str, tuple[int, int]]:
     found = {}
     for path in sorted(job.layout.root.rglob("*")):
         status = path.lstat()
@@ -526,10 +527,10 @@ def everything(job: Job) -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: Job) -> None:
+def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: SmallJob) -> None:
     job.save(1)
     before = everything(job)
-    found = examined(job, Refusing(errno.EIO, "sync_folder", "free", "link"), Limits())
+    found = examined(job, Refusing(errno.EIO, "sync_folder", "free", "link"), Deadlines())
     assert [one.name for one in found if one.verdict is FAIL] == [
         "room",
         "links",
@@ -542,7 +543,15 @@ def test_an_error_of_storage_is_a_finding_and_the_other_probes_go_on(job: Job) -
     assert after == before
 
 
-def test_storage_that_hangs_is_a_finding_and_the_end(job: Job) -> None:
+def test_a_server_that_takes_no_writes_is_one_finding(job: SmallJob) -> None:
+    findings = examined(job, Refusing(errno.EROFS, "mkdir"), Deadlines(look=1))
+    [failed] = [finding for finding in findings if finding.verdict is FAIL]
+    assert failed.name == "mount"
+    assert "export it for writing" in failed.advice
+
+
+@pytest.mark.slow
+def test_storage_that_hangs_is_a_finding_and_the_end(job: SmallJob) -> None:
     class Hanging(FastStorage):
         goes_on = threading.Event()
 
@@ -551,14 +560,14 @@ def test_storage_that_hangs_is_a_finding_and_the_end(job: Job) -> None:
                 self.goes_on.wait(PATIENCE)
 
     try:
-        found = examined(job, Hanging(), Limits(look=1, answer=4))
+        found = examined(job, Hanging(), Deadlines(look=1, answer=4))
     finally:
         Hanging.goes_on.set()
     assert [(one.name, one.verdict) for one in found[-2:]] == [("cleanup", WARN), ("sync", FAIL)]
     assert "did not answer within 10 s" in found[-1].words
 
 
-def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: Job) -> None:
+def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: SmallJob) -> None:
     class Hanging(FastStorage):
         goes_on = threading.Event()
 
@@ -569,7 +578,9 @@ def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: Job) -> No
 
     job.layout.doctor.mkdir()
     try:
-        found = join(Hanging(), job.layout, Watching(), Limits(look=0.5, answer=0.5, meeting=0.5))
+        found = join(
+            Job(Hanging(), job.layout), Watching(), Deadlines(look=0.5, answer=0.5, meeting=0.5)
+        )
         assert not Hanging.goes_on.is_set()
     finally:
         Hanging.goes_on.set()
@@ -578,15 +589,15 @@ def test_storage_that_hangs_on_the_other_host_is_a_finding_there(job: Job) -> No
 
 def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     layout = JobLayout(tmp_path / "nothing")
-    with pytest.raises(JobUnavailableError, match="is not there"):
-        Examination(Storage(), layout, Watching(), Limits()).alone()
+    with pytest.raises(JobUnavailableError, match="no such folder"):
+        Examination(Job(Storage(), layout), Watching(), Deadlines()).alone()
     assert not layout.root.exists()
 
 
 def test_who_measures_with_another_that_is_gone_says_so(tmp_path: Path) -> None:
     (tmp_path / TALK).mkdir()
     there = There(Channel(FastStorage(), tmp_path, 0, 1), PATIENCE, lambda: True)
-    there.begin(Call(do="tell"))
+    there.begin(PartyCall(do="tell"))
     with pytest.raises(JobUnavailableError, match="has ended"):
         there.end()
 
@@ -599,10 +610,12 @@ def test_a_call_that_fails_elsewhere_leaves_the_next_one_its_own_answer(tmp_path
             return super().open_read(path)
 
     with company(FastStorage(), Failing(), tmp_path) as (here, there):
-        there.begin(Call(do="reread", name="file", seconds=0.1))
+        there.begin(PartyCall(do="reread", name="file", seconds=0.1))
         with pytest.raises(OSError, match="the other process says"):
             there.end()
-        there.begin(Call(do="reread", name="file", seconds=0.1))  # its answer is not waited for
+        there.begin(
+            PartyCall(do="reread", name="file", seconds=0.1)
+        )  # its answer is not waited for
         assert there.attempt("mkdir", "folder") == "done"
         assert here.see("listing", "folder") == ""
 
@@ -610,4 +623,4 @@ def test_a_call_that_fails_elsewhere_leaves_the_next_one_its_own_answer(tmp_path
 def test_nothing_outside_the_room_can_be_asked_for() -> None:
     for name in ("../outside", "/outside", "a/../../outside"):
         with pytest.raises(ValueError, match="not a plain path"):
-            Call(do="attempt", change="create", name=name)
+            PartyCall(do="attempt", change="create", name=name)

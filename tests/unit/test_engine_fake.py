@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from explorer_hooks.engines.conformance import make_version, random_tensors
 from explorer_hooks.engines.fake import Call, FakeEngine
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.made_versions import make_version, random_tensors
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import SyncdError
 

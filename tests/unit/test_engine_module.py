@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from explorer_hooks.engines.conformance import FailingStorage, Place
-from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.made_versions import (
+from explorer_hooks.engines.conformance import (
+    FailingStorage,
+    FileSpan,
     NoLease,
     TensorBytes,
     make_version,
     random_tensors,
 )
+from explorer_hooks.engines.fitting import TensorSpec
 from explorer_hooks.engines.torch_module import InPlace, TorchModule
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination.tensors import bytes_of
@@ -123,7 +125,7 @@ def test_tied_weights_are_compared_where_the_manifest_has_no_digests(
             "two.weight": random_tensors({"one.weight": SPECS["one.weight"]}, seed)["one.weight"],
         }
         with_digests = made(tmp_path, tensors, sequence)
-        entries = [one.model_copy(update={"digest": None}) for one in with_digests.manifest.tensors]
+        entries = [replace(one, digest=None) for one in with_digests.manifest.tensors]
         update = {"digests": "off", "tensors": tuple(entries)}
         manifest = with_digests.manifest.model_copy(update=update)
         hold: Any = NoLease()
@@ -193,7 +195,7 @@ def half_read(tmp_path: Path) -> Iterator[LeasedVersion]:
     storage = FailingStorage()
     version = make_version(tmp_path / "half", random_tensors(SPECS, 7), storage=storage)
     (last,) = (
-        Place(file.path, entry.begin, entry.end, entry.name)
+        FileSpan(file.path, entry.begin, entry.end, entry.name)
         for file in version.open_weights()
         for entry in file.entries
         if entry.name == "two.weight"

@@ -16,7 +16,7 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from explorer_hooks.engines.made_versions import TensorBytes, make_version
+from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.transformers_model import TransformersModel
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES

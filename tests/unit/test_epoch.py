@@ -8,14 +8,15 @@ import pytest
 
 from syncd.protocol.errors import SupersededError
 from syncd.storage.epoch import Epoch
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import FastStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
 
 
-def rooms(job: Job) -> list[str]:
+def rooms(job: SmallJob) -> list[str]:
     return sorted(name.partition("-")[0] for name in os.listdir(job.layout.epochs))
 
 
@@ -29,12 +30,12 @@ def built(epoch: Epoch, sequence: int) -> Path:
     return folder
 
 
-def test_the_first_daemon_has_epoch_1(job: Job) -> None:
+def test_the_first_daemon_has_epoch_1(job: SmallJob) -> None:
     assert job.take_over().number == 1
     assert rooms(job) == ["1"]
 
 
-def test_a_take_over_empties_and_removes_every_lower_room(job: Job) -> None:
+def test_a_take_over_empties_and_removes_every_lower_room(job: SmallJob) -> None:
     for room in ("3-00000000", "12-ffffffff", "12-00000000"):
         (job.layout.epochs / room / "building" / "v000009").mkdir(parents=True)
         (job.layout.epochs / room / "trash").mkdir()
@@ -47,7 +48,7 @@ def test_a_take_over_empties_and_removes_every_lower_room(job: Job) -> None:
     assert epoch.condemned() == []
 
 
-def test_what_lower_rooms_had_set_aside_is_handed_on_and_never_deleted(job: Job) -> None:
+def test_what_lower_rooms_had_set_aside_is_handed_on_and_never_deleted(job: SmallJob) -> None:
     for step in (3, 4):
         job.layout.step(step).mkdir()
         job.take_over().set_aside(job.layout.step(step))
@@ -57,7 +58,7 @@ def test_what_lower_rooms_had_set_aside_is_handed_on_and_never_deleted(job: Job)
     assert sorted(name[0] for name in names) == ["global_step_3", "global_step_4"]
 
 
-def test_a_number_is_never_used_again_after_a_daemon_left(job: Job) -> None:
+def test_a_number_is_never_used_again_after_a_daemon_left(job: SmallJob) -> None:
     numbers = []
     for _ in range(3):
         epoch = job.take_over()
@@ -68,7 +69,7 @@ def test_a_number_is_never_used_again_after_a_daemon_left(job: Job) -> None:
     assert numbers == [1, 2, 3]
 
 
-def test_a_superseded_daemon_publishes_no_version(job: Job) -> None:
+def test_a_superseded_daemon_publishes_no_version(job: SmallJob) -> None:
     old = job.take_over()
     built(old, 1)
     job.take_over()
@@ -77,7 +78,7 @@ def test_a_superseded_daemon_publishes_no_version(job: Job) -> None:
     assert job.versions == []
 
 
-def test_a_superseded_daemon_replaces_no_file(job: Job) -> None:
+def test_a_superseded_daemon_replaces_no_file(job: SmallJob) -> None:
     old = job.take_over()
     old.publish_file(job.layout.latest, b"old")
     job.take_over().publish_file(job.layout.latest, b"new")
@@ -86,7 +87,7 @@ def test_a_superseded_daemon_replaces_no_file(job: Job) -> None:
     assert job.layout.latest.read_bytes() == b"new"
 
 
-def test_a_superseded_daemon_takes_nothing_away(job: Job) -> None:
+def test_a_superseded_daemon_takes_nothing_away(job: SmallJob) -> None:
     old = job.take_over()
     step = job.layout.step(3)
     step.mkdir()
@@ -98,7 +99,7 @@ def test_a_superseded_daemon_takes_nothing_away(job: Job) -> None:
     assert step.exists()
 
 
-def test_a_superseded_daemon_starts_no_version(job: Job) -> None:
+def test_a_superseded_daemon_starts_no_version(job: SmallJob) -> None:
     old = job.take_over()
     job.take_over()
     with pytest.raises(SupersededError):
@@ -106,9 +107,11 @@ def test_a_superseded_daemon_starts_no_version(job: Job) -> None:
     assert not old.is_live()
 
 
-def test_a_rename_in_flight_while_another_takes_over_is_refused(job: Job, hosts: Hosts) -> None:
+def test_a_rename_in_flight_while_another_takes_over_is_refused(
+    job: SmallJob, hosts: Hosts
+) -> None:
     storage = hosts.ruled()
-    old = Epoch.take_over(storage, job.layout)
+    old = Epoch.take_over(Job(storage, job.layout))
     storage.rules.append(once("rename", lambda *_: job.take_over(), where="LATEST"))
     with pytest.raises(SupersededError):
         old.publish_file(job.layout.latest, b"old")
@@ -116,17 +119,17 @@ def test_a_rename_in_flight_while_another_takes_over_is_refused(job: Job, hosts:
 
 
 def test_what_a_superseded_daemon_makes_while_its_room_is_emptied_is_emptied_too(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     old = job.take_over()
     late = room_of(old) / ".tmp-LATEST-late"
     storage = hosts.ruled(once("rmdir", lambda _: late.touch(), where="epoch/1"))
-    epoch = Epoch.take_over(storage, job.layout)
+    epoch = Epoch.take_over(Job(storage, job.layout))
     assert rooms(job) == ["2"]
     assert any("LATEST-late" in path.name for path in epoch.condemned())
 
 
-def test_a_committed_version_is_whole_and_has_left_the_room(job: Job) -> None:
+def test_a_committed_version_is_whole_and_has_left_the_room(job: SmallJob) -> None:
     epoch = job.take_over()
     built(epoch, 4)
     assert epoch.publish_version(4) == job.layout.version(4)
@@ -134,16 +137,16 @@ def test_a_committed_version_is_whole_and_has_left_the_room(job: Job) -> None:
     assert os.listdir(epoch.building) == []
 
 
-def test_a_sequence_is_taken_once(job: Job) -> None:
+def test_a_sequence_is_taken_once(job: SmallJob) -> None:
     epoch = job.take_over()
     built(epoch, 1)
     epoch.publish_version(1)
     built(epoch, 1)
-    with pytest.raises(SupersededError, match="v000001 is taken"):
+    with pytest.raises(SupersededError, match="v000001 exists"):
         epoch.publish_version(1)
 
 
-def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: Job) -> None:
+def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: SmallJob) -> None:
     epoch = job.take_over()
     with pytest.raises(FileNotFoundError):
         epoch.publish_version(1)
@@ -151,15 +154,17 @@ def test_a_version_that_was_never_built_is_an_error_and_not_a_take_over(job: Job
         epoch.set_aside(job.layout.step(1))
 
 
-def test_a_version_begins_empty_whatever_was_left_of_it(job: Job) -> None:
+def test_a_version_begins_empty_whatever_was_left_of_it(job: SmallJob) -> None:
     epoch = job.take_over()
     built(epoch, 1)
     assert os.listdir(epoch.start_version(1)) == []
 
 
-def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job, hosts: Hosts) -> None:
-    Epoch.take_over(FastStorage(), job.layout)
-    epoch = Epoch(hosts.answer_lost(), job.layout, os.listdir(job.layout.epochs)[0])
+def test_a_rename_that_was_done_counts_though_its_answer_was_lost(
+    job: SmallJob, hosts: Hosts
+) -> None:
+    Epoch.take_over(Job(FastStorage(), job.layout))
+    epoch = Epoch(Job(hosts.answer_lost(), job.layout), os.listdir(job.layout.epochs)[0])
     built(epoch, 1)
     assert epoch.publish_version(1).exists()
     epoch.publish_file(job.layout.latest, b"new")
@@ -169,16 +174,16 @@ def test_a_rename_that_was_done_counts_though_its_answer_was_lost(job: Job, host
     assert not job.layout.step(3).exists()
 
 
-def test_a_take_over_goes_through_though_answers_are_lost(job: Job, hosts: Hosts) -> None:
+def test_a_take_over_goes_through_though_answers_are_lost(job: SmallJob, hosts: Hosts) -> None:
     built(job.take_over(), 1)
-    epoch = Epoch.take_over(hosts.answer_lost(), job.layout)
+    epoch = Epoch.take_over(Job(hosts.answer_lost(), job.layout))
     assert rooms(job) == ["2"]
     assert sum(path.name.startswith("v000001") for path in epoch.condemned()) == 1
 
 
-def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job, hosts: Hosts) -> None:
+def test_an_error_of_a_live_room_is_raised_as_it_is(job: SmallJob, hosts: Hosts) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO))
-    epoch = Epoch.take_over(storage, job.layout)
+    epoch = Epoch.take_over(Job(storage, job.layout))
     built(epoch, 1)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         epoch.publish_version(1)
@@ -186,7 +191,7 @@ def test_an_error_of_a_live_room_is_raised_as_it_is(job: Job, hosts: Hosts) -> N
         epoch.publish_file(job.layout.latest, b"new")
 
 
-def test_a_job_that_went_away_is_no_take_over_by_another(job: Job) -> None:
+def test_a_job_that_went_away_is_no_take_over_by_another(job: SmallJob) -> None:
     epoch = job.take_over()
     job.layout.state.rename(job.layout.root / "unmounted")
     job.hosts.settle()  # until then a client works on the folder where it is now, by its handle
@@ -196,7 +201,7 @@ def test_a_job_that_went_away_is_no_take_over_by_another(job: Job) -> None:
         epoch.start_version(1)
 
 
-def test_no_two_rooms_ever_have_the_same_name(job: Job) -> None:
+def test_no_two_rooms_ever_have_the_same_name(job: SmallJob) -> None:
     names = set()
     for _ in range(3):
         names.add(room_of(job.take_over()).name)
@@ -206,19 +211,21 @@ def test_no_two_rooms_ever_have_the_same_name(job: Job) -> None:
     assert {name.partition("-")[0] for name in names} == {"1"}
 
 
-def test_of_two_at_once_the_one_that_finds_a_higher_room_gives_up(job: Job, hosts: Hosts) -> None:
+def test_of_two_at_once_the_one_that_finds_a_higher_room_gives_up(
+    job: SmallJob, hosts: Hosts
+) -> None:
     def two_others(_: Path) -> None:
         job.take_over()
         job.take_over()
 
     storage = hosts.ruled(once("mkdir", two_others, where="epoch/1-"))
-    with pytest.raises(SupersededError, match="taken over as it began"):
-        Epoch.take_over(storage, job.layout)
+    with pytest.raises(SupersededError, match="another daemon took over epoch"):
+        Epoch.take_over(Job(storage, job.layout))
     assert rooms(job) == ["2"]
 
 
 def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     def two_others(_: Path) -> None:
         job.take_over()
@@ -228,15 +235,15 @@ def test_a_room_that_the_higher_daemon_removed_first_is_given_up_all_the_same(
         once("mkdir", two_others, where="epoch/1-"),
         once("rmdir", lambda room: room.rmdir(), where="epoch/1-"),
     )
-    with pytest.raises(SupersededError, match="taken over as it began"):
-        Epoch.take_over(storage, job.layout)
+    with pytest.raises(SupersededError, match="another daemon took over epoch"):
+        Epoch.take_over(Job(storage, job.layout))
 
 
-def test_of_two_with_one_number_at_most_one_commits(job: Job, hosts: Hosts) -> None:
+def test_of_two_with_one_number_at_most_one_commits(job: SmallJob, hosts: Hosts) -> None:
     others: list[Epoch] = []
     storage = hosts.ruled(once("mkdir", lambda _: others.append(job.take_over()), where="/1-"))
     try:
-        mine = Epoch.take_over(storage, job.layout)
+        mine = Epoch.take_over(Job(storage, job.layout))
     except SupersededError:
         others[0].publish_file(job.layout.latest, b"other")
         return
@@ -246,7 +253,7 @@ def test_of_two_with_one_number_at_most_one_commits(job: Job, hosts: Hosts) -> N
 
 
 def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     def unmount(*_: Path) -> None:
         job.layout.state.rename(job.layout.root / "unmounted")
@@ -261,10 +268,10 @@ def test_storage_that_goes_away_in_a_take_over_is_an_error_of_the_system(
                 unmount()
 
     with pytest.raises(FileNotFoundError):
-        Epoch.take_over(hosts.ruled(second_look), job.layout)
+        Epoch.take_over(Job(hosts.ruled(second_look), job.layout))
 
 
-def test_other_names_beside_the_rooms_are_let_be(job: Job) -> None:
+def test_other_names_beside_the_rooms_are_let_be(job: SmallJob) -> None:
     (job.layout.epochs / ".snapshot").mkdir()
     (job.layout.epochs / "\u0663-00000000").mkdir()
     (job.layout.epochs / "7").mkdir()
@@ -273,7 +280,7 @@ def test_other_names_beside_the_rooms_are_let_be(job: Job) -> None:
     assert (job.layout.epochs / ".snapshot").exists()
 
 
-def test_a_name_can_be_set_aside_again(job: Job) -> None:
+def test_a_name_can_be_set_aside_again(job: SmallJob) -> None:
     epoch = job.take_over()
     for _ in range(2):
         job.layout.step(3).mkdir()
@@ -281,7 +288,7 @@ def test_a_name_can_be_set_aside_again(job: Job) -> None:
     assert len(epoch.undecided()) == 2
 
 
-def test_leasing_is_opened_by_a_rename_that_a_superseded_daemon_cannot_do(job: Job) -> None:
+def test_leasing_is_opened_by_a_rename_that_a_superseded_daemon_cannot_do(job: SmallJob) -> None:
     old = job.take_over()
     old.open_leasing(1)
     assert os.listdir(job.layout.lease_folder(1)) == []
@@ -291,7 +298,7 @@ def test_leasing_is_opened_by_a_rename_that_a_superseded_daemon_cannot_do(job: J
     assert not job.layout.lease_folder(2).exists()
 
 
-def test_leasing_that_is_open_already_keeps_its_leases(job: Job) -> None:
+def test_leasing_that_is_open_already_keeps_its_leases(job: SmallJob) -> None:
     epoch = job.take_over()
     epoch.open_leasing(1)
     epoch.open_leasing(1)
@@ -302,10 +309,10 @@ def test_leasing_that_is_open_already_keeps_its_leases(job: Job) -> None:
 
 
 def test_leasing_can_be_opened_after_an_attempt_that_storage_refused(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO, where="leases-"))
-    epoch = Epoch.take_over(storage, job.layout)
+    epoch = Epoch.take_over(Job(storage, job.layout))
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         epoch.open_leasing(1)
     storage.rules.clear()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from explorer_hooks.fitting import Fits, model_tensors
-from syncd.checkpoint.safetensors_header import Entry, header_bytes
+from explorer_hooks.server_fit import Fits, model_tensors
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
 from syncd.protocol.records import Manifest, TensorEntry
 
@@ -46,7 +46,7 @@ def write_model(folder: Path, *names: str, file: str = "model.safetensors") -> N
     for name in names:
         shape = SHAPES[name]
         size = 2 * (shape[0] * shape[1] if len(shape) == 2 else shape[0])
-        entries.append(Entry(name, "BF16", shape, at, at + size))
+        entries.append(HeaderEntry(name, "BF16", shape, at, at + size))
         at += size
     (folder / file).write_bytes(header_bytes(entries) + bytes(at))
 

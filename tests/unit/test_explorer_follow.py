@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,12 +12,11 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from explorer_hooks.fitting import Fits
-from explorer_hooks.follow import command
-from explorer_hooks.follow_engines import CommandEngine, LinkEngine
+from explorer_hooks.follow import CommandEngine, LinkEngine, command
+from explorer_hooks.server_fit import Fits
 from syncd.protocol.errors import CommandFailedError, EngineMismatchError, InvalidSettingsError
 from tests.explorers import held, publish
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import ENVIRONMENT
 
 WRITES = 'printf "%s %s %s %s\\n" "$SYNCD_SEQUENCE" "$SYNCD_STEP" "$SYNCD_KIND" "$SYNCD_FOLDER"'
@@ -26,7 +26,7 @@ def follow(*arguments: object) -> Result:
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
-def test_a_command_is_told_of_the_version_in_its_environment(job: Job, tmp_path: Path) -> None:
+def test_a_command_is_told_of_the_version_in_its_environment(job: SmallJob, tmp_path: Path) -> None:
     publish(job, 3)
     engine = CommandEngine(f"{WRITES} >> {tmp_path}/told", timeout=60)
     with held(job) as version:
@@ -35,7 +35,9 @@ def test_a_command_is_told_of_the_version_in_its_environment(job: Job, tmp_path:
     assert (tmp_path / "told").read_text() == f"1 3 full {job.layout.version(1)}\n"
 
 
-def test_a_command_that_fails_or_hangs_has_not_taken_the_version(job: Job, tmp_path: Path) -> None:
+def test_a_command_that_fails_or_hangs_has_not_taken_the_version(
+    job: SmallJob, tmp_path: Path
+) -> None:
     publish(job, 3)
     with held(job) as version:
         with pytest.raises(CommandFailedError, match="status 3 for version 1, step 3"):
@@ -44,14 +46,16 @@ def test_a_command_that_fails_or_hangs_has_not_taken_the_version(job: Job, tmp_p
         pipe = tmp_path / "pipe"
         os.mkfifo(pipe)
         reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-        with pytest.raises(CommandFailedError, match=r"not done with version 1 in 0\.2 s"):
+        with pytest.raises(
+            CommandFailedError, match=r"did not finish with version 1 within 0\.2 s"
+        ):
             CommandEngine(f"(sleep 600; true) > {pipe}; true", timeout=0.2).load(version)
         os.set_blocking(reader, True)
         assert os.read(reader, 1) == b""
         os.close(reader)
 
 
-def test_a_command_is_given_only_what_fits_what_it_took_before(job: Job) -> None:
+def test_a_command_is_given_only_what_fits_what_it_took_before(job: SmallJob) -> None:
     publish(job, 1)
     engine = CommandEngine("true", timeout=60)
     with held(job) as version:
@@ -65,7 +69,9 @@ def test_a_command_is_given_only_what_fits_what_it_took_before(job: Job) -> None
         engine.check(version)
 
 
-def test_a_link_is_moved_by_one_rename_and_leads_to_the_version(job: Job, tmp_path: Path) -> None:
+def test_a_link_is_moved_by_one_rename_and_leads_to_the_version(
+    job: SmallJob, tmp_path: Path
+) -> None:
     link = tmp_path / "model"
     engine = LinkEngine(link)
     assert engine.target is None
@@ -79,9 +85,9 @@ def test_a_link_is_moved_by_one_rename_and_leads_to_the_version(job: Job, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job", "model"]
 
 
-def test_a_link_replaces_nothing_but_a_link(job: Job, tmp_path: Path) -> None:
+def test_a_link_replaces_nothing_but_a_link(job: SmallJob, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidSettingsError, match="is no link, and is not replaced"):
+    with pytest.raises(InvalidSettingsError, match="is not a link, so it is not replaced"):
         LinkEngine(tmp_path / "file")
     with pytest.raises(InvalidSettingsError, match="make it first"):
         LinkEngine(tmp_path / "nowhere" / "link")
@@ -107,18 +113,35 @@ def test_a_link_replaces_nothing_but_a_link(job: Job, tmp_path: Path) -> None:
         ["--name", "a", "--command", "true", "--broadcast"],
     ],
 )
-def test_options_that_make_no_sense_are_refused(job: Job, options: list[str]) -> None:
+def test_options_that_make_no_sense_are_refused(job: SmallJob, options: list[str]) -> None:
     assert follow(job.layout.root, *options).exit_code == 2
 
 
-def test_a_timeout_of_broadcasts_is_for_who_takes_them(job: Job) -> None:
+def test_a_timeout_of_broadcasts_is_for_who_takes_them(job: SmallJob) -> None:
     timed = ["--name", "a", "--link", "model", "--broadcast-timeout", "600"]
-    assert "give both" in follow(job.layout.root, *timed).output
+    assert "needs --broadcast" in follow(job.layout.root, *timed).output
+
+
+def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: Path) -> None:
+    publish(job, 3)
+    argv = [sys.executable, "-m", "syncd", "follow", job.layout.root, "--name", "a", "--json"]
+    with subprocess.Popen(
+        [*map(str, argv), "--link", str(tmp_path / "link")],
+        stdout=subprocess.PIPE, text=True, env=ENVIRONMENT,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline()) == {"version": 1, "step": 3}
+            process.terminate()
+            assert process.communicate(timeout=60)[0] == ""
+            assert process.returncode == 0
+        finally:
+            process.kill()
 
 
 def test_a_job_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     result = follow(tmp_path / "none", "--name", "a", "--command", "true")
-    assert "is not there" in str(result.exception)
+    assert "no such folder" in str(result.exception)
 
 
 def test_the_command_says_what_it_does() -> None:
@@ -148,7 +171,7 @@ def test_a_package_adds_commands_and_replaces_none(tmp_path: Path) -> None:
     listed = syncd_with(ours, tmp_path, "--help").stdout
     assert "follow2 Follow JOB for a server" in " ".join(listed.split())
     assert syncd_with(ours, tmp_path, "follow2", "--help").returncode == 0
-    assert "who serves what" in syncd_with(ours, tmp_path, "status", "--help").stdout
+    assert "the explorers that serve" in syncd_with(ours, tmp_path, "status", "--help").stdout
 
 
 def test_a_package_that_is_broken_keeps_nobody_from_the_rest(tmp_path: Path) -> None:

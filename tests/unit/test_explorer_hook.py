@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.records import parse
 from syncd.protocol.reports import ExplorerReport
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import refuse
 
@@ -51,31 +52,31 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def hook(job: Job, engine: Engine) -> Iterator[ExplorerHook]:
+def hook(job: SmallJob, engine: Engine) -> Iterator[ExplorerHook]:
     with ExplorerHook(
         job.layout.root, "explorer", engine, poll=0.02, storage=job.explorers
     ) as made:
         yield made
 
 
-def publish(job: Job, step: int) -> None:
+def publish(job: SmallJob, step: int) -> None:
     job.save(step)
     with job.daemon() as loop:
         loop.run_once()
     job.hosts.settle()
 
 
-def report(job: Job) -> ExplorerReport:
+def report(job: SmallJob) -> ExplorerReport:
     return parse(ExplorerReport, job.layout.explorer("explorer").read_bytes(), "it")
 
 
-def leased(job: Job) -> list[int]:
+def leased(job: SmallJob) -> list[int]:
     folders = job.layout.leases.iterdir()
     return sorted(int(folder.name[1:]) for folder in folders if os.listdir(folder))
 
 
 def test_a_pull_loads_the_newest_version_and_says_so(
-    job: Job, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     assert (hook.version, hook.folder) == (None, None)
     publish(job, 3)
@@ -89,7 +90,7 @@ def test_a_pull_loads_the_newest_version_and_says_so(
 
 
 def test_the_version_that_is_served_stays_until_the_next_is_applied(
-    job: Job, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -105,7 +106,7 @@ def test_the_version_that_is_served_stays_until_the_next_is_applied(
 
 
 def test_nothing_new_is_counted_and_leaves_the_engine_alone(
-    job: Job, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -117,7 +118,7 @@ def test_nothing_new_is_counted_and_leaves_the_engine_alone(
 
 
 def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
-    job: Job, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     publish(job, 1)
     path = job.layout.version(1) / "model.safetensors"
@@ -134,9 +135,28 @@ def test_a_damaged_version_never_reaches_the_engine_and_is_not_tried_again(
     assert report(job).refused is None
 
 
+@pytest.mark.parametrize("damage", ["no digest", "unlisted weights"])
+def test_a_version_that_nobody_vouches_for_never_reaches_the_engine(
+    job: SmallJob, hook: ExplorerHook, engine: Engine, damage: str
+) -> None:
+    publish(job, 1)
+    folder = job.layout.version(1)
+    if damage == "no digest":
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        for file in manifest["files"]:
+            file.pop("digest")
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    else:
+        (folder / "z.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(VerificationError):
+        hook.pull(0)
+    assert engine.loaded == []
+    assert str(report(job).refused).startswith("version 1: ")
+
+
 @pytest.mark.parametrize("fault", ["misfits", "breaks"])
 def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
-    job: Job, hook: ExplorerHook, engine: Engine, fault: str
+    job: SmallJob, hook: ExplorerHook, engine: Engine, fault: str
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -155,7 +175,7 @@ def test_a_version_that_the_engine_refuses_leaves_it_on_the_one_before(
 
 
 def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
-    job: Job, hook: ExplorerHook
+    job: SmallJob, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -172,7 +192,7 @@ def test_a_damaged_manifest_is_refused_once_and_the_next_version_taken(
 
 
 def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
-    job: Job, engine: Engine, hosts: Hosts
+    job: SmallJob, engine: Engine, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
     hook = ExplorerHook(job.layout.root, "explorer", engine, storage=storage)
@@ -190,7 +210,7 @@ def test_a_report_that_cannot_be_written_ends_no_pull_and_pins_no_old_version(
 
 
 def test_closing_ends_a_pull_in_another_thread_and_lets_the_version_go(
-    job: Job, hook: ExplorerHook
+    job: SmallJob, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -214,7 +234,7 @@ def test_closing_ends_a_pull_in_another_thread_and_lets_the_version_go(
 
 
 def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
-    job: Job, hook: ExplorerHook, engine: Engine
+    job: SmallJob, hook: ExplorerHook, engine: Engine
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -226,7 +246,7 @@ def test_an_engine_that_fails_half_way_is_given_back_what_it_had(
     assert hook.version == Version(1, 1)
 
 
-def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: Job, engine: Engine) -> None:
+def test_a_closed_hook_pulls_nothing_and_stays_stopped(job: SmallJob, engine: Engine) -> None:
     hook = ExplorerHook(job.layout.root, "explorer", engine, storage=job.explorers)
     publish(job, 1)
     hook.close()

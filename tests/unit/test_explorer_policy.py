@@ -14,11 +14,13 @@ import pytest
 from explorer_hooks import bench
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import Reader
 from syncd.coordination import TrainerSynchronizer
 from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
     CancelledError,
+    EngineBrokenError,
     EngineMismatchError,
     InvalidSettingsError,
     NameTakenError,
@@ -26,9 +28,10 @@ from syncd.protocol.errors import (
     VerificationError,
     WaitTimeoutError,
 )
+from syncd.protocol.layout import JobLayout
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
 from tests.explorers import LONG, leased, publish, report
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, RuledStorage, refuse
 
@@ -41,13 +44,15 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def trainer(job: Job) -> Iterator[TrainerSynchronizer]:
+def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
     with TrainerSynchronizer(job.layout.root, seams=SEAMS) as made:
         made.set_trainer_status(RunningStatus.RUNNING)
         yield made
 
 
-def hook_of(job: Job, engine: FakeEngine, name: str = "explorer", **options: Any) -> ExplorerHook:
+def hook_of(
+    job: SmallJob, engine: FakeEngine, name: str = "explorer", **options: Any
+) -> ExplorerHook:
     settings = options.pop("settings", {})
     return ExplorerHook(
         job.layout.root, name, engine, settings=SyncSettings(**settings), poll=0.02, **options
@@ -75,7 +80,7 @@ class Aside:
         return self.result
 
 
-def test_a_step_syncs_where_the_settings_say_so(job: Job, engine: FakeEngine) -> None:
+def test_a_step_syncs_where_the_settings_say_so(job: SmallJob, engine: FakeEngine) -> None:
     publish(job, 1)
     with hook_of(job, engine, settings={"sync_interval": 2, "sync_offset": 1}) as hook:
         for step, due in ((1, False), (2, False), (3, True), (4, False), (5, True)):
@@ -89,7 +94,7 @@ def test_a_step_syncs_where_the_settings_say_so(job: Job, engine: FakeEngine) ->
 
 
 def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has_not(
-    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer
+    job: SmallJob, engine: FakeEngine, trainer: TrainerSynchronizer
 ) -> None:
     with hook_of(job, engine) as hook:
         waiting = Aside(lambda: hook.after_step(1))
@@ -110,7 +115,7 @@ def test_a_step_waits_for_the_trainer_until_it_has_something_or_says_that_it_has
 
 
 def test_a_step_goes_on_with_what_it_has_where_a_version_is_refused(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook:
@@ -126,7 +131,7 @@ def test_a_step_goes_on_with_what_it_has_where_a_version_is_refused(
 
 
 def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
-    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer
+    job: SmallJob, engine: FakeEngine, trainer: TrainerSynchronizer
 ) -> None:
     with hook_of(job, engine) as hook:
         pulling = Aside(lambda: hook.pull(LONG))
@@ -141,14 +146,14 @@ def test_a_pull_asks_again_whenever_the_trainer_had_nothing_newer(
 
 
 @pytest.mark.usefixtures("trainer")
-def test_a_pull_of_no_time_requires_nothing(job: Job, engine: FakeEngine) -> None:
+def test_a_pull_of_no_time_requires_nothing(job: SmallJob, engine: FakeEngine) -> None:
     with hook_of(job, engine) as hook:
         with pytest.raises(WaitTimeoutError):
             hook.pull(0)
         assert report(job).requests == 0
 
 
-def test_a_pull_goes_on_where_it_cannot_ask(job: Job, engine: FakeEngine) -> None:
+def test_a_pull_goes_on_where_it_cannot_ask(job: SmallJob, engine: FakeEngine) -> None:
     storage = RuledStorage()
     with hook_of(job, engine, storage=storage) as hook:
         storage.rules.append(refuse("rename", errno.ENOSPC, where="explorer.json"))
@@ -159,7 +164,7 @@ def test_a_pull_goes_on_where_it_cannot_ask(job: Job, engine: FakeEngine) -> Non
         storage.rules.clear()
 
 
-def test_two_live_hooks_have_two_names(job: Job, engine: FakeEngine) -> None:
+def test_two_live_hooks_have_two_names(job: SmallJob, engine: FakeEngine) -> None:
     job.layout.format.write_bytes(b'{"lease_time": 4}')
     with hook_of(job, engine), pytest.raises(NameTakenError):
         hook_of(job, FakeEngine())
@@ -167,7 +172,7 @@ def test_two_live_hooks_have_two_names(job: Job, engine: FakeEngine) -> None:
 
 
 def test_an_engine_that_cannot_be_attached_gives_the_name_back(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     engine.fail("attach", ConnectionError("down"))
     with pytest.raises(ConnectionError):
@@ -176,7 +181,10 @@ def test_an_engine_that_cannot_be_attached_gives_the_name_back(
 
 
 def test_an_engine_that_takes_no_broadcasts_follows_the_versions_and_holds_nobody_up(
-    job: Job, engine: FakeEngine, trainer: TrainerSynchronizer, caplog: pytest.LogCaptureFixture
+    job: SmallJob,
+    engine: FakeEngine,
+    trainer: TrainerSynchronizer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     publish(job, 1)
     with hook_of(job, engine, settings={"method": "nccl"}) as hook:
@@ -190,9 +198,9 @@ def test_an_engine_that_takes_no_broadcasts_follows_the_versions_and_holds_nobod
 
 
 def test_a_memory_folder_has_the_versions_and_the_job_the_reports(
-    job: Job, engine: FakeEngine, tmp_path: Path
+    job: SmallJob, engine: FakeEngine, tmp_path: Path
 ) -> None:
-    memory = Job(tmp_path / "memory")
+    memory = SmallJob(tmp_path / "memory")
     publish(memory, 1)
     settings = {"method": "memory"}
     with hook_of(job, engine, settings=settings, memory_dir=memory.layout.root) as hook:
@@ -202,7 +210,7 @@ def test_a_memory_folder_has_the_versions_and_the_job_the_reports(
         assert report(job).sequence == 1
 
 
-def test_staleness_is_counted_from_what_is_served(job: Job, engine: FakeEngine) -> None:
+def test_staleness_is_counted_from_what_is_served(job: SmallJob, engine: FakeEngine) -> None:
     publish(job, 1)
     with hook_of(job, engine, settings={"max_staleness": 1}) as hook:
         hook.pull(0)
@@ -217,7 +225,7 @@ def test_staleness_is_counted_from_what_is_served(job: Job, engine: FakeEngine) 
 # -- in the background -----------------------------------------------------------------------------
 
 
-def test_a_hook_follows_in_the_background(job: Job, engine: FakeEngine) -> None:
+def test_a_hook_follows_in_the_background(job: SmallJob, engine: FakeEngine) -> None:
     with hook_of(job, engine, settings={"style": "fully_async"}) as hook:
         with pytest.raises(InvalidSettingsError, match=r"start\(\)"):
             hook.after_step(1)
@@ -226,7 +234,7 @@ def test_a_hook_follows_in_the_background(job: Job, engine: FakeEngine) -> None:
         publish(job, 1)
         first = hook.wait_until_served(LONG)
         assert first == Version(1, 1)
-        with pytest.raises(InvalidSettingsError, match="follows in the background"):
+        with pytest.raises(InvalidSettingsError, match="follows the job in the background"):
             hook.pull(0)
         publish(job, 2)
         engine.fail("check", EngineMismatchError("no"), sequence=3)
@@ -240,11 +248,70 @@ def test_a_hook_follows_in_the_background(job: Job, engine: FakeEngine) -> None:
         hook.stop()
         publish(job, 5)
         assert hook.pull(0) == Version(5, 5)
-        with pytest.raises(WaitTimeoutError):
+        with pytest.raises(InvalidSettingsError, match=r"nothing follows .*: call start\(\) first"):
+            hook.wait_until_served(newer_than=Version(5, 5))
+        hook.start()
+        with pytest.raises(WaitTimeoutError, match=r"nothing newer than .* 'syncd status'"):
             hook.wait_until_served(0.01, newer_than=Version(5, 5))
 
 
-def test_a_follower_outlives_what_passes(job: Job, engine: FakeEngine) -> None:
+def test_who_waits_to_be_served_by_nobody_is_told_at_once(
+    job: SmallJob, engine: FakeEngine
+) -> None:
+    with hook_of(job, engine) as hook:
+        with pytest.raises(InvalidSettingsError, match=r"nothing follows .*: call start\(\) first"):
+            hook.wait_until_served()
+        hook.start()
+        waiting = Aside(hook.wait_until_served)
+        hook.stop()
+        assert isinstance(waiting.join(), InvalidSettingsError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"engine": FakeEngine}, r"^engine is FakeEngine, .*\(it is a class\): give TorchModule"),
+        ({"engine": object()}, r"^engine is object, .*: give TorchModule\(model\)"),
+        ({"engine": None}, "^engine is NoneType, "),
+        ({"settings": {"sync_interval": 2}}, "^settings is a dict: it must be a SyncSettings"),
+        ({"staging": "/srv/copies"}, r"^staging is '/srv/copies': it must be a Staging, such as"),
+        ({"name": 7}, "^the explorer's name 7 cannot be part of a file name"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(
+    job: SmallJob, engine: FakeEngine, wrong: dict[str, Any], said: str
+) -> None:
+    given = {"name": "explorer", "engine": engine, **wrong}
+    with pytest.raises(InvalidSettingsError, match=said):
+        ExplorerHook(job.layout.root, **given)
+
+
+def test_a_pull_that_times_out_says_whether_a_daemon_works(
+    tmp_path: Path, engine: FakeEngine
+) -> None:
+    root = tmp_path / "a job"
+    root.mkdir()
+    with ExplorerHook(root, "explorer", engine, poll=0.02) as hook:
+        without = rf"in {root} in time; no daemon works there: start `syncd run '{root}'`$"
+        with pytest.raises(WaitTimeoutError, match=without):
+            hook.pull(0.05)
+        JobLayout(root).step(1).mkdir()
+        with pytest.raises(WaitTimeoutError, match=r"^step 1 was not published .*; no daemon"):
+            hook.pull_step(1, 0.05)
+        with Reader(root, "reader") as reader, pytest.raises(WaitTimeoutError, match="no daemon"):
+            reader.wait(0, 0.05)
+        JobLayout(root).daemon_lock.touch()
+        with pytest.raises(WaitTimeoutError, match=rf"; see `syncd status '{root}'`"):
+            hook.pull(0.05)
+    in_memory = rf"start `syncd run JOB --memory-dir {tmp_path}`"
+    with (
+        ExplorerHook(root, "explorer", engine, memory_dir=tmp_path, poll=0.02) as hook,
+        pytest.raises(WaitTimeoutError, match=in_memory),
+    ):
+        hook.pull(0.05)
+
+
+def test_a_follower_outlives_what_passes(job: SmallJob, engine: FakeEngine) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook:
         engine.fail("load", ConnectionError("down"), torn=True, times=2)
@@ -258,7 +325,7 @@ def test_a_follower_outlives_what_passes(job: Job, engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("call", ["pull", "after_step", "may_produce", "wait_until_served"])
 def test_the_death_of_a_follower_is_raised_once_and_reported(
-    job: Job, engine: FakeEngine, call: str
+    job: SmallJob, engine: FakeEngine, call: str
 ) -> None:
     def finish(version: Any) -> None:
         if version.sequence == 2:
@@ -282,7 +349,7 @@ def test_the_death_of_a_follower_is_raised_once_and_reported(
 
 
 def test_one_that_a_callback_has_stopped_dies_no_death_of_the_next_one(
-    job: Job, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+    job: SmallJob, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls: list[int] = []
 
@@ -303,7 +370,7 @@ def test_one_that_a_callback_has_stopped_dies_no_death_of_the_next_one(
         assert hook.fault is None
 
 
-def test_closing_ends_a_follower_once_its_load_is_done(job: Job, engine: FakeEngine) -> None:
+def test_closing_ends_a_follower_once_its_load_is_done(job: SmallJob, engine: FakeEngine) -> None:
     publish(job, 1)
     hook = hook_of(job, engine)
     with engine.hanging("load") as hang:
@@ -320,7 +387,7 @@ def test_closing_ends_a_follower_once_its_load_is_done(job: Job, engine: FakeEng
         hook.start()
 
 
-def test_cancelling_ends_who_waits_to_be_served(job: Job, engine: FakeEngine) -> None:
+def test_cancelling_ends_who_waits_to_be_served(job: SmallJob, engine: FakeEngine) -> None:
     with hook_of(job, engine) as hook:
         hook.start()
         waiting = Aside(lambda: hook.wait_until_served(LONG))
@@ -331,7 +398,7 @@ def test_cancelling_ends_who_waits_to_be_served(job: Job, engine: FakeEngine) ->
 # -- kinds -----------------------------------------------------------------------------------------
 
 
-def point_to(job: Job, step: int, path: str) -> None:
+def point_to(job: SmallJob, step: int, path: str) -> None:
     """Let a Tinker-style trainer's step be published, once it has lain still."""
     job.layout.step(step).mkdir()
     (job.layout.step(step) / "remote_sampler_path.txt").write_text(path)
@@ -343,19 +410,19 @@ def point_to(job: Job, step: int, path: str) -> None:
             clock.advance(20)
 
 
-def test_a_remote_path_is_handed_to_the_callback(job: Job, engine: FakeEngine) -> None:
+def test_a_remote_path_is_handed_to_the_callback(job: SmallJob, engine: FakeEngine) -> None:
     given: list[tuple[str, int]] = []
 
     def use(path: str, version: Any) -> None:
         if path.endswith("bad"):
-            raise ValueError("no such sampler")
+            raise EngineMismatchError("no such sampler")
         given.append((path, version.sequence))
 
     with hook_of(job, engine, on_remote=use) as hook:
         point_to(job, 1, "tinker://one")
         assert hook.pull(0) == Version(1, 1)
         point_to(job, 2, "tinker://bad")
-        with pytest.raises(ValueError, match="no such sampler"):
+        with pytest.raises(EngineMismatchError, match="no such sampler"):
             hook.pull(0)
         assert given == [("tinker://one", 1), ("tinker://one", 1)]  # it was given back
         assert hook.version == Version(1, 1)
@@ -364,8 +431,47 @@ def test_a_remote_path_is_handed_to_the_callback(job: Job, engine: FakeEngine) -
     assert engine.asked("check") == []
 
 
+@pytest.mark.parametrize("failures", [1, 2])  # the second: nor is what it had given back
+@pytest.mark.parametrize("how", ["pull", "after_step", "start"])
+def test_a_path_that_the_callback_fails_for_is_tried_again(
+    job: SmallJob, engine: FakeEngine, how: str, failures: int
+) -> None:
+    class RateLimitError(Exception):
+        """One of a service's own."""
+
+    left = 0
+
+    def use(path: str, _: Any) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            raise RateLimitError(f"{path}: too many requests")
+
+    point_to(job, 1, "tinker://one")
+    with hook_of(job, engine, on_remote=use) as hook:
+        assert hook.pull(0) == Version(1, 1)
+        point_to(job, 2, "tinker://two")
+        left = failures
+        if how == "start":
+            hook.start()
+            assert hook.wait_until_served(LONG, newer_than=Version(1, 1)) == Version(2, 2)
+        elif failures == 2:
+            with pytest.raises(EngineBrokenError, match="tinker://one: too many requests"):
+                hook.pull(0) if how == "pull" else hook.after_step(1)
+            assert not hook.may_produce()
+        elif how == "pull":
+            with pytest.raises(RateLimitError):
+                hook.pull(0)
+        else:
+            assert hook.after_step(1) == Version(1, 1)
+        if how == "pull":
+            assert hook.pull(0) == Version(2, 2)
+        assert hook.after_step(2) == Version(2, 2)
+        assert (hook.fault, report(job).refused) == (None, None)
+
+
 @pytest.mark.parametrize("takes", [True, False])
-def test_only_an_engine_that_takes_a_kind_is_given_it(job: Job, takes: bool) -> None:
+def test_only_an_engine_that_takes_a_kind_is_given_it(job: SmallJob, takes: bool) -> None:
     point_to(job, 1, "tinker://one")
     kinds = frozenset({"full", "remote"}) if takes else frozenset({"full"})
     engine = FakeEngine(kinds=kinds)
@@ -380,7 +486,7 @@ def test_only_an_engine_that_takes_a_kind_is_given_it(job: Job, takes: bool) -> 
 
 
 def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
-    job: Job, engine: FakeEngine, tmp_path: Path
+    job: SmallJob, engine: FakeEngine, tmp_path: Path
 ) -> None:
     from explorer_hooks.staging import Staging  # noqa: PLC0415 # of this test
 
@@ -399,7 +505,7 @@ def test_a_damaged_version_is_refused_whether_it_is_staged_or_not(
 
 
 @pytest.fixture
-def served(job: Job) -> Iterator[Job]:
+def served(job: SmallJob) -> Iterator[SmallJob]:
     """A daemon that works behind; steps 1 to 4, of which 2 and 4 are full, and 3 is being saved."""
     for step in (1, 2, 3, 4):
         job.save(step, point=step == 1)
@@ -424,7 +530,7 @@ def served(job: Job) -> Iterator[Job]:
 
 
 def test_a_bench_loads_the_latest_a_step_and_every_full_checkpoint(
-    served: Job, engine: FakeEngine
+    served: SmallJob, engine: FakeEngine
 ) -> None:
     root = served.layout.root
     assert bench.full_checkpoints(root) == [2, 4]
@@ -439,12 +545,13 @@ def test_a_bench_loads_the_latest_a_step_and_every_full_checkpoint(
         assert len(engine.asked("load")) == 3
         with TrainerSynchronizer(root, seams=SEAMS) as trainer:
             trainer.set_trainer_status(RunningStatus.RUNNING)
-            with pytest.raises(InvalidSettingsError, match="the trainer works"):
-                bench.step(hook, 1, LONG)
+            assert bench.step(hook, 1, LONG) == Version(1, 1)
+            with pytest.raises(InvalidSettingsError, match="the trainer is running"):
+                hook.pull_step(2, LONG)
 
 
 def test_full_checkpoints_of_trainers_without_markers_are_known_by_their_optimizers(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     job.save(5)
     job.save(6)
@@ -452,7 +559,7 @@ def test_full_checkpoints_of_trainers_without_markers_are_known_by_their_optimiz
     assert bench.full_checkpoints(job.layout.root) == [6]
 
 
-def test_serving_says_each_version_until_it_is_cancelled(job: Job, engine: FakeEngine) -> None:
+def test_serving_says_each_version_until_it_is_cancelled(job: SmallJob, engine: FakeEngine) -> None:
     said: list[Version] = []
     with hook_of(job, engine) as hook:
         serving = Aside(lambda: bench.serve(hook, said.append, interval=0.05))

@@ -15,7 +15,7 @@ from explorer_hooks.staging import Staging
 from syncd.protocol.errors import EngineBrokenError, EngineMismatchError, WaitTimeoutError
 from syncd.protocol.policy import Version
 from tests.explorers import leased, publish, report
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 PER_VERSION = ("check", "prepare", "pause", "load", "reset_cache", "resume")
 
@@ -26,7 +26,7 @@ def engine() -> FakeEngine:
 
 
 @pytest.fixture
-def hook(job: Job, engine: FakeEngine) -> Iterator[ExplorerHook]:
+def hook(job: SmallJob, engine: FakeEngine) -> Iterator[ExplorerHook]:
     publish(job, 1)
     with ExplorerHook(job.layout.root, "explorer", engine, poll=0.02) as made:
         made.pull(0)
@@ -36,7 +36,7 @@ def hook(job: Job, engine: FakeEngine) -> Iterator[ExplorerHook]:
 
 
 def test_an_engine_is_asked_in_order_and_does_not_serve_while_it_loads(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     publish(job, 1)
     seen: list[Any] = []
@@ -53,7 +53,7 @@ def test_an_engine_is_asked_in_order_and_does_not_serve_while_it_loads(
     assert engine.calls[-1] == Call("close")
 
 
-def test_how_long_it_took_is_on_record(job: Job, hook: ExplorerHook) -> None:
+def test_how_long_it_took_is_on_record(job: SmallJob, hook: ExplorerHook) -> None:
     hook.pull(0)
     told = hook.last
     assert told is not None
@@ -67,7 +67,7 @@ def test_how_long_it_took_is_on_record(job: Job, hook: ExplorerHook) -> None:
 @pytest.mark.parametrize("what", ["check", "prepare", "pause", "load", "reset_cache"])
 @pytest.mark.parametrize("passes", [True, False])
 def test_an_engine_that_fails_goes_on_with_what_it_had(
-    job: Job, hook: ExplorerHook, engine: FakeEngine, what: str, passes: bool
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine, what: str, passes: bool
 ) -> None:
     error = OSError(errno.EIO, "no") if passes else EngineMismatchError("no")
     engine.fail(what, error, torn=what == "load")
@@ -86,15 +86,15 @@ def test_an_engine_that_fails_goes_on_with_what_it_had(
 
 
 def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
-    job: Job, hook: ExplorerHook, engine: FakeEngine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     engine.fail("load", RuntimeError("half"), torn=True, times=3)
     with pytest.raises(EngineBrokenError, match=r"half.* nor version 1, which it had, again"):
         hook.pull(0)
     assert not engine.is_paused
     assert not hook.may_produce()
-    assert "what it serves is not known" in str(hook.fault)
-    assert "what it serves is not known" in str(report(job).fault)
+    assert "the weights that it serves are unknown" in str(hook.fault)
+    assert "the weights that it serves are unknown" in str(report(job).fault)
     with pytest.raises(EngineBrokenError, match="still does not take version 1"):
         hook.pull(0)
     with pytest.raises(WaitTimeoutError):  # it takes version 1 again; version 2 was refused
@@ -107,7 +107,7 @@ def test_an_engine_that_takes_neither_version_is_broken_until_it_takes_one(
 
 
 def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
-    job: Job, hook: ExplorerHook, engine: FakeEngine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     engine.fail("load", ConnectionError("down"), torn=True, times=2)
     with pytest.raises(EngineBrokenError):
@@ -119,7 +119,7 @@ def test_a_broken_engine_tries_a_version_again_that_was_not_to_blame(
 
 
 def test_an_engine_that_has_lost_its_version_is_broken_until_it_has_it_again(
-    job: Job, hook: ExplorerHook, engine: FakeEngine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     assert hook.pull(0) == Version(2, 2)
     engine.restart()
@@ -146,7 +146,7 @@ def test_an_engine_that_has_lost_its_version_has_it_again_after_the_next_sync(
 
 
 def test_a_broken_engine_takes_a_newer_version_where_what_it_had_is_gone(
-    job: Job, hook: ExplorerHook, engine: FakeEngine
+    job: SmallJob, hook: ExplorerHook, engine: FakeEngine
 ) -> None:
     engine.fail("load", RuntimeError("half"), torn=True, sequence=2)
     engine.fail("load", FileNotFoundError("gone"), sequence=1, times=99)
@@ -161,7 +161,7 @@ def test_a_broken_engine_takes_a_newer_version_where_what_it_had_is_gone(
 
 @pytest.mark.parametrize("passes", [True, False])
 def test_an_engine_that_fails_at_its_first_version_is_not_relied_on(
-    job: Job, engine: FakeEngine, passes: bool
+    job: SmallJob, engine: FakeEngine, passes: bool
 ) -> None:
     publish(job, 1)
     with ExplorerHook(job.layout.root, "explorer", engine) as hook:
@@ -192,12 +192,14 @@ def test_a_load_that_is_cut_off_is_a_fault(hook: ExplorerHook, engine: FakeEngin
     with pytest.raises(KeyboardInterrupt):
         hook.pull(0)
     assert not engine.is_paused
-    assert "cut off" in str(hook.fault)
+    assert "interrupted" in str(hook.fault)
     assert hook.pull(0) == Version(2, 2)
     assert hook.fault is None
 
 
-def test_work_in_flight_that_fails_is_no_fault_of_the_version(job: Job, engine: FakeEngine) -> None:
+def test_work_in_flight_that_fails_is_no_fault_of_the_version(
+    job: SmallJob, engine: FakeEngine
+) -> None:
     publish(job, 1)
     failing = [True]
 
@@ -213,7 +215,7 @@ def test_work_in_flight_that_fails_is_no_fault_of_the_version(job: Job, engine: 
 
 
 def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
-    job: Job, engine: FakeEngine, tmp_path: Path
+    job: SmallJob, engine: FakeEngine, tmp_path: Path
 ) -> None:
     publish(job, 1)
     stage = tmp_path / "stage"
@@ -241,7 +243,7 @@ def test_a_staged_version_is_loaded_from_its_copy_and_needs_no_lease(
 
 
 def test_what_does_not_fit_is_loaded_from_where_it_is(
-    job: Job, engine: FakeEngine, tmp_path: Path
+    job: SmallJob, engine: FakeEngine, tmp_path: Path
 ) -> None:
     publish(job, 1)
     staging = Staging(tmp_path / "stage", 10)
@@ -254,7 +256,9 @@ def test_what_does_not_fit_is_loaded_from_where_it_is(
         assert "do not fit" in str(told.not_staged)
 
 
-def test_an_engine_that_reads_elsewhere_gets_the_published_folder(job: Job, tmp_path: Path) -> None:
+def test_an_engine_that_reads_elsewhere_gets_the_published_folder(
+    job: SmallJob, tmp_path: Path
+) -> None:
     publish(job, 1)
     engine = FakeEngine(is_local=False)
     staging = Staging(tmp_path / "stage")

@@ -14,7 +14,7 @@ import pytest
 from explorer_hooks.staging import NotStagedError, Staging
 from syncd.protocol.errors import CancelledError, InvalidSettingsError
 from tests.explorers import held, publish
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import FastStorage, RuledStorage, once, refuse
 
 HOLDER = """
@@ -44,7 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_version_is_copied_whole_and_read_once(job: Job, stage: Path) -> None:
+def test_a_version_is_copied_whole_and_read_once(job: SmallJob, stage: Path) -> None:
     publish(job, 3)
     source = job.explorers = RuledStorage()
     staging = Staging(stage, storage=no_links())
@@ -63,7 +63,9 @@ def test_a_version_is_copied_whole_and_read_once(job: Job, stage: Path) -> None:
     copy.release()
 
 
-def test_where_both_share_a_filesystem_the_files_get_a_second_name(job: Job, stage: Path) -> None:
+def test_where_both_share_a_filesystem_the_files_get_a_second_name(
+    job: SmallJob, stage: Path
+) -> None:
     publish(job, 3)
     with held(job) as version:
         copy = Staging(stage).stage(version)
@@ -73,7 +75,7 @@ def test_where_both_share_a_filesystem_the_files_get_a_second_name(job: Job, sta
     copy.verify()
 
 
-def test_what_another_has_copied_is_held_and_not_copied_again(job: Job, stage: Path) -> None:
+def test_what_another_has_copied_is_held_and_not_copied_again(job: SmallJob, stage: Path) -> None:
     publish(job, 3)
     storage = no_links()
     with held(job) as version:
@@ -84,7 +86,7 @@ def test_what_another_has_copied_is_held_and_not_copied_again(job: Job, stage: P
     assert storage.count("open_read", job.layout.published) == 0
 
 
-def test_those_who_come_at_once_wait_for_the_one_who_copies(job: Job, stage: Path) -> None:
+def test_those_who_come_at_once_wait_for_the_one_who_copies(job: SmallJob, stage: Path) -> None:
     publish(job, 3)
     storages = [no_links() for _ in range(4)]
     folders: list[Path] = []
@@ -106,7 +108,7 @@ def test_those_who_come_at_once_wait_for_the_one_who_copies(job: Job, stage: Pat
     assert sum(bool(one.count("create", stage)) for one in storages) == 1
 
 
-def test_an_old_copy_goes_when_nobody_on_this_host_holds_it(job: Job, stage: Path) -> None:
+def test_an_old_copy_goes_when_nobody_on_this_host_holds_it(job: SmallJob, stage: Path) -> None:
     staging = Staging(stage)
     publish(job, 1)
     with held(job) as version:
@@ -126,7 +128,7 @@ def test_an_old_copy_goes_when_nobody_on_this_host_holds_it(job: Job, stage: Pat
     assert copies(stage) == []
 
 
-def test_a_copy_that_a_process_holds_stays_until_it_dies(job: Job, stage: Path) -> None:
+def test_a_copy_that_a_process_holds_stays_until_it_dies(job: SmallJob, stage: Path) -> None:
     staging = Staging(stage)
     publish(job, 1)
     with held(job) as version:
@@ -148,7 +150,9 @@ def test_a_copy_that_a_process_holds_stays_until_it_dies(job: Job, stage: Path) 
     assert copies(stage) == []
 
 
-def test_the_copy_that_was_served_last_stays_where_that_is_asked_for(job: Job, stage: Path) -> None:
+def test_the_copy_that_was_served_last_stays_where_that_is_asked_for(
+    job: SmallJob, stage: Path
+) -> None:
     staging = Staging(stage, keep_last=True)
     publish(job, 1)
     with held(job) as version:
@@ -168,7 +172,7 @@ def test_the_copy_that_was_served_last_stays_where_that_is_asked_for(job: Job, s
     assert copies(stage) == ["v000002"]
 
 
-def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: Job, stage: Path) -> None:
+def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: SmallJob, stage: Path) -> None:
     publish(job, 1)
     with held(job) as version:
         size = sum(file.size for file in version.manifest.files)
@@ -187,7 +191,7 @@ def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: Job, stage: Path)
     assert copies(stage) == ["v000002"]
 
 
-def test_a_full_disk_is_no_fault_of_the_version(job: Job, stage: Path) -> None:
+def test_a_full_disk_is_no_fault_of_the_version(job: SmallJob, stage: Path) -> None:
     publish(job, 1)
     storage = no_links()
     staging = Staging(stage, storage=storage)
@@ -202,7 +206,9 @@ def test_a_full_disk_is_no_fault_of_the_version(job: Job, stage: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("links", [True, False])
-def test_a_damaged_version_is_never_staged(job: Job, stage: Path, name: str, links: bool) -> None:
+def test_a_damaged_version_is_never_staged(
+    job: SmallJob, stage: Path, name: str, links: bool
+) -> None:
     publish(job, 1)
     path = job.layout.version(1) / name
     content = path.read_bytes()
@@ -216,7 +222,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
     staging = Staging(stage)
     found = []
     for name in ("one", "two"):
-        job = Job(tmp_path / name)
+        job = SmallJob(tmp_path / name)
         job.save(1, 1.0 if name == "one" else 2.0)
         with job.daemon() as loop:
             loop.run_once()
@@ -227,7 +233,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
     assert weights[0] != weights[1]
     # A job that is deleted, and made anew under the same path.
     shutil.rmtree(tmp_path / "two")
-    job = Job(tmp_path / "two")
+    job = SmallJob(tmp_path / "two")
     job.save(1, 3.0, counter=1)
     with job.daemon() as loop:
         loop.run_once()
@@ -238,7 +244,7 @@ def test_jobs_of_one_host_do_not_take_each_others_versions(tmp_path: Path, stage
 
 
 def test_copies_of_an_earlier_start_of_the_host_go_and_are_never_used(
-    job: Job, stage: Path
+    job: SmallJob, stage: Path
 ) -> None:
     publish(job, 1)
     earlier = stage / f"syncd-{os.geteuid()}-0123456789abcdef"
@@ -252,7 +258,7 @@ def test_copies_of_an_earlier_start_of_the_host_go_and_are_never_used(
 
 
 def test_copies_that_another_host_holds_stay_where_the_folder_is_shared_by_mistake(
-    job: Job, stage: Path
+    job: SmallJob, stage: Path
 ) -> None:
     publish(job, 1)
     elsewhere = stage / f"syncd-{os.geteuid()}-0123456789abcdef" / "v000001-key"
@@ -269,7 +275,7 @@ def test_copies_that_another_host_holds_stay_where_the_folder_is_shared_by_mista
     assert not elsewhere.parent.exists()
 
 
-def test_what_a_copier_left_that_was_killed_goes(job: Job, stage: Path) -> None:
+def test_what_a_copier_left_that_was_killed_goes(job: SmallJob, stage: Path) -> None:
     publish(job, 1)
     staging = Staging(stage)
     (room,) = stage.iterdir()
@@ -281,7 +287,7 @@ def test_what_a_copier_left_that_was_killed_goes(job: Job, stage: Path) -> None:
     assert [path.name for path in room.iterdir()] == [".copier"]
 
 
-def test_a_copier_that_takes_too_long_is_not_waited_for(job: Job, stage: Path) -> None:
+def test_a_copier_that_takes_too_long_is_not_waited_for(job: SmallJob, stage: Path) -> None:
     publish(job, 1)
     begun, free = threading.Event(), threading.Event()
 
@@ -306,7 +312,7 @@ def test_a_copier_that_takes_too_long_is_not_waited_for(job: Job, stage: Path) -
         assert late.count("create", stage) == 0
 
 
-def test_a_copy_is_cancelled_and_leaves_nothing(job: Job, stage: Path) -> None:
+def test_a_copy_is_cancelled_and_leaves_nothing(job: SmallJob, stage: Path) -> None:
     publish(job, 1)
     asked = []
 
@@ -320,7 +326,9 @@ def test_a_copy_is_cancelled_and_leaves_nothing(job: Job, stage: Path) -> None:
     assert copies(stage) == []
 
 
-def test_a_copy_that_is_removed_as_it_is_to_be_held_is_made_again(job: Job, stage: Path) -> None:
+def test_a_copy_that_is_removed_as_it_is_to_be_held_is_made_again(
+    job: SmallJob, stage: Path
+) -> None:
     publish(job, 1)
     staging = Staging(stage)
     with held(job) as version:
@@ -344,5 +352,5 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     room = Staging(tmp_path / "stage")._room
     room.rmdir()
     room.symlink_to(tmp_path)
-    with pytest.raises(InvalidSettingsError, match="take another stage folder"):
+    with pytest.raises(InvalidSettingsError, match="choose another stage folder"):
         Staging(tmp_path / "stage")

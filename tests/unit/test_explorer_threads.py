@@ -17,7 +17,7 @@ from explorer_hooks.staging import Staging
 from syncd.protocol.errors import CancelledError, InvalidSettingsError, WaitTimeoutError
 from syncd.protocol.policy import Version
 from tests.explorers import LONG, held, leased, publish, report
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import RuledStorage, once
 from tests.unit.test_explorer_policy import Aside, hook_of
@@ -28,7 +28,9 @@ def engine() -> FakeEngine:
     return FakeEngine()
 
 
-def test_a_step_is_not_waited_for_while_something_follows(job: Job, engine: FakeEngine) -> None:
+def test_a_step_is_not_waited_for_while_something_follows(
+    job: SmallJob, engine: FakeEngine
+) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook:
         hook.start()
@@ -40,7 +42,7 @@ def test_a_step_is_not_waited_for_while_something_follows(job: Job, engine: Fake
 
 
 def test_a_pull_waits_no_longer_than_it_was_told_for_that_of_another_thread(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook, engine.hanging("load") as hang:
@@ -64,7 +66,7 @@ def test_a_pull_waits_no_longer_than_it_was_told_for_that_of_another_thread(
 
 
 def test_a_cancel_between_the_look_and_the_wait_of_its_own_thread_is_not_lost(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     hook = hook_of(job, engine)
 
@@ -77,7 +79,7 @@ def test_a_cancel_between_the_look_and_the_wait_of_its_own_thread_is_not_lost(
     hook.close()
 
 
-def test_a_cancel_waits_for_no_storage(job: Job, engine: FakeEngine) -> None:
+def test_a_cancel_waits_for_no_storage(job: SmallJob, engine: FakeEngine) -> None:
     storage = RuledStorage()
     begun, free = threading.Event(), threading.Event()
 
@@ -119,7 +121,7 @@ def in_a_fork(act: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("follows", [True, False])
 def test_a_fork_that_closes_the_hook_lets_nothing_go(
-    job: Job, engine: FakeEngine, follows: bool
+    job: SmallJob, engine: FakeEngine, follows: bool
 ) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook:
@@ -134,7 +136,9 @@ def test_a_fork_that_closes_the_hook_lets_nothing_go(
         assert report(job).status == "running"
 
 
-def test_a_fork_that_ends_an_iterator_keeps_the_parents_lease(job: Job, engine: FakeEngine) -> None:
+def test_a_fork_that_ends_an_iterator_keeps_the_parents_lease(
+    job: SmallJob, engine: FakeEngine
+) -> None:
     publish(job, 1)
     with hook_of(job, engine) as hook:
         tensors = hook.synchronizer.get_model_state_dict_iterator()
@@ -146,7 +150,7 @@ def test_a_fork_that_ends_an_iterator_keeps_the_parents_lease(job: Job, engine: 
 
 
 def test_a_staged_copy_is_let_go_though_forks_live_and_none_of_them_lets_it_go(
-    job: Job, tmp_path: Path
+    job: SmallJob, tmp_path: Path
 ) -> None:
     publish(job, 1)
     staging = Staging(tmp_path / "stage")
@@ -172,7 +176,7 @@ def test_a_staged_copy_is_let_go_though_forks_live_and_none_of_them_lets_it_go(
 
 
 def test_an_engine_that_cannot_be_closed_keeps_neither_lease_nor_name(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     publish(job, 1)
     hook = hook_of(job, engine)
@@ -186,7 +190,7 @@ def test_an_engine_that_cannot_be_closed_keeps_neither_lease_nor_name(
 
 
 def test_serving_a_hook_that_was_cancelled_before_ends_at_once(
-    job: Job, engine: FakeEngine
+    job: SmallJob, engine: FakeEngine
 ) -> None:
     with hook_of(job, engine) as hook:
         hook.cancel()

@@ -8,26 +8,25 @@ from collections.abc import Iterator
 import pytest
 from torch import nn
 
-from explorer_hooks.arriving import greet
+from explorer_hooks.broadcast import greet
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.fast_path import Transfer
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
-from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.broadcast.group import WeightGroup
+from syncd.coordination.broadcast.weight_meta import Header
 from syncd.coordination.member import Seams
-from syncd.coordination.weight_meta import Header
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, WaitTimeoutError
 from syncd.protocol.participants import Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version, may_produce
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.requests import RollbackRequest
 from tests.explorers import LONG, leased, publish, report
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.weight_groups import transfer
 from trainer_hooks import TrainerHook
-from trainer_hooks.broadcast import WeightSender
-from trainer_hooks.fast_path import Cadence, FastPath
+from trainer_hooks.fast_path import Cadence, TrainerBroadcasts, WeightSender
 
 # -- the trainer's -----------------------------------------------------------------------------
 
@@ -68,10 +67,12 @@ def test_whatever_a_sending_ends_with_ends_no_training(
 
     monkeypatch.setattr(WeightSender, "send", send)
     settings = SyncSettings(method="nccl")  # type: ignore[arg-type] # a name will do
-    path = FastPath(nn.Linear(2, 2), settings, None)
+    path = TrainerBroadcasts(nn.Linear(2, 2), settings, None)
     assert not path.send(3)
     assert (path.failures, path.broadcasts) == (1, 0)
-    assert "step 3 is not broadcast, and goes by the files: nobody foresaw it" in caplog.text
+    assert (
+        "step 3 is not broadcast; explorers get it from the files: nobody foresaw it" in caplog.text
+    )
 
 
 @pytest.mark.parametrize(("said", "checked"), [(None, True), (True, True), (False, False)])
@@ -80,7 +81,7 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
 ) -> None:
     """Where they say nothing, what comes from a CPU is digested."""
     settings = SyncSettings(method="nccl", broadcast_bucket=128, broadcast_digests=said)  # type: ignore[arg-type] # a name will do
-    path = FastPath(nn.Linear(2, 2), settings, None)
+    path = TrainerBroadcasts(nn.Linear(2, 2), settings, None)
 
     def send(group: WeightGroup) -> bool:
         path._group = group
@@ -109,7 +110,7 @@ class Held:
         assert self.free.wait(LONG)
 
 
-def test_what_could_not_be_broadcast_is_saved_though_the_writer_is_busy(job: Job) -> None:
+def test_what_could_not_be_broadcast_is_saved_though_the_writer_is_busy(job: SmallJob) -> None:
     settings = SyncSettings(method="nccl", broadcast_timeout=0.1)  # type: ignore[arg-type] # a name will do
     root, held = job.layout.root, Held()
     with ExplorerSynchronizer(root, "busy") as explorer:
@@ -142,7 +143,7 @@ class Taker(FakeEngine):
 
 
 @pytest.fixture
-def trainer(job: Job) -> Iterator[TrainerSynchronizer]:
+def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
     """That of the saves of :class:`Job`."""
     root, seams = job.layout.root, Seams(poll=0.02)
     with TrainerSynchronizer(root, run_id="run", seams=seams) as made:
@@ -156,7 +157,7 @@ def engine() -> Taker:
 
 
 @pytest.fixture
-def hook(job: Job, engine: Taker) -> Iterator[ExplorerHook]:
+def hook(job: SmallJob, engine: Taker) -> Iterator[ExplorerHook]:
     settings = SyncSettings(method="nccl", max_staleness=0)  # type: ignore[arg-type] # a name will do
     with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as made:
         yield made
@@ -175,7 +176,7 @@ def has_nothing_newer(hook: ExplorerHook) -> bool:
 
 
 def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
-    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+    job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     del trainer
     publish(job, 1)
@@ -203,7 +204,7 @@ def test_a_version_of_weights_that_were_broadcast_is_held_and_not_loaded(
 
 
 def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
-    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+    job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -227,7 +228,7 @@ def test_versions_of_an_earlier_trainer_are_not_newer_than_a_broadcast(
 
 
 def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(
-    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+    job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -242,7 +243,7 @@ def test_a_step_that_is_to_be_evaluated_is_loaded_also_after_a_later_broadcast(
 
 
 def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
-    job: Job, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
+    job: SmallJob, engine: Taker, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     del trainer
     publish(job, 1, 2)
@@ -256,7 +257,9 @@ def test_a_version_that_was_rolled_back_to_is_loaded_also_after_a_broadcast(
     assert engine.asked("load") == [2, 3]
 
 
-def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(job: Job, engine: Taker) -> None:
+def test_a_sync_waits_for_a_job_that_is_away_as_without_broadcasts(
+    job: SmallJob, engine: Taker
+) -> None:
     settings = SyncSettings(method="nccl", sync_timeout=0.1)  # type: ignore[arg-type] # a name will do
     away = job.layout.format.with_name("away")
     with ExplorerHook(job.layout.root, "explorer", engine, settings=settings, poll=0.02) as hook:
@@ -273,7 +276,7 @@ class Restarted(Taker):
         return FakeEngine.still_serves(self, version)
 
 
-def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: Job) -> None:
+def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: SmallJob) -> None:
     settings = SyncSettings(method="nccl", style="trainer_driven")  # type: ignore[arg-type] # names will do
     engine = Restarted()
     publish(job, 1)
@@ -285,7 +288,7 @@ def test_a_step_that_does_not_wait_gives_an_engine_what_it_has_lost(job: Job) ->
 
 
 def test_a_broadcast_that_comes_to_nothing_changes_nothing(
-    job: Job, engine: Taker, hook: ExplorerHook
+    job: SmallJob, engine: Taker, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -299,7 +302,7 @@ def test_a_broadcast_that_comes_to_nothing_changes_nothing(
 
 
 def test_an_engine_that_cannot_be_paused_for_a_broadcast_has_only_missed_it(
-    job: Job, engine: Taker, hook: ExplorerHook
+    job: SmallJob, engine: Taker, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -312,7 +315,7 @@ def test_an_engine_that_cannot_be_paused_for_a_broadcast_has_only_missed_it(
 
 
 def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
-    job: Job, engine: Taker, hook: ExplorerHook
+    job: SmallJob, engine: Taker, hook: ExplorerHook
 ) -> None:
     publish(job, 1)
     hook.pull(0)
@@ -330,7 +333,7 @@ def test_an_engine_that_a_broadcast_broke_is_given_the_newest_version(
 
 
 def test_what_comes_by_the_files_counts_once_it_is_published(
-    job: Job, hook: ExplorerHook, trainer: TrainerSynchronizer
+    job: SmallJob, hook: ExplorerHook, trainer: TrainerSynchronizer
 ) -> None:
     """Its save may fail: whoever waits for data must not wait for who may not produce."""
     publish(job, 1)

@@ -5,25 +5,37 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from explorer_hooks.reader import Reader
+from explorer_hooks.staging import Staging
 from syncd.cli import cli
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.member import Seams
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.history import history
-from syncd.daemon.journal_file import JournalFile, read_journal
 from syncd.daemon.loop import Loop
+from syncd.daemon.telling.journal import JournalFile, read_journal
+from syncd.daemon.telling.meter import Meter
+from syncd.operate.history import history
 from syncd.protocol.errors import JobUnavailableError
-from syncd.protocol.journal import JournalLine
-from syncd.protocol.layout import JobLayout, older_lines
+from syncd.protocol.journal_lines import JournalLine
+from syncd.protocol.layout import older_lines
+from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import encode
-from syncd.protocol.reports import ExplorerReport, Reload
+from syncd.protocol.reports import ExplorerReport, Load, Reload
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.append import LIMIT
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.explorers import LONG, report
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, refuse
 
@@ -31,7 +43,7 @@ STORAGE = FastStorage()
 
 
 def serves(
-    job: Job,
+    job: SmallJob,
     name: str,
     sequence: int | None,
     received: str | None = None,
@@ -49,27 +61,58 @@ def serves(
     job.put(job.layout.explorer(name), encode(report))
 
 
-def loads(job: Job, name: str, sequence: int) -> None:
+def loads(job: SmallJob, name: str, sequence: int) -> None:
     """An explorer leases a version, which it does not serve yet."""
     job.lease(sequence, f"s-{name}", name)
     job.layout.session(f"s-{name}").touch()
 
 
-def publish(job: Job, loop: Loop, *steps: int) -> None:
+def tells(job: SmallJob, name: str, loads: list[Load], time: float) -> None:
+    """An explorer's report with its last loads; it needs no lease, and has a copy of its own."""
+    sequence = loads[-1].sequence if loads else None
+    report = ExplorerReport(
+        name=name, session=f"s-{name}", status="running", sequence=sequence, step=sequence,
+        loads=tuple(loads), time=time,
+    )  # fmt: skip
+    job.put(job.layout.explorer(name), encode(report))
+
+
+def synchronizer(job: SmallJob, name: str, **more: Any) -> ExplorerSynchronizer:
+    return ExplorerSynchronizer(job.layout.root, name, seams=Seams(storage=job.explorers), **more)
+
+
+def lives(job: SmallJob) -> list[tuple[int | None, str | None]]:
+    return [(version, name) for event, version, name in events(job) if event == "live"]
+
+
+def publish(job: SmallJob, loop: Loop, *steps: int) -> None:
     for step in steps:
         job.save(step)
         loop.run_once()
 
 
-def events(job: Job) -> list[tuple[str, int | None, str | None]]:
-    return [(one.event, one.version, one.explorer) for one in read_journal(STORAGE, job.layout)]
+def events(job: SmallJob) -> list[tuple[str, int | None, str | None]]:
+    return [
+        (one.event, one.version, one.explorer) for one in read_journal(Job(STORAGE, job.layout))
+    ]
 
 
 def syncd(*arguments: object) -> Result:
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_a_version_is_followed_from_its_save_to_its_end(job: Job, clock: Clock) -> None:
+class Fast(Meter):
+    """Explorers that take each version while the daemon's round still goes on."""
+
+    def __init__(self) -> None:
+        self.takes: list[Callable[[], object]] = []
+
+    def counted(self, **more: int) -> None:
+        for take in self.takes if "published" in more else ():
+            take()
+
+
+def test_a_version_is_followed_from_its_save_to_its_end(job: SmallJob, clock: Clock) -> None:
     with job.daemon(DaemonConfig(keep=1), clock=clock) as loop:
         publish(job, loop, 4)
         loads(job, "node-1", 1)
@@ -82,7 +125,7 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: Job, clock: Clock) 
         job.layout.lease_folder(1).joinpath("node-1.s-node-1").unlink()
         publish(job, loop, 5)
         loop.run_once()
-    first, second = history(STORAGE, job.layout, 10)
+    first, second = history(Job(STORAGE, job.layout), 10)
     assert (first.version, first.step, first.kind, first.on_disk) == (1, 4, "full", False)
     assert first.bytes == second.bytes
     assert (first.merge_seconds, first.latency_seconds) == (0.0, 0.0)
@@ -90,10 +133,10 @@ def test_a_version_is_followed_from_its_save_to_its_end(job: Job, clock: Clock) 
     assert first.pruned is not None
     assert first.pruned_why == "not among the newest 1, and not leased"
     assert (second.version, second.step, second.latest, second.live) == (2, 5, True, [])
-    assert history(STORAGE, job.layout, 1) == [second]
+    assert history(Job(STORAGE, job.layout), 1) == [second]
 
 
-def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: Job) -> None:
+def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: SmallJob) -> None:
     for _ in range(2):
         with job.daemon(DaemonConfig(keep=9)) as loop:
             job.save(1)
@@ -109,7 +152,7 @@ def test_a_daemon_that_takes_over_goes_on_and_repeats_nothing(job: Job) -> None:
 
 
 def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
         publish(job, loop, 1)
@@ -122,11 +165,11 @@ def test_an_explorer_with_a_copy_of_its_own_is_seen_though_its_lease_is_gone(
         loop.run_once()
         loop.run_once()
     assert [event for event in events(job) if event[0] == "live"] == [("live", 1, "node-1")]
-    (only,) = history(STORAGE, job.layout, 10)
+    (only,) = history(Job(STORAGE, job.layout), 10)
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", 2.0)]
 
 
-def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: Job) -> None:
+def test_how_long_an_engine_paused_for_a_version_is_kept_with_it(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9)) as loop:
         publish(job, loop, 1)
         for name in ("node-1", "node-2", "node-3"):
@@ -146,7 +189,7 @@ def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     with job.daemon(DaemonConfig(keep=9)) as loop:
         publish(job, loop, 1)
         loads(job, "node-1", 1)
@@ -156,14 +199,220 @@ def test_weights_that_came_by_broadcast_are_no_version_that_is_served(
         loop.run_once()
         assert storage.count("open_read", job.layout.explorers) == 0
     assert [event for event in events(job) if event[0] == "live"] == []
-    assert [one.live for one in history(STORAGE, job.layout, 10)] == [[]]
+    assert [one.live for one in history(Job(STORAGE, job.layout), 10)] == [[]]
+
+
+class Killed(BaseException):
+    """The daemon was killed at this call."""
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_every_load_is_on_record_once_at_one_version_a_round(
+    job: SmallJob, tmp_path: Path, staged: bool
+) -> None:
+    fast = Fast()
+    staging = Staging(tmp_path / "stage") if staged else None
+    versions = range(1, 25)
+    with ExitStack() as stack:
+        hook = stack.enter_context(
+            ExplorerHook(
+                job.layout.root, "hook", FakeEngine(), staging=staging, storage=job.explorers
+            )
+        )
+        other = stack.enter_context(synchronizer(job, "synchronizer"))
+        reader = stack.enter_context(Reader(job.layout.root, "reader", storage=job.explorers))
+
+        def read() -> None:
+            version = reader.next_version(0)
+            version.release()
+            reader.report(RunningStatus.RUNNING, sequence=version.sequence, step=version.step)
+
+        def synchronize() -> None:
+            version = other.get_latest_model_version()
+            assert version is not None
+            other.set_explorer_version(version)
+
+        fast.takes += [lambda: hook.pull(timeout=LONG), read, synchronize]
+        for first in versions[::8]:  # each daemon takes over from the one before
+            with job.daemon(DaemonConfig(keep=2), meter=fast) as loop:
+                publish(job, loop, *range(first, first + 8))
+        with job.daemon(DaemonConfig(keep=2)) as loop:
+            loop.run_once()
+            loop.run_once()
+    names = ("hook", "reader", "synchronizer")
+    assert sorted(lives(job)) == [(version, name) for version in versions for name in names]
+    found = history(Job(STORAGE, job.layout), 100)
+    assert [(one.version, len(one.live)) for one in found] == [(n, 3) for n in versions]
+    pauses = [one.pause for version in found for one in version.live if one.explorer == "hook"]
+    assert None not in pauses
+
+
+def test_of_many_explorers_every_load_is_on_record_though_few_are_looked_at(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    names = [f"node-{number}" for number in range(130)]
+    told: list[Load] = []
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        for version in range(1, 7):
+            job.save(version)
+            loop.run_once()
+            told.append(Load(sequence=version, time=float(version)))
+            for name in names:
+                tells(job, name, told, time=float(version))
+            storage.calls.clear()
+        for _ in range(4):
+            storage.calls.clear()
+            loop.run_once()
+            assert storage.count("open_read", job.layout.explorers) <= 64
+    assert len(lives(job)) == 6 * 130
+    assert set(lives(job)) == {(version, name) for version in range(1, 7) for name in names}
+
+
+@pytest.mark.parametrize("written", [0.0, 0.5, 1.0])
+def test_a_daemon_that_is_killed_at_the_journal_loses_no_load_and_repeats_none(
+    tmp_path: Path, hosts: Hosts, written: float
+) -> None:
+    def kill(called: str, given: tuple[Any, ...]) -> None:
+        if called == "write" and b'"live"' in bytes(given[1]):
+            os.write(given[0], given[1][: int(written * len(given[1]))])
+            raise Killed
+
+    storage = hosts.ruled()
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    told = [Load(sequence=version, time=0.0) for version in range(1, 6)]
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        publish(job, loop, 1, 2)
+        tells(job, "node-1", told[:1], time=0.0)
+        loop.run_once()
+        publish(job, loop, 3, 4, 5)
+        tells(job, "node-1", told[:5], time=0.0)
+        tells(job, "node-2", told[:5], time=0.0)
+        storage.rules.append(kill)
+        with pytest.raises(Killed):
+            loop.run_once()
+        storage.rules.clear()
+        loop._journal._file._waiting.clear()  # it is dead: what it had in memory is gone
+    for _ in range(2):
+        with job.daemon(DaemonConfig(keep=1)) as loop:
+            loop.run_once()
+    assert sorted(lives(job)) == [(n, name) for n in range(1, 6) for name in ("node-1", "node-2")]
+
+
+def test_a_daemon_that_takes_over_repeats_nothing_that_the_journal_has_lost(job: SmallJob) -> None:
+    told = [Load(sequence=version, time=0.0) for version in range(1, 5)]
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        publish(job, loop, 1, 2, 3)
+        tells(job, "node-1", told[:3], time=0.0)
+        loop.run_once()
+    lines = job.layout.journal.read_bytes().splitlines(keepends=True)
+    (at,) = (n for n, line in enumerate(lines) if b'"published","version":3' in line)
+    job.put(job.layout.journal, b"".join(lines[at : at + 1]))  # the rest was bounded away
+    with job.daemon(DaemonConfig(keep=1)) as loop:
+        publish(job, loop, 4)
+        tells(job, "node-1", told, time=0.0)
+        loop.run_once()
+    assert lives(job) == [(3, "node-1"), (4, "node-1")]
+
+
+def test_loads_that_are_found_together_have_their_own_times(job: SmallJob, clock: Clock) -> None:
+    with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
+        for step in (1, 2, 3):
+            publish(job, loop, step)
+            clock.advance(10.0)
+        # By the explorer's own clock, which is far from the daemon's.
+        told = [Load(sequence=n, time=77.0 + 10 * n, pause=n / 4) for n in (1, 2, 3)]
+        tells(job, "node-1", told, time=77.0 + 30 + 4)
+        loop.run_once()
+    found = [one.live[0] for one in history(Job(STORAGE, job.layout), 10)]
+    assert [(one.seconds, one.pause) for one in found] == [(6.0, 0.25), (6.0, 0.5), (6.0, 0.75)]
+    times = [one.time for one in found]
+    assert None not in times
+    assert times == sorted(times)
+
+
+def test_a_load_is_at_no_time_before_its_version(job: SmallJob, clock: Clock) -> None:
+    with job.daemon(DaemonConfig(keep=9), clock=clock) as loop:
+        publish(job, loop, 1)
+        clock.advance(2.0)
+        tells(job, "node-1", [Load(sequence=1, time=-1.7e308)], time=1.7e308)
+        tells(job, "node-2", [Load(sequence=1, time=0.0)], time=1e300)
+        tells(job, "node-3", [Load(sequence=1, time=9.0)], time=1.0)
+        loop.run_once()
+    (only,) = history(Job(STORAGE, job.layout), 10)
+    assert {one.explorer: one.seconds for one in only.live} == {
+        "node-1": 2.0, "node-2": 0.0, "node-3": 2.0,
+    }  # fmt: skip
+
+
+def test_what_an_explorer_cannot_have_loaded_is_not_on_record(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        publish(job, loop, 1)
+        tells(job, "node-1", [Load(sequence=n, time=0.0) for n in (1, 2, 2**62)], time=0.0)
+        loop.run_once()
+        publish(job, loop, 2)
+        loop.run_once()
+    assert lives(job) == [(1, "node-1"), (2, "node-1")]
+
+
+def test_an_explorer_that_was_started_anew_tells_the_loads_of_the_one_before(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(keep=9)) as loop:
+        publish(job, loop, 1)
+        with synchronizer(job, "node-1") as explorer:
+            explorer.set_explorer_version(Version(1, 1))
+        with Reader(job.layout.root, "node-2", storage=job.explorers) as reader:
+            reader.report(RunningStatus.RUNNING, sequence=1, step=1)
+        with synchronizer(job, "node-1") as explorer:
+            with Reader(job.layout.root, "node-2", storage=job.explorers) as reader:
+                reader.report(RunningStatus.RUNNING, sequence=None, step=None)
+            loop.run_once()
+            explorer.set_explorer_version(Version(1, 1))
+            loop.run_once()
+    assert sorted(lives(job)) == [(1, "node-1"), (1, "node-2")]
+
+
+def test_a_report_names_the_last_loads_of_files_and_of_this_job(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    with synchronizer(job, "node-1") as explorer:
+        explorer.report(Version(1, 1), received="run-000009-000000")
+        assert report(job, "node-1").loads == ()
+        for sequence in range(2, 40):
+            explorer.report(
+                Version(sequence, 1), reload=Reload(sequence=sequence, step=1, pause=0.5)
+            )
+        explorer.report(Version(7, 1))  # after a bench, say
+        explorer.report(None)
+        loads = report(job, "node-1").loads
+        assert loads is not None
+        assert [(one.sequence, one.pause) for one in loads] == [(n, 0.5) for n in range(24, 40)]
+    memory = SmallJob(tmp_path / "memory", hosts=job.hosts)
+    with synchronizer(job, "node-2", memory_dir=memory.layout.root) as explorer:
+        explorer.set_explorer_version(Version(5, 5))
+        assert report(job, "node-2").loads == ()
+
+
+def test_a_report_of_a_release_that_names_no_loads_counts_once_its_lease_is_seen(
+    job: SmallJob,
+) -> None:
+    fast = Fast()
+    with job.daemon(DaemonConfig(keep=9), meter=fast) as loop:
+        # In a round that has looked for leases already.
+        fast.takes += [lambda: loads(job, "node-1", 1), lambda: serves(job, "node-1", 1)]
+        publish(job, loop, 1)
+        assert lives(job) == []
+        serves(job, "node-2", 1)  # a version of a memory directory
+        loop.run_once()
+        loop.run_once()
+    assert lives(job) == [(1, "node-1")]
 
 
 def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     with job.daemon(DaemonConfig(keep=9)) as loop:
         publish(job, loop, 1)
         names = [f"node-{number}" for number in range(70)]
@@ -185,7 +434,7 @@ def test_who_loads_nothing_costs_no_look_and_many_are_looked_at_in_turn(
     assert sorted(name or "" for event, _, name in events(job) if event == "live") == sorted(names)
 
 
-def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: Job) -> None:
+def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
         publish(job, loop, 1, 2)
         job.save(3)
@@ -204,25 +453,25 @@ def test_what_else_becomes_of_saves_is_an_event_in_the_status(job: Job) -> None:
     assert "v1 is served again, as v3: asked for by me\\n@x" in shown
     assert "published step 2 as v2: " in shown
     assert "refused step 3:" in shown
-    again = history(STORAGE, job.layout, 10)[-1]
+    again = history(Job(STORAGE, job.layout), 10)[-1]
     assert (again.version, again.of, again.step, again.by) == (3, 1, 1, "me\\n@x")
     assert "= v1" in syncd("history", job.layout.root).output
 
 
-def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: Job) -> None:
-    file = JournalFile(STORAGE, job.layout, limit=1000)
+def test_the_file_is_bounded_and_its_oldest_lines_go_first(job: SmallJob) -> None:
+    file = JournalFile(Job(STORAGE, job.layout), limit=1000)
     for number in range(1, 101):
         file.note("published", version=number)
         file.write()
-    lines = [line.version for line in read_journal(STORAGE, job.layout)]
+    lines = [line.version for line in read_journal(Job(STORAGE, job.layout))]
     assert lines == list(range(lines[0] or 0, 101))
     assert 10 < len(lines) < 50
     for path in (job.layout.journal, older_lines(job.layout.journal)):
         assert path.stat().st_size < 1200
-    assert len(read_journal(STORAGE, job.layout, 500)) < len(lines)
+    assert len(read_journal(Job(STORAGE, job.layout), 500)) < len(lines)
 
 
-def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Job) -> None:
+def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=1)) as loop:
         publish(job, loop, 1)
         publish(job, loop, 2)
@@ -233,7 +482,7 @@ def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Job
     assert b'"v000001"' in older_lines(job.layout.audit).read_bytes()
     assert b'"v000002"' in job.layout.audit.read_bytes()
     assert job.layout.audit.stat().st_size < 10_000
-    versions = history(STORAGE, job.layout, 10)
+    versions = history(Job(STORAGE, job.layout), 10)
     assert [(one.version, one.pruned is None) for one in versions] == [
         (1, False),
         (2, False),
@@ -241,8 +490,8 @@ def test_a_long_audit_log_is_begun_anew_and_what_it_told_is_still_known(job: Job
     ]
 
 
-def test_torn_and_foreign_lines_are_passed_over(job: Job) -> None:
-    file = JournalFile(STORAGE, job.layout)
+def test_torn_and_foreign_lines_are_passed_over(job: SmallJob) -> None:
+    file = JournalFile(Job(STORAGE, job.layout))
     file.note("published", version=1)
     file.write()
     with job.layout.journal.open("ab") as out:
@@ -251,7 +500,7 @@ def test_torn_and_foreign_lines_are_passed_over(job: Job) -> None:
         out.write(json.dumps(newer).encode() + b'\n{"protocol":1,"time":0,"ev')
     file.note("published", version=2)
     file.write()
-    assert [line.version for line in read_journal(STORAGE, job.layout)] == [1, 2]
+    assert [line.version for line in read_journal(Job(STORAGE, job.layout))] == [1, 2]
 
 
 @pytest.mark.parametrize("method", ["open_append", "status"])
@@ -259,7 +508,7 @@ def test_a_journal_that_storage_refuses_keeps_nobody_from_anything(
     tmp_path: Path, hosts: Hosts, method: str
 ) -> None:
     storage = hosts.ruled(refuse(method, errno.EIO, where="journal.jsonl"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     with job.daemon(DaemonConfig(keep=9)) as loop:
         publish(job, loop, 1)
         assert job.latest.step == 1
@@ -268,24 +517,24 @@ def test_a_journal_that_storage_refuses_keeps_nobody_from_anything(
     assert [version for event, version, _ in events(job) if event == "published"] == [1, 2]
 
 
-def test_versions_without_a_journal_say_what_their_manifests_do(job: Job) -> None:
+def test_versions_without_a_journal_say_what_their_manifests_do(job: SmallJob) -> None:
     with job.daemon(DaemonConfig(keep=9)) as loop:
         publish(job, loop, 7)
     job.layout.journal.unlink()
     serves(job, "node-1", 1)
-    (only,) = history(STORAGE, job.layout, 10)
+    (only,) = history(Job(STORAGE, job.layout), 10)
     assert (only.version, only.step, only.kind, only.latest) == (1, 7, "full", True)
     assert only.merge_seconds is not None
     assert [(one.explorer, one.seconds) for one in only.live] == [("node-1", None)]
     (job.layout.version(1) / "manifest.json").write_bytes(b"x")
-    assert history(STORAGE, job.layout, 10)[0].step is None
+    assert history(Job(STORAGE, job.layout), 10)[0].step is None
     assert syncd("history", job.layout.root).exit_code == 0
 
 
 def test_a_history_fits_80_columns_and_needs_no_colour(
-    job: Job, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = JournalFile(STORAGE, job.layout, wall=lambda: 1.8e9)
+    file = JournalFile(Job(STORAGE, job.layout), wall=lambda: 1.8e9)
     file.note("published", version=123456, step=1234567, kind="adapter", bytes=10**13,
               seconds=5900.0, latency=86000.0)  # fmt: skip
     for number in range(9):
@@ -300,10 +549,10 @@ def test_a_history_fits_80_columns_and_needs_no_colour(
     assert "gone" in result.output
 
 
-def test_what_is_no_job_or_has_no_version_says_so(job: Job, tmp_path: Path) -> None:
+def test_what_is_no_job_or_has_no_version_says_so(job: SmallJob, tmp_path: Path) -> None:
     assert syncd("history", job.layout.root).output == "nothing is published yet\n"
     with pytest.raises(JobUnavailableError, match="not a job that syncd has served"):
-        history(STORAGE, JobLayout(tmp_path), 1)
+        history(Job.at(tmp_path, STORAGE), 1)
 
 
 def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
@@ -318,7 +567,7 @@ def test_a_merge_says_how_far_it_is_and_not_more_often_than_it_costs(
             told.append(json.loads(given[0].read_bytes()))
 
     storage = hosts.ruled(slowly)
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4, *map(float, range(2_000_000)))
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -338,13 +587,13 @@ def test_a_line_holds_what_belongs_to_its_event_alone() -> None:
     assert json.loads(line) == {"protocol": 1, "time": 1.0, "event": "skipped", "step": 3}
 
 
-def test_times_that_nobody_can_mean_leave_valid_json(job: Job) -> None:
+def test_times_that_nobody_can_mean_leave_valid_json(job: SmallJob) -> None:
     with job.daemon() as loop:
         publish(job, loop, 1)
-    early = JournalFile(STORAGE, job.layout, wall=lambda: -1.7e308)
+    early = JournalFile(Job(STORAGE, job.layout), wall=lambda: -1.7e308)
     early.note("published", version=2, step=2, bytes=1, seconds=1.0, latency=1.7e308)
     early.write()
-    late = JournalFile(STORAGE, job.layout, wall=lambda: 1.7e308)
+    late = JournalFile(Job(STORAGE, job.layout), wall=lambda: 1.7e308)
     late.note("live", version=2, explorer="node-1")
     late.write()
     printed = CliRunner().invoke(cli, ["history", str(job.layout.root), "--json"]).output

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from syncd.checkpoint.isolated import IsolatedParser
 from syncd.checkpoint.placement import Chunks, Local, Position
-from syncd.checkpoint.shard_file import ReadPieces, ShardFile
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
+from syncd.checkpoint.torch_files.shard_file import ReadPieces, ShardFile
 from syncd.protocol.errors import CheckpointError, PlacementError, ShardFormatError
 from syncd.storage.fsio import Storage
 from tests.jobs import nothing
@@ -287,6 +287,8 @@ NAMES: dict[str, tuple[object, str]] = {
     "NUL": ("a\0b", "control characters"),
     "a newline": ("a\nb", "control characters"),
     "an escape sequence": ("a\x1b[2J", "control characters"),
+    "DEL": ("a\x7f", "control characters"),
+    "an escape sequence of one byte": ("a\x9b2J", "control characters"),
     "of the format": ("__metadata__", "own metadata"),
     "a huge number": (10**5000, "an? int is a key that is not text"),
     "a tuple": (("a",) * 1000, "a tuple is a key that is not text"),

@@ -22,9 +22,10 @@ from syncd.protocol.records import Latest, Receipt, encode, parse
 from syncd.protocol.reports import TrainerReport
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge
 from syncd.storage.leases import Lease
-from tests.jobs import LEASE_TIME, Job, nothing, receipt_of, weights
+from tests.jobs import LEASE_TIME, SmallJob, nothing, receipt_of, weights
 from tests.lagging import LAG, LaggingHosts, LaggingStorage
 from tests.storages import FastStorage
 
@@ -38,24 +39,23 @@ def hosts(tmp_path: Path) -> LaggingHosts:
 
 
 @pytest.fixture
-def job(tmp_path: Path, hosts: LaggingHosts) -> Job:
-    return Job(tmp_path / "job", hosts=hosts)
+def job(tmp_path: Path, hosts: LaggingHosts) -> SmallJob:
+    return SmallJob(tmp_path / "job", hosts=hosts)
 
 
-def take_over(job: Job, storage: Storage) -> Epoch:
+def take_over(job: SmallJob, storage: Storage) -> Epoch:
     """Take over, once more where an old listing of the rooms made the first try one too low."""
     try:
-        return Epoch.take_over(storage, job.layout)
+        return Epoch.take_over(Job(storage, job.layout))
     except SupersededError:
-        return Epoch.take_over(storage, job.layout)
+        return Epoch.take_over(Job(storage, job.layout))
 
 
-def serve(job: Job, storage: Storage, config: DaemonConfig = KEEP_1) -> Loop:
+def serve(job: SmallJob, storage: Storage, config: DaemonConfig = KEEP_1) -> Loop:
     """A daemon that takes over, whatever the lock says: the lock only elects."""
     clock = cast("LaggingHosts", job.hosts).clock
     loop = Loop(
-        storage,
-        job.layout,
+        Job(storage, job.layout),
         config,
         cast("Any", SimpleNamespace(id="session", lease_time=LEASE_TIME)),
         cast("Any", SimpleNamespace(lost=False)),
@@ -72,7 +72,7 @@ def serve(job: Job, storage: Storage, config: DaemonConfig = KEEP_1) -> Loop:
 class Trainer:
     """What the hook of the only rank does, one call after the other, through its own client."""
 
-    def __init__(self, job: Job, storage: Storage) -> None:
+    def __init__(self, job: SmallJob, storage: Storage) -> None:
         self._job, self._storage = job, storage
         self._saves = 0
         self.finished: tuple[int, str] | None = None
@@ -121,7 +121,7 @@ class Trainer:
 class Watch:
     """What must hold on the server at every moment."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SmallJob) -> None:
         self._job = job
         self._server = FastStorage()
         self._highest = 0
@@ -149,7 +149,7 @@ class Watch:
 class Chance:
     """Hosts that do what comes to their minds, each through a client of its own."""
 
-    def __init__(self, job: Job, seed: int) -> None:
+    def __init__(self, job: SmallJob, seed: int) -> None:
         self._job = job
         self._chance = random.Random(seed)
         self._clock = cast("LaggingHosts", job.hosts).clock
@@ -207,7 +207,7 @@ class Chance:
             latest = parse(Latest, self._explorer.read(layout.latest), "LATEST")
             session = f"s{self._chance.randrange(1 << 30)}"
             layout.session(session).touch()
-            lease = Lease.take(self._explorer, layout, latest.sequence, "e", session)
+            lease = Lease.take(Job(self._explorer, layout), latest.sequence, "e", session)
         except (FileNotFoundError, VersionGoneError):
             return
         try:
@@ -224,16 +224,16 @@ class Chance:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_whatever_hosts_believe_latest_grows_and_nothing_that_is_needed_goes(
-    job: Job, seed: int
+    job: SmallJob, seed: int
 ) -> None:
     Chance(job, seed).run(60)
 
 
-def save_of_latest(job: Job) -> str:
+def save_of_latest(job: SmallJob) -> str:
     return read_manifest(FastStorage(), job.layout.version(job.latest.sequence)).save_id
 
 
-def look_at_all(job: Job, storage: Storage) -> None:
+def look_at_all(job: SmallJob, storage: Storage) -> None:
     """Let a client remember whatever a daemon could ever have asked for."""
     layout = job.layout
     for folder in (layout.root, layout.state, layout.published, layout.leases, layout.explorers):
@@ -246,7 +246,7 @@ def look_at_all(job: Job, storage: Storage) -> None:
             storage.exists(folder / "manifest.json")
 
 
-def publish(job: Job, loop: Loop, *steps: int) -> None:
+def publish(job: SmallJob, loop: Loop, *steps: int) -> None:
     for step in steps:
         job.save(step)
         job.hosts.settle()
@@ -256,7 +256,7 @@ def publish(job: Job, loop: Loop, *steps: int) -> None:
 @pytest.mark.parametrize("before", [0, 1, 3])
 @pytest.mark.parametrize("seen_as", ["standing by", "active"])
 def test_one_that_takes_over_again_and_believes_an_older_job_goes_on_from_what_is_there(
-    job: Job, hosts: LaggingHosts, before: int, seen_as: str
+    job: SmallJob, hosts: LaggingHosts, before: int, seen_as: str
 ) -> None:
     here, there = hosts.storage(), hosts.storage()
     publish(job, serve(job, here), *range(1, before + 1))
@@ -285,7 +285,7 @@ def rounds(loop: Loop, count: int) -> None:
 
 
 def test_of_two_who_take_over_from_each_other_in_turn_the_last_one_serves(
-    job: Job, hosts: LaggingHosts
+    job: SmallJob, hosts: LaggingHosts
 ) -> None:
     clients = [hosts.storage(), hosts.storage()]
     watch = Watch(job)
@@ -307,7 +307,7 @@ def test_of_two_who_take_over_from_each_other_in_turn_the_last_one_serves(
 
 @pytest.mark.parametrize("leased", [True, False])
 def test_a_version_whose_lease_folder_was_looked_for_too_early_is_not_taken_for_a_retired_one(
-    job: Job, hosts: LaggingHosts, leased: bool
+    job: SmallJob, hosts: LaggingHosts, leased: bool
 ) -> None:
     early = hosts.storage()
     look_at_all(job, early)
@@ -316,16 +316,16 @@ def test_a_version_whose_lease_folder_was_looked_for_too_early_is_not_taken_for_
     lease = job.lease(1, "session") if leased else None
     job.layout.session("session").touch()
     early.clear_listings()
-    pruner = Pruner(early, job.layout, Epoch.take_over(early, job.layout), "session")
+    pruner = Pruner(Job(early, job.layout), Epoch.take_over(Job(early, job.layout)), "session")
     assert not early.exists(job.layout.lease_folder(1))
     assert not pruner.retire_version(RetireVersion(1, "retired before, it seems"))
-    assert Lease.take(FastStorage(), job.layout, 1, "another", "session").sequence == 1
+    assert Lease.take(Job(FastStorage(), job.layout), 1, "another", "session").sequence == 1
     assert job.versions == ["v000001"]
     assert lease is None or pruner.retire_version(RetireVersion(1, "not wanted")) is False
 
 
 def test_an_explorer_that_believes_an_old_latest_gets_it_whole_or_the_newest(
-    job: Job, hosts: LaggingHosts
+    job: SmallJob, hosts: LaggingHosts
 ) -> None:
     config = DaemonConfig(keep=1)
     daemon = serve(job, hosts.storage(), config)
@@ -343,7 +343,7 @@ def test_an_explorer_that_believes_an_old_latest_gets_it_whole_or_the_newest(
 
 
 def test_an_explorer_that_looked_for_a_version_too_early_waits_and_leaves_no_lease(
-    job: Job, hosts: LaggingHosts
+    job: SmallJob, hosts: LaggingHosts
 ) -> None:
     look_at_all(job, job.explorers)
     daemon = serve(job, hosts.storage())
@@ -356,9 +356,9 @@ def test_an_explorer_that_looked_for_a_version_too_early_waits_and_leaves_no_lea
         assert reader.next_version(0, 30).sequence == 1
 
 
-def publish_unseen(job: Job, daemon: Loop, *steps: int) -> None:
+def publish_unseen(job: SmallJob, daemon: Loop, *steps: int) -> None:
     """Publish with no time passing for the others."""
-    client = cast("LaggingStorage", daemon._storage)
+    client = cast("LaggingStorage", daemon._job.storage)
     for step in steps:
         job.save(step)
         client.forget()
@@ -366,7 +366,7 @@ def publish_unseen(job: Job, daemon: Loop, *steps: int) -> None:
 
 
 def test_a_step_that_is_saved_again_is_published_though_the_old_receipt_was_seen_once_more(
-    job: Job, hosts: LaggingHosts
+    job: SmallJob, hosts: LaggingHosts
 ) -> None:
     daemon = serve(job, hosts.storage())
     job.save(4)
@@ -381,7 +381,7 @@ def test_a_step_that_is_saved_again_is_published_though_the_old_receipt_was_seen
 
 
 def test_a_save_whose_receipts_folder_came_late_is_published_as_what_it_is(
-    job: Job, hosts: LaggingHosts
+    job: SmallJob, hosts: LaggingHosts
 ) -> None:
     daemon = serve(job, hosts.storage())
     job.save(4, receipts=False)
@@ -395,7 +395,7 @@ def test_a_save_whose_receipts_folder_came_late_is_published_as_what_it_is(
     assert save_of_latest(job) == "run-4-0"
 
 
-def about_to_prune_step_3(job: Job, hosts: LaggingHosts) -> tuple[Loop, Trainer]:
+def about_to_prune_step_3(job: SmallJob, hosts: LaggingHosts) -> tuple[Loop, Trainer]:
     """A daemon that remembers step 3 as it was, and will delete it in its next round."""
     daemon = serve(job, hosts.storage(), DaemonConfig(keep=1, prune_steps=False))
     trainer = Trainer(job, FastStorage())
@@ -405,15 +405,14 @@ def about_to_prune_step_3(job: Job, hosts: LaggingHosts) -> tuple[Loop, Trainer]
         for _ in range(3):
             daemon.run_once()
     assert job.latest.step == 4
-    daemon._config = KEEP_1
-    daemon._scanner.look_again()
+    daemon.config = KEEP_1
     return daemon, trainer
 
 
 @pytest.mark.parametrize("done", [1, 2, 3, 4])
 @pytest.mark.parametrize("full", [False, True])
 def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_see_it(
-    job: Job, hosts: LaggingHosts, done: int, full: bool
+    job: SmallJob, hosts: LaggingHosts, done: int, full: bool
 ) -> None:
     daemon, trainer = about_to_prune_step_3(job, hosts)
     saving = trainer.save(3, full=full)
@@ -432,7 +431,7 @@ def test_a_step_that_its_trainer_saves_again_is_not_pruned_by_one_who_does_not_s
     assert (job.layout.actor(3) / OPTIMIZER).exists() == full
 
 
-def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: Job, hosts: LaggingHosts) -> None:
+def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: SmallJob, hosts: LaggingHosts) -> None:
     daemon, _ = about_to_prune_step_3(job, hosts)
     for _ in range(3):
         daemon.run_once()
@@ -441,10 +440,10 @@ def test_a_step_that_nobody_needs_is_pruned_in_the_end(job: Job, hosts: LaggingH
 
 
 def test_what_came_into_a_step_unseen_is_given_back_where_its_name_is_in_use_again(
-    job: Job, hosts: LaggingHosts
+    job: SmallJob, hosts: LaggingHosts
 ) -> None:
     daemon, _ = about_to_prune_step_3(job, hosts)
-    storage = daemon._storage
+    storage = daemon._job.storage
     (job.layout.step(3) / ".saving").touch()
     (job.layout.actor(3) / OPTIMIZER).write_bytes(b"optimizer")
     moved = storage.rename

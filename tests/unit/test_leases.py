@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from syncd.protocol.errors import VersionGoneError
+from syncd.protocol.records import LONGEST_LEASE_TIME
+from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Judge, Liveness, sweep_broken
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import DaemonLock, Session
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, once, refuse
 
@@ -125,7 +127,7 @@ def test_those_not_watched_any_more_begin_again(
     assert looks(judge, heartbeat, clock, LOOKS_PER_LEASE) is Liveness.ALIVE
 
 
-def test_a_session_is_there_until_it_is_closed(job: Job) -> None:
+def test_a_session_is_there_until_it_is_closed(job: SmallJob) -> None:
     with Session(job.layout, LEASE_TIME) as one, Session(job.layout, LEASE_TIME) as two:
         assert one.id != two.id
         assert job.layout.session(one.id).exists()
@@ -187,11 +189,11 @@ def test_what_another_broke_first_is_gone(judge: Judge, heartbeat: Path) -> None
     assert judge.break_dead(heartbeat)
 
 
-def test_leftovers_of_killed_breakers_are_swept_and_locks_are_not(job: Job) -> None:
+def test_leftovers_of_killed_breakers_are_swept_and_locks_are_not(job: SmallJob) -> None:
     for folder in (job.layout.state, job.layout.sessions, job.layout.requests):
         (folder / "x.lock.broken-abc").touch()
         (folder / "x.lock").touch()
-    sweep_broken(STORAGE, job.layout)
+    sweep_broken(Job(STORAGE, job.layout))
     assert not list(job.layout.state.rglob("*.broken-*"))
     assert (job.layout.sessions / "x.lock").exists()
 
@@ -200,9 +202,9 @@ def test_leftovers_of_killed_breakers_are_swept_and_locks_are_not(job: Job) -> N
 
 
 @pytest.fixture
-def locks(job: Job, clock: Clock) -> Iterator[list[DaemonLock]]:
+def locks(job: SmallJob, clock: Clock) -> Iterator[list[DaemonLock]]:
     made = [
-        DaemonLock(STORAGE, job.layout, LEASE_TIME, Judge(STORAGE, LEASE_TIME, clock=clock))
+        DaemonLock(Job(STORAGE, job.layout), LEASE_TIME, Judge(STORAGE, LEASE_TIME, clock=clock))
         for _ in range(2)
     ]
     yield made
@@ -220,7 +222,7 @@ def test_only_one_daemon_is_elected(locks: list[DaemonLock]) -> None:
 
 
 def test_a_standby_takes_the_lock_of_a_dead_daemon(
-    job: Job, locks: list[DaemonLock], clock: Clock
+    job: SmallJob, locks: list[DaemonLock], clock: Clock
 ) -> None:
     job.layout.daemon_lock.write_bytes(b"")
     tries = []
@@ -231,7 +233,39 @@ def test_a_standby_takes_the_lock_of_a_dead_daemon(
     assert not locks[1].try_acquire()
 
 
-def test_a_lock_that_moves_is_never_taken(job: Job, locks: list[DaemonLock], clock: Clock) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "dead_after"),
+    [(3 * LEASE_TIME, 3 * LEASE_TIME), (LEASE_TIME / 3, LEASE_TIME), (1e300, LONGEST_LEASE_TIME)],
+)
+def test_a_lock_of_another_lease_time_is_dead_after_the_longer_of_the_two(
+    job: SmallJob, locks: list[DaemonLock], clock: Clock, theirs: float, dead_after: float
+) -> None:
+    job.layout.daemon_lock.write_text(
+        f"filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=1\nduration={theirs!r}\n"
+    )
+    began = clock.now
+    while not locks[0].try_acquire():
+        clock.advance(LOOK)
+        assert clock.now - began <= dead_after + 2 * LOOK
+    assert clock.now - began >= dead_after
+
+
+def test_a_lock_of_a_longer_lease_time_that_moves_is_never_taken(
+    job: SmallJob, locks: list[DaemonLock], clock: Clock
+) -> None:
+    job.layout.daemon_lock.write_text(
+        f"filelock/2\npid=1\nhost=elsewhere\nmode=lease\ntoken=1\nduration={6 * LEASE_TIME!r}\n"
+    )
+    for _ in range(20):
+        for _ in range(2 * LOOKS_PER_LEASE):  # it is refreshed every third of its own lease time
+            assert not locks[0].try_acquire()
+            clock.advance(LOOK)
+        beat(job.layout.daemon_lock)
+
+
+def test_a_lock_that_moves_is_never_taken(
+    job: SmallJob, locks: list[DaemonLock], clock: Clock
+) -> None:
     job.layout.daemon_lock.write_bytes(b"")
     for _ in range(20):
         assert not locks[0].try_acquire()
@@ -242,14 +276,16 @@ def test_a_lock_that_moves_is_never_taken(job: Job, locks: list[DaemonLock], clo
 # -- leases ----------------------------------------------------------------------------------------
 
 
-def test_a_lease_is_a_file_that_says_who_holds_it(job: Job) -> None:
+def test_a_lease_is_a_file_that_says_who_holds_it(job: SmallJob) -> None:
     job.layout.lease_folder(3).mkdir()
-    lease = Lease.take(STORAGE, job.layout, 3, "node-1", "session-9")
+    lease = Lease.take(Job(STORAGE, job.layout), 3, "node-1", "session-9")
     assert os.listdir(job.layout.lease_folder(3)) == ["node-1.session-9"]
     assert lease.sequence == 3
 
 
-def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(job: Job) -> None:
+def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(
+    job: SmallJob,
+) -> None:
     job.layout.lease_folder(3).mkdir()
     leases = [job.lease(3, "session", name) for name in ("one", "two")]
     for lease in leases:
@@ -260,28 +296,30 @@ def test_a_version_that_is_leased_cannot_be_retired_and_can_when_it_is_let_go(jo
     STORAGE.rmdir(job.layout.lease_folder(3))
 
 
-def test_a_retired_version_cannot_be_leased_and_its_folder_does_not_come_back(job: Job) -> None:
+def test_a_retired_version_cannot_be_leased_and_its_folder_does_not_come_back(
+    job: SmallJob,
+) -> None:
     with pytest.raises(VersionGoneError, match=r"version 3 of .* was retired before node leased"):
         job.lease(3, "session", "node")
     assert not job.layout.lease_folder(3).exists()
 
 
-def test_the_same_session_may_lease_twice(job: Job) -> None:
+def test_the_same_session_may_lease_twice(job: SmallJob) -> None:
     job.layout.lease_folder(3).mkdir()
     job.lease(3, "session")
     job.lease(3, "session").release()
     assert os.listdir(job.layout.lease_folder(3)) == []
 
 
-def test_a_full_disk_is_not_taken_for_a_retired_version(job: Job, hosts: Hosts) -> None:
+def test_a_full_disk_is_not_taken_for_a_retired_version(job: SmallJob, hosts: Hosts) -> None:
     job.layout.lease_folder(3).mkdir()
     storage = hosts.ruled(refuse("create", errno.ENOSPC))
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
-        Lease.take(storage, job.layout, 3, "node", "session")
+        Lease.take(Job(storage, job.layout), 3, "node", "session")
 
 
-def test_a_version_of_a_stale_handle_is_gone(job: Job, hosts: Hosts) -> None:
+def test_a_version_of_a_stale_handle_is_gone(job: SmallJob, hosts: Hosts) -> None:
     job.layout.lease_folder(3).mkdir()
     storage = hosts.ruled(refuse("create", errno.ESTALE))
     with pytest.raises(VersionGoneError):
-        Lease.take(storage, job.layout, 3, "node", "session")
+        Lease.take(Job(storage, job.layout), 3, "node", "session")

@@ -15,6 +15,8 @@ import pytest
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.protocol.events import Event
 from syncd.storage.repeats import Repeats
+from tests.jobs import SmallJob
+from tests.multiprocess.processes import Daemon
 from tests.storages import Clock
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +150,83 @@ def test_a_json_line_is_one_object_whatever_is_said(
     assert third["job"] == "/jobs/a"
 
 
+#: Ends of lines, commands of terminals, and what turns the text around: each as it is escaped.
+HOSTILE = {
+    "\n": r"\n", "\r": r"\r", "\x0b": r"\x0b", "\x1b[2J": r"\x1b[2J", "\x7f": r"\x7f",
+    "\x85": r"\x85", "\x9b31m": r"\x9b31m", "\u2028": r"\u2028", "\u2029": r"\u2029",
+    "\u202e": r"\u202e", "\u2066": r"\u2066", "\u200f": r"\u200f", "\udcff": r"\udcff",
+}  # fmt: skip
+FORGED = "\n2026-01-31 12:00:00,123 INFO published step 9 as version 9"
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=ascii)
+def test_a_line_for_people_is_one_line_that_no_terminal_obeys(
+    logger: tuple[logging.Logger, list[logging.LogRecord]], hostile: str
+) -> None:
+    log, records = logger
+    log.warning("%s stays: %s", Path(f"/a{hostile}b"), OSError(f"no {hostile} here"))
+    line = HumanLines().format(records[0])
+    assert line.endswith(f"WARNING /a{HOSTILE[hostile]}b stays: no {HOSTILE[hostile]} here")
+
+
+@pytest.mark.parametrize(
+    "readable",
+    [
+        "caf\xe9 模型 🤖 👩\u200d🔬",
+        "می\u200cخواهم",  # noqa: RUF001
+        "עברית",
+        "12\xa0000",
+        "全角\u3000空白",
+        r"C:\n",
+    ],
+)
+def test_a_line_for_people_has_any_readable_text_as_it_is(
+    logger: tuple[logging.Logger, list[logging.LogRecord]], readable: str
+) -> None:
+    log, records = logger
+    log.info("published %s", readable)
+    assert HumanLines().format(records[0]).endswith(f"INFO published {readable}")
+
+
+def test_a_traceback_cannot_be_taken_for_lines_of_the_log(
+    logger: tuple[logging.Logger, list[logging.LogRecord]],
+) -> None:
+    log, records = logger
+
+    def fail() -> None:
+        raise ValueError(f"odd{FORGED}\x1b[2J\u202e")
+
+    try:
+        fail()
+    except ValueError:
+        log.exception("a fault", extra=Event.FAULT(job=Path(f"/jobs/a{FORGED}")))
+    first, *trace = HumanLines().format(records[0]).split("\n")
+    assert first.endswith(" ERROR a fault")
+    assert trace[0] == "  Traceback (most recent call last):"
+    assert trace[-1] == "  " + FORGED.strip() + r"\x1b[2J\u202e"
+    assert all(line.startswith("  ") for line in trace)
+
+
+def test_the_one_control_character_that_json_leaves_is_escaped_too(
+    logger: tuple[logging.Logger, list[logging.LogRecord]],
+) -> None:
+    log, records = logger
+    log.info("a\x7fb")
+    line = JsonLines().format(records[0])
+    assert line.isprintable()
+    assert json.loads(line)["message"] == "a\x7fb"
+
+
+def test_a_name_in_the_job_forges_no_line_of_a_daemon(job: SmallJob) -> None:
+    name = f"q.broken-{FORGED}\x1b[2J"
+    (job.layout.sessions / name).mkdir()
+    with Daemon(job.layout.root) as daemon:
+        line = daemon.wait_for_log("q.broken-")
+        daemon.terminate()
+    assert rf"{FORGED.strip()}\x1b[2J: " in line
+    assert not [one for one in daemon.log if one.startswith(FORGED.strip())]
+
+
 # -- repeats ---------------------------------------------------------------------------------------
 
 
@@ -211,15 +290,17 @@ def test_a_flood_of_the_same_line_is_held_back_and_counted(
 
 
 def test_a_command_that_fails_says_so_in_the_form_that_was_asked_for(tmp_path: Path) -> None:
-    for form in ("human", "json"):
+    for form in (["--log-format", "human"], ["--log-format", "json"], ["--json"]):
+        none = tmp_path / f"none{FORGED}\x1b[2J"
         done = subprocess.run(
-            [sys.executable, "-m", "syncd", "run", tmp_path / "none", "--log-format", form],
+            [sys.executable, "-m", "syncd", "run", none, *form],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 11
         (line,) = done.stderr.splitlines()
-        if form == "human":
+        if form[-1] == "human":
             assert line.startswith("syncd: ")
+            assert rf"{FORGED.strip()}\x1b[2J" in line
         else:
             told = json.loads(line)
             assert (told["event"], told["error"]) == ("command_failed", "JobUnavailableError")

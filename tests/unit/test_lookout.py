@@ -7,28 +7,27 @@ from itertools import pairwise
 
 import pytest
 
-from syncd.storage.judge import Judge, Liveness
-from syncd.storage.lookout import Lookout
-from tests.jobs import LEASE_TIME, Job
+from syncd.storage.judge import Judge, Liveness, Lookout
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage
 
 TICK = 1.0
 
 
-def heartbeats(job: Job, count: int) -> list[str]:
+def heartbeats(job: SmallJob, count: int) -> list[str]:
     names = [f"s-{number}" for number in range(count)]
     for name in names:
         job.layout.session(name).write_text("beats")
     return names
 
 
-def lookout(job: Job, storage: FastStorage, clock: Clock, *, tick: float = TICK) -> Lookout:
+def lookout(job: SmallJob, storage: FastStorage, clock: Clock, *, tick: float = TICK) -> Lookout:
     judge = Judge(storage, LEASE_TIME, clock=clock)
     return Lookout(judge, job.layout, tick=tick, clock=clock)
 
 
 def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     storage = RuledStorage()
     names = heartbeats(job, 400)
@@ -50,7 +49,7 @@ def test_each_tick_looks_at_its_share_and_every_heartbeat_has_its_turn(
 
 @pytest.mark.parametrize("count", [1, 16, 17, 300])
 def test_the_dead_are_found_in_little_more_than_a_lease_and_the_living_never(
-    job: Job, clock: Clock, count: int
+    job: SmallJob, clock: Clock, count: int
 ) -> None:
     names = heartbeats(job, count)
     watching = lookout(job, FastStorage(), clock)
@@ -72,7 +71,9 @@ def test_the_dead_are_found_in_little_more_than_a_lease_and_the_living_never(
     assert max(found.values()) <= LEASE_TIME * 4 / 3 + 3 * TICK
 
 
-def test_who_comes_is_looked_at_at_once_and_who_leaves_is_forgotten(job: Job, clock: Clock) -> None:
+def test_who_comes_is_looked_at_at_once_and_who_leaves_is_forgotten(
+    job: SmallJob, clock: Clock
+) -> None:
     names = heartbeats(job, 40)
     missing = "missing"
     watching = lookout(job, FastStorage(), clock)
@@ -82,7 +83,7 @@ def test_who_comes_is_looked_at_at_once_and_who_leaves_is_forgotten(job: Job, cl
     assert watching.look([]) == {}
 
 
-def test_a_tick_as_long_as_a_turn_looks_at_all_each_time(job: Job, clock: Clock) -> None:
+def test_a_tick_as_long_as_a_turn_looks_at_all_each_time(job: SmallJob, clock: Clock) -> None:
     storage = RuledStorage()
     names = heartbeats(job, 100)
     watching = lookout(job, storage, clock, tick=LEASE_TIME / 4)
@@ -93,7 +94,7 @@ def test_a_tick_as_long_as_a_turn_looks_at_all_each_time(job: Job, clock: Clock)
         clock.advance(LEASE_TIME / 4)
 
 
-def test_after_a_long_merge_the_pause_counts_for_nobody(job: Job, clock: Clock) -> None:
+def test_after_a_long_merge_the_pause_counts_for_nobody(job: SmallJob, clock: Clock) -> None:
     names = heartbeats(job, 100)
     watching = lookout(job, FastStorage(), clock)
     watching.look(names)

@@ -9,18 +9,18 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import SupersededError
 from syncd.protocol.records import parse
 from syncd.protocol.reports import DaemonReport
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, refuse
 
 pytestmark = pytest.mark.lagging
 
 
-def report(job: Job) -> DaemonReport:
+def report(job: SmallJob) -> DaemonReport:
     return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
 
 
-def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: Job) -> None:
+def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: SmallJob) -> None:
     job.save(4)
     with job.daemon() as loop:
         assert (report(job).state, report(job).sequence) == ("watching", None)
@@ -31,7 +31,7 @@ def test_the_report_says_what_was_done_and_that_the_daemon_stopped(job: Job) -> 
     assert report(job).state == "stopped"
 
 
-def test_the_report_says_what_is_waited_for(job: Job) -> None:
+def test_the_report_says_what_is_waited_for(job: SmallJob) -> None:
     with job.daemon() as loop:
         loop.run_once()
         assert report(job).detail == "latest_state_dict_iteration.txt is not there"
@@ -41,7 +41,7 @@ def test_an_idle_round_writes_nothing_until_a_third_of_a_lease_is_over(
     tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -58,7 +58,7 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("create", errno.ENOSPC, where="building/v"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     tried = []
     with job.daemon(clock=clock) as loop:
@@ -77,6 +77,7 @@ def test_a_merge_that_storage_refuses_is_tried_again_ever_more_seldom(
     assert job.latest.step == 4
 
 
+@pytest.mark.slow
 @pytest.mark.local_only("it is about a thousand rounds, and about nothing that changes")
 def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, hosts: Hosts) -> None:
     class Days(Clock):
@@ -85,7 +86,7 @@ def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, ho
             return self.now
 
     storage = hosts.ruled(refuse("mkdir", errno.ENOSPC, where="building/v"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     with job.daemon(clock=Days()) as loop:
         for _ in range(1100):
@@ -95,7 +96,7 @@ def test_a_disk_that_is_full_for_days_does_not_end_the_daemon(tmp_path: Path, ho
     assert job.latest.step == 4
 
 
-def test_a_lost_lock_ends_the_round_before_anything_is_done(job: Job) -> None:
+def test_a_lost_lock_ends_the_round_before_anything_is_done(job: SmallJob) -> None:
     job.save(4)
     with job.daemon() as loop:
         job.take_over()
@@ -104,7 +105,7 @@ def test_a_lost_lock_ends_the_round_before_anything_is_done(job: Job) -> None:
     assert job.versions == []
 
 
-def test_a_round_says_whether_step_folders_are_left(job: Job) -> None:
+def test_a_round_says_whether_step_folders_are_left(job: SmallJob) -> None:
     for step in range(70):
         job.save(step)
         (job.layout.step(step) / ".full_checkpoint").touch()
@@ -114,7 +115,7 @@ def test_a_round_says_whether_step_folders_are_left(job: Job) -> None:
         loop.run_once()
 
 
-def test_a_negative_pointer_is_waited_for_and_an_old_version_stays(job: Job) -> None:
+def test_a_negative_pointer_is_waited_for_and_an_old_version_stays(job: SmallJob) -> None:
     job.save(4)
     with job.daemon() as loop:
         loop.run_once()

@@ -18,18 +18,18 @@ from prometheus_client import generate_latest
 from syncd.cli import cli
 from syncd.cli.log_lines import Flood, HumanLines, JsonLines
 from syncd.daemon.config import DaemonConfig, RunConfig
-from syncd.daemon.configuration import Given, load
-from syncd.daemon.discovery import Discovery
+from syncd.daemon.configuration import GivenValue, load
 from syncd.daemon.hang import HangGuard
-from syncd.daemon.metrics import Metrics
+from syncd.daemon.host.discovery import Discovery
+from syncd.daemon.host.services import RootServices
 from syncd.daemon.notify import ServiceManager
-from syncd.daemon.root_services import RootServices
-from syncd.daemon.turns import PATIENCE, Turn, Turns
+from syncd.daemon.telling.metrics import Metrics
+from syncd.daemon.turns import LEAST, PATIENCE, LateError, Turn, Turns
 from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.protocol.events import JOB_THREAD
 from syncd.protocol.names import STATE_POINTER
 from tests.doc_blocks import blocks
-from tests.jobs import Job
+from tests.jobs import SmallJob, nothing
 from tests.storages import Clock, FastStorage, RuledStorage, refuse
 
 #: A guard: what is waited for takes a few milliseconds.
@@ -136,9 +136,131 @@ def test_never_more_than_so_many_and_nobody_waits_for_ever(
     assert done | have == set(range(8))
 
 
-def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: Job) -> None:
+def never() -> bool:
+    return False
+
+
+def test_a_late_merge_goes_on_beside_the_others_and_no_second_one() -> None:
+    merging = Merging(2)
+    sick, ill, well, last = (merging(job) for job in ("sick", "ill", "well", "last"))
+    assert sick.take("a")
+    assert ill.take("b")
+    assert not well.take("c")
+    merging.clock.advance(LEAST - 1)
+    assert not well.take("c")
+    assert not sick.check(never)
+    merging.clock.advance(1)
+    assert sick.check(never)  # it is said once
+    assert merging.woken == ["well"]
+    assert well.take("c")
+    assert not sick.check(never)
+    assert not ill.check(never)  # it holds up nobody yet
+    assert not last.take("d")
+    merging.clock.advance(1)
+    with pytest.raises(LateError, match="other jobs wait"):
+        ill.check(never)
+    ill.leave()
+    assert last.take("d")
+    # It waits for the place beside, which has no end; what its trainer saves next does not.
+    well.leave()
+    assert not ill.take("b")
+    assert ill.take("e")
+    ill.leave()
+    assert not ill.take("b")
+    sick.leave()
+    assert ill.take("b")
+    merging.clock.advance(100 * LEAST)
+    assert not ill.check(never)
+    # Nor does it count there.
+    assert sick.take("f")
+    last.leave()
+    assert well.take("g")
+
+
+def test_a_late_merge_that_holds_up_nobody_is_left_to_its_end() -> None:
+    merging = Merging(2)
+    sick, ill = merging("sick"), merging("ill")
+    assert sick.take("a")
+    assert ill.take("b")
+    for _ in range(10):
+        merging.clock.advance(LEAST)
+        sick.check(never)
+        ill.check(never)
+
+
+def test_how_long_a_merge_may_take_is_said_by_its_bytes_and_those_before() -> None:
+    merging = Merging(1)
+    first, second, third = (merging(job) for job in ("first", "second", "third"))
+    gigabytes = 10**9
+    assert first.take("a")
+    first.progress(10 * gigabytes, 10 * gigabytes)
+    merging.clock.advance(100)  # 100 MB/s
+    first.leave()
+    assert second.take("b")
+    second.progress(0, 10 * gigabytes)
+    merging.clock.advance(20 * 100 - 1)
+    assert not second.check(never)
+    assert not third.take("c")
+    merging.clock.advance(1)
+    assert second.check(never)
+    assert third.take("c")
+
+
+def test_a_merge_is_ended_by_a_newer_save_if_it_is_late_and_the_next_has_twice_as_long() -> None:
+    merging = Merging(1)
+    job = merging("job")
+    for times in (1, 2, 4):
+        assert job.take(f"save {times}")
+        merging.clock.advance(times * LEAST - 1)
+        job.check(lambda: True)
+        merging.clock.advance(2)
+        with pytest.raises(LateError, match="newer save"):
+            job.check(lambda: True)
+        job.leave()
+    assert job.take("the last")
+    merging.clock.advance(7 * LEAST)
+    job.check(lambda: True)
+    job.progress(1, 1)
+    job.leave()
+    assert job.take("one more")
+    merging.clock.advance(LEAST + 1)
+    with pytest.raises(LateError):
+        job.check(lambda: True)
+
+
+@pytest.mark.parametrize("seconds", [LEAST - 10, 7 * LEAST])
+def test_saves_that_come_twice_in_the_time_of_a_merge_are_still_published(
+    job: SmallJob, seconds: float
+) -> None:
+    """Whether merges are late or not; of those that are, one of each few is."""
+    clock, steps = Clock(), iter(range(2, 1000))
+    due = [clock()]
+
+    def time_passes(method: str, given: tuple[object, ...]) -> None:
+        del given
+        if method == "pread_into":
+            clock.advance(seconds / 6)
+            if clock() >= due[0]:
+                due[0] = clock() + seconds / 2
+                job.save(next(steps), *values)
+
+    job.storage = storage = RuledStorage()
+    values = [1.0] * (6 * 2**18)
+    job.save(1, *values)
+    published = set()
+    with job.daemon(DaemonConfig(prune_steps=False), clock=clock) as loop:
+        loop._turn = Turns(1, lambda _: 0.0, clock=clock).of("job", nothing)
+        storage.rules.append(time_passes)
+        for _ in range(8):
+            loop.run_once()
+            if job.layout.latest.exists():
+                published.add(job.latest.step)
+    assert len(published) == (8 if seconds < LEAST else 2), published
+
+
+def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: SmallJob) -> None:
     class Never(Turn):
-        def take(self) -> bool:
+        def take(self, save: str | None = None) -> bool:  # noqa: ARG002 # its name
             return False
 
     for step in (1, 2):
@@ -157,7 +279,7 @@ def test_a_save_waits_for_its_turn_and_the_rest_of_the_round_does_not(job: Job) 
     assert job.latest.step == 3
 
 
-def test_a_loop_that_has_nothing_to_merge_lets_others_go_first(job: Job) -> None:
+def test_a_loop_that_has_nothing_to_merge_lets_others_go_first(job: SmallJob) -> None:
     left: list[bool] = []
 
     class Noted(Turn):
@@ -230,7 +352,7 @@ def test_a_root_that_cannot_be_listed_says_nothing_about_its_jobs(
     for _ in range(5):
         look.look()
     assert look.jobs == {"job"}
-    assert caplog.text.count("cannot be listed") == 1
+    assert caplog.text.count("cannot list ") == 1
 
 
 def test_a_folder_that_may_not_be_looked_into_is_let_be(tmp_path: Path) -> None:
@@ -311,7 +433,7 @@ def test_a_folder_that_answers_as_it_is_left_behind_is_found_all_the_same(tmp_pa
         storage=RuledStorage(rule),
         clock=clock,
     )
-    log, said = logging.getLogger("syncd.daemon.discovery"), Answers(logging.ERROR)
+    log, said = logging.getLogger("syncd.daemon.host.discovery"), Answers(logging.ERROR)
     log.addHandler(said)
     look.start()
     try:
@@ -392,11 +514,11 @@ def test_what_one_job_says_often_keeps_no_other_from_saying_it() -> None:
     assert flood.filter(record("/jobs/b"))
 
 
-def test_a_job_that_is_served_no_more_has_no_metrics(job: Job, tmp_path: Path) -> None:
-    other = Job(tmp_path / "other")
+def test_a_job_that_is_served_no_more_has_no_metrics(job: SmallJob, tmp_path: Path) -> None:
+    other = SmallJob(tmp_path / "other")
     metrics = Metrics()
     for one in (job, other):
-        meter = metrics.of_job(one.storage, one.layout)
+        meter = metrics.of_job(one)
         meter.active(yes=True)
         one.save(1)
         with one.daemon(meter=meter) as loop:
@@ -414,8 +536,10 @@ def test_a_job_that_is_served_no_more_has_no_metrics(job: Job, tmp_path: Path) -
 
 
 def test_one_job_or_many_and_not_both(tmp_path: Path) -> None:
-    told = load(None, {"SYNCD_ROOT": "/jobs"}, {"job": Given(Path("job"), "JOB", is_local=True)})
-    with pytest.raises(InvalidSettingsError, match=r"one job, or many\? job = .*JOB.*SYNCD_ROOT"):
+    told = load(
+        None, {"SYNCD_ROOT": "/jobs"}, {"job": GivenValue(Path("job"), "JOB", is_local=True)}
+    )
+    with pytest.raises(InvalidSettingsError, match=r"one job or many\? job = .*JOB.*SYNCD_ROOT"):
         _ = told.root
     config = tmp_path / "syncd.toml"
     config.write_text('root = "/jobs"\n')
@@ -431,7 +555,7 @@ def test_what_only_one_job_can_have_is_refused(tmp_path: Path, key: str) -> None
 
 
 def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(JobUnavailableError, match="not there"):
+    with pytest.raises(JobUnavailableError, match="no such folder"):
         RootServices(tmp_path / "missing", RunConfig())
 
 

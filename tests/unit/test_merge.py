@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from syncd.checkpoint.merge import digest_safetensors, run_plan
+from syncd.checkpoint.merging.merge import digest_safetensors, run_plan
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.merging.plan import plan_merge
+from syncd.checkpoint.merging.source_reader import SourceReader, record_checks
 from syncd.checkpoint.model_folder import copy_model_files, write_index
+from syncd.checkpoint.parallel import threads_here
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.plan import plan_merge
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.shard_file import ShardFile
-from syncd.checkpoint.side_by_side import threads_here
-from syncd.checkpoint.source_reader import SourceReader, record_checks
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import (
     CancelledError,
     CheckpointError,
@@ -33,6 +35,8 @@ from syncd.protocol.errors import (
 from tests.fsdp_fixtures import shard_paths
 from tests.jobs import nothing
 from tests.merging import STORAGE, STORED, assert_equal, loaded, merge
+from tests.shards import shard
+from tests.shards import tensor as shard_tensor
 from tests.storages import FastStorage, RuledStorage, refuse
 
 # -- digests -----------------------------------------------------------------------------------
@@ -193,8 +197,8 @@ def test_progress_ends_at_the_whole(
     plan = plan_merge([(shard.path.name, shard.tensors()) for shard in shards], max_file_size=700)
     seen: list[tuple[int, int]] = []
     merged = run_plan(
-        STORAGE, plan, shards, tmp_path, digests=False, check_crc=False, cancel=nothing,
-        progress=lambda done, total: seen.append((done, total)),
+        STORAGE, plan, shards, tmp_path, options=MergeOptions(digests=False), checked="stillness",
+        work=Work(nothing, lambda done, total: seen.append((done, total))),
     )  # fmt: skip
     assert seen == sorted(seen)
     assert seen[-1] == (merged.data_size, merged.data_size)
@@ -321,8 +325,11 @@ def test_progress_is_told_by_one_thread_and_grows(
     plan = plan_merge([(shard.path.name, shard.tensors()) for shard in shards], max_file_size=300)
     seen: list[tuple[int, int, threading.Thread]] = []
     run_plan(
-        STORAGE, plan, shards, tmp_path, digests=True, check_crc=True, cancel=nothing, threads=4,
-        progress=lambda done, total: seen.append((done, total, threading.current_thread())),
+        STORAGE, plan, shards, tmp_path, options=MergeOptions(threads=4), checked="crc32",
+        work=Work(
+            nothing,
+            lambda done, total: seen.append((done, total, threading.current_thread())),
+        ),
     )  # fmt: skip
     assert [done for done, _, _ in seen] == sorted({done for done, _, _ in seen})
     assert {total for _, total, _ in seen} == {plan.data_size} == {seen[-1][0]}
@@ -392,6 +399,77 @@ def test_a_huge_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         copy_model_files(
             STORAGE, tmp_path / "huggingface", tmp_path / "version", cancel=lambda: None
         )
+
+
+def empty_files(folder: Path) -> None:
+    for number in range(50):
+        (folder / f"{number}.txt").touch()
+
+
+def folders_in_folders(folder: Path) -> None:
+    for number in range(50):
+        (folder / f"{number % 5}" / f"{number}").mkdir(parents=True)
+
+
+def names_of_weights(folder: Path) -> None:
+    for number in range(50):
+        (folder / f"{number}.safetensors").touch()
+
+
+@pytest.mark.parametrize("put", [empty_files, folders_in_folders, names_of_weights])
+def test_cancel_ends_the_walk_through_a_folder_and_its_copy(
+    tmp_path: Path, put: Callable[[Path], None]
+) -> None:
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "version").mkdir()
+    put(tmp_path / "huggingface")
+    storage = RuledStorage()
+    left = itertools.count(20, -1)
+
+    def cancel() -> None:
+        if next(left) == 0:
+            raise CancelledError("asked to stop")
+
+    with pytest.raises(CancelledError):
+        copy_model_files(storage, tmp_path / "huggingface", tmp_path / "version", cancel=cancel)
+    calls = [method for method, _ in storage.calls]
+    assert calls.count("kinds") <= 21
+    assert calls.count("create") <= 21
+
+
+def test_folders_inside_folders_without_end_are_an_error_at_once(tmp_path: Path) -> None:
+    deep = tmp_path / "huggingface" / Path(*["d"] * 200)
+    deep.mkdir(parents=True)
+    (tmp_path / "version").mkdir()
+    storage = RuledStorage()
+    with pytest.raises(CheckpointError, match="64 deep"):
+        copy_model_files(storage, tmp_path / "huggingface", tmp_path / "version", cancel=nothing)
+    assert sum(method == "kinds" for method, _ in storage.calls) < 100
+
+
+def test_cancel_is_asked_for_each_tensor_by_all_that_goes_through_them(tmp_path: Path) -> None:
+    """Proving, the header, the copy, the manifest: also of tensors without any bytes."""
+    asked = []
+    for count in (100, 300):
+        path = tmp_path / f"{count}.pt"
+        path.write_bytes(shard({f"t{n}": shard_tensor((0,), (1,)) for n in range(count)}))
+        calls = itertools.count()
+        with ShardFile.open(STORAGE, path) as opened:
+            index = [(path.name, opened.tensors())]
+            cancel = partial(next, calls)
+            plan = plan_merge(index, max_file_size=10**9, cancel=cancel)
+            (tmp_path / f"out-{count}").mkdir()
+            run_plan(
+                STORAGE,
+                plan,
+                [opened],
+                tmp_path / f"out-{count}",
+                options=MergeOptions(),
+                checked="stillness",
+                work=Work(cancel),
+            )
+        asked.append(next(calls))
+    assert asked[1] - asked[0] >= 4 * 200
 
 
 def test_several_weight_files_have_an_index(

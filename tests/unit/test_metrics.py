@@ -14,12 +14,12 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.metrics import Metrics, _JobMeter
-from syncd.daemon.metrics_export import HOST, Exporter
+from syncd.daemon.telling.metrics import Metrics, _JobMeter
+from syncd.daemon.telling.metrics_export import HOST, Exporter
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.records import encode
-from syncd.protocol.reports import ExplorerReport, Reload
-from tests.jobs import Job
+from syncd.protocol.reports import ExplorerReport, Load, Reload
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.ports import free_port
 from tests.storages import Clock, refuse
@@ -32,12 +32,10 @@ SAMPLES = ("_bucket", "_count", "_sum")
 class Measured:
     """The metrics of one job, and what they say."""
 
-    def __init__(self, job: Job, clock: Clock) -> None:
+    def __init__(self, job: SmallJob, clock: Clock) -> None:
         self.metrics = Metrics()
         self.job = str(job.layout.root)
-        self.meter = _JobMeter(
-            self.metrics, job.storage, job.layout, clock=clock, wall=lambda: 1234.5
-        )
+        self.meter = _JobMeter(self.metrics, job, clock=clock, wall=lambda: 1234.5)
 
     def __call__(self, name: str, **labels: str) -> float | None:
         labels = {"job_dir": self.job, **labels}
@@ -54,11 +52,11 @@ class Measured:
 
 
 @pytest.fixture
-def said(job: Job, clock: Clock) -> Measured:
+def said(job: SmallJob, clock: Clock) -> Measured:
     return Measured(job, clock)
 
 
-def report(job: Job, name: str, sequence: int | None, **more: object) -> None:
+def report(job: SmallJob, name: str, sequence: int | None, **more: object) -> None:
     record = ExplorerReport.model_validate(
         {"name": name, "session": f"s-{name}", "status": "running", "time": 0.0, **more,
          "sequence": sequence, "step": sequence}
@@ -66,7 +64,7 @@ def report(job: Job, name: str, sequence: int | None, **more: object) -> None:
     job.put(job.layout.explorers / f"{name}.json", encode(record))
 
 
-def test_what_a_daemon_does_is_counted(job: Job, clock: Clock, said: Measured) -> None:
+def test_what_a_daemon_does_is_counted(job: SmallJob, clock: Clock, said: Measured) -> None:
     with job.daemon(DaemonConfig(keep=1), clock=clock, meter=said.meter) as loop:
         assert said("saves_total", outcome="quarantined") == 0  # else an alert would miss the first
         for step in (1, 2):
@@ -103,7 +101,7 @@ def test_what_a_daemon_does_is_counted(job: Job, clock: Clock, said: Measured) -
 
 
 def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
-    job: Job, clock: Clock, said: Measured
+    job: SmallJob, clock: Clock, said: Measured
 ) -> None:
     with job.daemon(clock=clock, meter=said.meter) as loop:
         job.save(1)
@@ -117,33 +115,29 @@ def test_publish_latency_begins_with_the_first_look_at_the_whole_save(
     assert said("merge_seconds_sum") == pytest.approx(0)
 
 
-def test_who_held_a_version_is_woken_up_by_the_next_and_who_comes_later_is_not(
-    job: Job, clock: Clock, said: Measured
+def test_each_load_is_measured_and_of_an_explorers_first_one_the_pause_alone(
+    job: SmallJob, clock: Clock, said: Measured
 ) -> None:
     with job.daemon(clock=clock, meter=said.meter) as loop:
-        job.save(1)
-        loop.run_once()
-        with_one = [job.lease(1, f"session-{n}") for n in (1, 2)]
-        loop.run_once()
-        assert said("leases") == 2
-        job.save(2)
-        loop.run_once()
-        clock.advance(3)
-        job.lease(2, "session-1")
-        loop.run_once()
-        clock.advance(4)
-        job.lease(2, "session-3")  # just come
-        job.lease(2, "session-2")
-        loop.run_once()
-        loop.run_once()
-        for lease in with_one:
-            lease.release()
-    assert said("wake_up_seconds_count") == 2
-    assert said("wake_up_seconds_sum") == pytest.approx(3 + 7)
+        loads: list[Load] = []
+        for step in (1, 2, 3):
+            job.save(step)
+            loop.run_once()
+            clock.advance(3)
+            loads.append(Load(sequence=step, time=float(step), pause=0.5))
+            if step != 2:  # then two at once
+                report(job, "a", step, loads=loads, time=float(step))
+                report(job, "b", step, loads=loads[-1:], time=float(step))
+                loop.run_once()
+                loop.run_once()
+    assert said("load_pause_seconds_count") == 3 + 2
+    assert said("load_pause_seconds_sum") == pytest.approx(2.5)
+    assert said("live_seconds_count") == 2 + 1
+    assert said("live_seconds_sum") == pytest.approx(3 + 3 + (6 - 1))
 
 
 def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
-    job: Job, clock: Clock, said: Measured
+    job: SmallJob, clock: Clock, said: Measured
 ) -> None:
     with job.daemon(clock=clock, meter=said.meter) as loop:
         for step in (1, 2, 3):
@@ -174,7 +168,7 @@ def test_an_explorer_s_metrics_come_with_its_report_and_go_with_it(
         assert said.names("explorer_refuses") == {"new"}
 
 
-def test_explorers_that_measure_have_pause_and_load(job: Job, said: Measured) -> None:
+def test_explorers_that_measure_have_pause_and_load(job: SmallJob, said: Measured) -> None:
     reload = Reload(sequence=1, step=1, pause=0.5, load=0.25)
     report(job, "a", 1, reload=reload)
     report(job, "b", 1, fault="its engine died")
@@ -187,7 +181,7 @@ def test_explorers_that_measure_have_pause_and_load(job: Job, said: Measured) ->
 
 
 def test_a_daemon_that_stands_by_says_nothing_of_the_job(
-    job: Job, clock: Clock, said: Measured
+    job: SmallJob, clock: Clock, said: Measured
 ) -> None:
     said.meter.active(yes=True)
     assert said("daemon_active") == 1
@@ -210,7 +204,7 @@ def test_a_daemon_that_stands_by_says_nothing_of_the_job(
 def test_storage_that_fails_is_counted_and_stops_nothing(
     tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
-    job = Job(tmp_path / "job", hosts.ruled(refuse("names", errno.EIO, where="explorers")))
+    job = SmallJob(tmp_path / "job", hosts.ruled(refuse("names", errno.EIO, where="explorers")))
     said = Measured(job, clock)
     said.meter.round_ended(0.1)
     assert said("errors_total", error="OSError") == 1
@@ -220,7 +214,7 @@ def test_an_explorer_that_goes_while_storage_fails_has_no_metrics_for_ever(
     tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage)
+    job = SmallJob(tmp_path / "job", storage)
     said = Measured(job, clock)
     report(job, "a", 1)
     report(job, "b", 1)
@@ -279,7 +273,7 @@ def test_the_file_is_whole_at_each_time_and_written_once_more_at_the_end(
 
 
 def test_a_job_whose_name_is_no_text_has_metrics_too(tmp_path: Path, clock: Clock) -> None:
-    job = Job(tmp_path / os.fsdecode(b"caf\xe9"))
+    job = SmallJob(tmp_path / os.fsdecode(b"caf\xe9"))
     said = Measured(job, clock)
     report(job, "b", 1)
     said.meter.round_ended(0.1)

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from syncd.checkpoint.isolated import IsolatedParser
-from syncd.checkpoint.merge import Merged, run_plan
+from syncd.checkpoint.merging.merge import Merged, run_plan
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.model_folder import write_index
 from syncd.checkpoint.placement import Local, Position
-from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.shard_file import ShardFile
-from syncd.protocol.errors import CoverageError, ShardFormatError
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
+from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
 from syncd.protocol.names import MANIFEST, shard_name
-from syncd.protocol.records import Manifest, parse
+from syncd.protocol.records import Manifest, Quarantine, parse
 from syncd.storage.fsio import Storage
-from tests.jobs import nothing
+from tests.jobs import SmallJob, nothing, weights
 from tests.merging import build
+from tests.storages import Clock
 
 STORAGE = Storage(durable=False)
 
@@ -39,7 +42,7 @@ ODD: Final = (
     "it's", 'a "quoted" name', "back\\slash", "\\u0041", "a,b:c;d", "<b>&amp;</b>",
     "caf\u00e9", "cafe\u0301",  # one text to a reader, two names
     "模型.层.0", "🤖", "\u202egnp.exe", "\u200f", "\u200b", "\ufeff", "\u2028", "\ufffd", "\uffff",
-    "\x7f\x9b31m", "\U0010ffff", "x" * 1000, "é" * 1000, "🤖" * 1000,
+    "\U0010ffff", "x" * 1000, "é" * 1000, "🤖" * 1000,
 )  # fmt: skip
 
 #: Names that are refused, and how the error calls what is wrong with them.
@@ -51,6 +54,8 @@ REFUSED: Final[dict[Any, str]] = {
     "two\nlines": r"'two\nlines' is a name with control characters",
     "\x1b[31mred": r"'\x1b[31mred' is a name with control characters",
     "é\t": r"'é\t' is a name with control characters",
+    "\x7f": r"'\x7f' is a name with control characters",
+    "\x9b31m": r"'\x9b31m' is a name with control characters",
     "x" * 1001: f"'{'x' * 200}…' is a name of 1001 characters, over the limit of 1000",
     "🤖" * 1001: f"'{'🤖' * 200}…' is a name of 1001 characters, over the limit of 1000",
     7: "a int is a key that is not text",
@@ -61,14 +66,14 @@ REFUSED: Final[dict[Any, str]] = {
 #: What is no tensor of the model has a name that ends so, and is left out or refused.
 SPECIAL: Final = ("_extra_state", "_flat_param")
 
-legal = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), max_size=40).filter(
+legal = st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=40).filter(
     lambda name: name != "__metadata__" and not name.endswith(SPECIAL)
 )
 #: Text with one character in it that no name may have.
 refused = st.builds(
     "{}{}{}".format,
     legal,
-    st.characters(max_codepoint=31) | st.integers(0xD800, 0xDFFF).map(chr),
+    st.characters(categories=["Cc"]) | st.integers(0xD800, 0xDFFF).map(chr),
     legal,
 )
 PROPERTY = settings(max_examples=100, deadline=None)
@@ -89,7 +94,8 @@ def save(path: Path, names: Any) -> dict[Any, torch.Tensor]:
 
 def merge(shards: list[ShardFile], folder: Path, max_file_size: int = 10**9) -> Merged:
     plan = plan_merge([(s.path.name, s.tensors()) for s in shards], max_file_size=max_file_size)
-    return run_plan(STORAGE, plan, shards, folder, digests=True, check_crc=True, cancel=nothing)
+    options, work = MergeOptions(), Work(nothing)
+    return run_plan(STORAGE, plan, shards, folder, options=options, checked="crc32", work=work)
 
 
 def loaded(folder: Path) -> dict[str, int]:
@@ -185,10 +191,75 @@ def test_an_error_shows_a_name_that_cannot_be_kept_so_that_any_terminal_can(
     assert message.isprintable()
 
 
+def save_shard(actor: Path, name: str) -> None:
+    torch.save({name: torch.zeros(1)}, actor / shard_name(1, 0))
+
+
+def save_dcp(actor: Path, name: str) -> None:
+    dcp.save({"model": {name: torch.zeros(1)}}, checkpoint_id=actor, no_dist=True)
+
+
+def save_one_file(actor: Path, name: str) -> None:
+    (actor / "model.safetensors").write_bytes(weights(1.0, name=name))
+
+
+def save_parts(actor: Path, name: str) -> None:
+    (actor / "model-00001-of-00001.safetensors").write_bytes(weights(1.0, name=name))
+
+
+def save_adapter(actor: Path, name: str) -> None:
+    (actor / "lora_adapter").mkdir()
+    (actor / "lora_adapter" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (actor / "lora_adapter" / "adapter_model.safetensors").write_bytes(weights(1.0, name=name))
+
+
+@pytest.mark.parametrize("name", ["weight\n", "\x1b[2Jweight", "w\x7f", "\x9b31m"], ids=ascii)
+@pytest.mark.parametrize("save_", [save_shard, save_dcp, save_one_file, save_parts, save_adapter])
+def test_control_characters_in_a_name_are_refused_in_every_kind_of_save(
+    tmp_path: Path, save_: Callable[[Path, str], None], name: str
+) -> None:
+    actor = tmp_path / "actor"
+    actor.mkdir()
+    save_(actor, name)
+    with pytest.raises(ShardFormatError, match="is a name with control characters") as caught:
+        build(actor, tmp_path / "out")
+    assert str(caught.value).startswith(str(actor))
+    assert_quiet(str(caught.value))
+
+
+def test_a_foreign_save_with_control_characters_in_a_name_is_quarantined(
+    job: SmallJob, clock: Clock
+) -> None:
+    with job.daemon(clock=clock) as loop:
+        job.save(1, receipts=False)
+        (job.layout.actor(1) / "model.safetensors").write_bytes(weights(1.0, name="a\x1b[2J"))
+        for _ in range(40):
+            loop.run_once()
+            clock.advance(5)
+    (path,) = job.layout.quarantine.iterdir()
+    assert "is a name with control characters" in parse(Quarantine, path.read_bytes(), path).reason
+    assert not job.layout.latest.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb.json", "\x1b[2J.json", "\x7f.json", "\x9b31m.json"], ids=ascii
+)
+def test_a_file_whose_name_has_control_characters_is_not_published(
+    tmp_path: Path, name: str
+) -> None:
+    actor = tmp_path / "actor"
+    (actor / "huggingface").mkdir(parents=True)
+    save_one_file(actor, "weight")
+    (actor / "huggingface" / name).write_text("{}")
+    with pytest.raises(CheckpointError, match="cannot be the name of a published file") as caught:
+        build(actor, tmp_path / "out")
+    assert_quiet(str(caught.value))
+
+
 # -- names in messages -------------------------------------------------------------------------
 
 #: Names that would do something to a terminal or a log, or fill it.
-LOUD: Final = ("\u202egnp", "\x9b31mred", "\u2028", "🤖" * 1000)
+LOUD: Final = ("\u202egnp", "\u2066red", "\u2028", "🤖" * 1000)
 
 
 def local(size: int, position: Position | None = None) -> Local:

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from email.parser import HeaderParser
 from importlib.metadata import requires
 from pathlib import Path
@@ -81,8 +80,9 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in _in_git() | _in_git(*_NEW) or _files(_ROOT, "."):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(_ROOT / name, tree / name, follow_symlinks=False)
-    with tarfile.open(_build(tree, "build_sdist")) as archive:
-        archive.extractall(folder, filter="data")
+    # By tar: the safe way of tarfile came with Python 3.11.4.
+    archive = _build(tree, "build_sdist")
+    subprocess.run(["tar", "-xzf", str(archive), "-C", str(folder)], check=True)
     return folder / f"syncd-{syncd.__version__}"
 
 
@@ -120,6 +120,24 @@ def test_a_wheel_says_what_it_is(wheel: ZipFile) -> None:
     commands = wheel.read(f"{info}/entry_points.txt").decode()
     assert "syncd = syncd.cli:main" in commands
     assert "follow = explorer_hooks.follow:command" in commands
+
+
+def test_only_extras_bring_torch_and_numpy(wheel: ZipFile) -> None:
+    info = f"syncd-{syncd.__version__}.dist-info"
+    metadata = HeaderParser().parsestr(wheel.read(f"{info}/METADATA").decode())
+    needs = [Requirement(one) for one in metadata.get_all("Requires-Dist", [])]
+    heavy = {"torch", "numpy"}
+    assert heavy.isdisjoint(one.name for one in needs if one.marker is None)
+
+    def brought(extra: str) -> set[str]:
+        found = set()
+        for one in needs:
+            if one.marker is not None and one.marker.evaluate({"extra": extra}):
+                found |= {one.name}.union(*map(brought, one.extras))
+        return found
+
+    for extra in ("torch", "transformers", "test", "dev"):
+        assert heavy <= brought(extra)
 
 
 def test_the_units_of_the_top_level_are_those_that_are_installed() -> None:

@@ -10,41 +10,42 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision, decide
-from syncd.daemon.participants import Participants
+from syncd.daemon.presence import Participants
 from syncd.daemon.service import Service
 from syncd.protocol.names import STATE_POINTER
+from syncd.storage.job import Job
 from syncd.storage.sessions import DAEMON_SESSION, Session
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.multiprocess.processes import DEADLINE, wait_until
 from tests.storages import Clock, FastStorage, RuledStorage, once
 from tests.unit.test_decide import FOREIGN
 from tests.unit.test_decide import job as observed
 
 
-def watching(job: Job, clock: Clock) -> Participants:
-    return Participants(FastStorage(), job.layout, LEASE_TIME, tick=1.0, clock=clock)
+def watching(job: SmallJob, clock: Clock) -> Participants:
+    return Participants(Job(FastStorage(), job.layout), LEASE_TIME, clock=clock)
 
 
 def after(found: Participants, clock: Clock, seconds: int) -> None:
     for _ in range(seconds):
         clock.advance(1)
-        found.look()
+        found.look(1.0)
 
 
-def test_who_comes_and_goes_was_there(job: Job, clock: Clock) -> None:
+def test_who_comes_and_goes_was_there(job: SmallJob, clock: Clock) -> None:
     found = watching(job, clock)
-    found.look()
+    found.look(1.0)
     assert (found.alive, found.gone) == (False, False)
     with Session(job.layout, LEASE_TIME):
-        found.look()
+        found.look(1.0)
         assert (found.alive, found.gone) == (True, False)
-    found.look()
+    found.look(1.0)
     assert (found.alive, found.gone) == (False, True)
 
 
-def test_who_is_killed_is_gone_after_a_lease(job: Job, clock: Clock) -> None:
+def test_who_is_killed_is_gone_after_a_lease(job: SmallJob, clock: Clock) -> None:
     found = watching(job, clock)
-    found.look()
+    found.look(1.0)
     job.layout.session("killed").write_text("beats")
     after(found, clock, int(LEASE_TIME) - 1)
     assert not found.gone
@@ -52,18 +53,18 @@ def test_who_is_killed_is_gone_after_a_lease(job: Job, clock: Clock) -> None:
     assert found.gone
 
 
-def test_what_someone_left_long_ago_was_nobody(job: Job, clock: Clock) -> None:
+def test_what_someone_left_long_ago_was_nobody(job: SmallJob, clock: Clock) -> None:
     job.layout.session("left").write_text("beat once")
     found = watching(job, clock)
     after(found, clock, 200)
     assert (found.alive, found.gone) == (False, False)
     job.layout.session("left").unlink()  # collected
-    found.look()
+    found.look(1.0)
     assert not found.gone
 
 
 def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     path = job.layout.session("alive")
     path.write_text("beats")
@@ -72,41 +73,41 @@ def test_who_was_there_before_the_daemon_counts_once_it_is_seen_to_live(
         path.write_text(f"beats {number}")
         after(found, clock, 9)
     path.unlink()
-    found.look()
+    found.look(1.0)
     assert found.gone
 
 
 @pytest.mark.parametrize("seconds", [5, int(2 * LEASE_TIME), int(2 * LEASE_TIME) + 1])
 def test_who_was_there_before_the_daemon_and_left_soon_was_there(
-    job: Job, clock: Clock, seconds: int
+    job: SmallJob, clock: Clock, seconds: int
 ) -> None:
     path = job.layout.session("alive")
     path.write_text("beats")
     found = watching(job, clock)
-    found.look()
+    found.look(1.0)
     for number in range(seconds):
         path.write_text(f"beats {number}")
         after(found, clock, 1)
     path.unlink()
     clock.advance(1)
-    found.look()
+    found.look(1.0)
     assert found.gone
 
 
 @pytest.mark.lagging
 def test_who_has_just_come_is_asked_of_the_server_before_anyone_counts_as_gone(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
-    found = Participants(job.storage, job.layout, LEASE_TIME, tick=1.0, clock=clock)
-    found.look()
+    found = Participants(job, LEASE_TIME, clock=clock)
+    found.look(1.0)
     with Session(job.layout, LEASE_TIME):
-        found.look()
+        found.look(1.0)
         assert found.alive
     job.hosts.settle()
-    found.look()
+    found.look(1.0)
     assert found.gone
     with Session(job.layout, LEASE_TIME):
-        found.look()
+        found.look(1.0)
         assert (found.alive, found.gone) == (True, False)
 
 
@@ -114,7 +115,7 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
     tmp_path: Path,
 ) -> None:
     storage = RuledStorage()
-    job = Job(tmp_path / "job", storage)
+    job = SmallJob(tmp_path / "job", storage)
     config = DaemonConfig(tick=0.05, exit_when_idle=True)
     service = Service(job.layout.root, config, storage=storage)
     participant = Session(job.layout, LEASE_TIME)
@@ -142,17 +143,17 @@ def test_what_someone_wrote_last_is_published_though_the_first_look_does_not_see
     assert job.latest.step == 1
 
 
-def test_daemons_are_no_participants(job: Job, clock: Clock) -> None:
+def test_daemons_are_no_participants(job: SmallJob, clock: Clock) -> None:
     found = watching(job, clock)
-    found.look()
+    found.look(1.0)
     with Session(job.layout, LEASE_TIME, prefix=DAEMON_SESSION):
-        found.look()
+        found.look(1.0)
         assert not found.alive
-    found.look()
+    found.look(1.0)
     assert not found.gone
 
 
-def test_what_is_still_to_be_published_is_pending(job: Job, clock: Clock) -> None:
+def test_what_is_still_to_be_published_is_pending(job: SmallJob, clock: Clock) -> None:
     def pending(decision: Decision) -> bool:
         return decision.pending
 

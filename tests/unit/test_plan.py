@@ -10,10 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from syncd.checkpoint.merging.plan import (
+    Duplicate,
+    MergePlan,
+    PlannedTensor,
+    ShardIndex,
+    plan_merge,
+)
+from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves
 from syncd.checkpoint.placement import Chunks, Local, Position, Shape
-from syncd.checkpoint.plan import Copy, MergePlan, PlannedTensor, ShardIndex, plan_merge
 from syncd.checkpoint.tensor_rules import ITEMSIZE
-from syncd.checkpoint.tiling import Part, Run, Weave, leaves
 from syncd.protocol.errors import CoverageError
 
 Index = dict[str, Local | Chunks]
@@ -149,13 +155,13 @@ def test_equal_blocks_of_other_meshes_must_be_the_same() -> None:
     made = plan(*({"weight": rows(4 * (r % 2), 4, mesh=mesh)} for r, mesh in enumerate(meshes)))
     assert only(made).parts == (Run(0, 0, 32), Run(1, 32, 32))
     assert only(made).copies == tuple(
-        Copy(None, (Run(rank, 0, 32), Run(rank + 1, 32, 32))) for rank in (2, 4)
+        Duplicate(None, (Run(rank, 0, 32), Run(rank + 1, 32, 32))) for rank in (2, 4)
     )
 
 
 def test_what_only_some_blocks_have_twice_is_compared_too() -> None:
     made = plan(*({"weight": rows(at, 4, mesh=mesh)} for at, mesh in ((0, 1), (4, 1), (4, 2))))
-    assert only(made).copies == (Copy(None, (Run(0, 0, 32), Run(2, 32, 32))),)
+    assert only(made).copies == (Duplicate(None, (Run(0, 0, 32), Run(2, 32, 32))),)
 
 
 def test_a_replicated_scalar_is_the_first_ranks() -> None:
@@ -188,7 +194,7 @@ def test_a_tensor_without_elements_is_whole() -> None:
 def test_plain_tensors_come_from_the_first_rank_and_are_compared_with_the_others() -> None:
     tensor = only(plan(*({"steps": local((), at=rank)} for rank in range(3))))
     assert tensor.parts == (Run(0, 0, 4),)
-    assert tensor.copies == (Copy(None, (Run(1, 1, 4),)), Copy(None, (Run(2, 2, 4),)))
+    assert tensor.copies == (Duplicate(None, (Run(1, 1, 4),)), Duplicate(None, (Run(2, 2, 4),)))
 
 
 # -- what is not whole -------------------------------------------------------------------------
@@ -315,16 +321,16 @@ def test_a_head_of_its_own_is_left_out_and_must_be_equal(order: tuple[str, str])
     whole = {EMBEDDING: box((8, 2), (0, 0), (8, 2)), HEAD: box((8, 2), (0, 0), (8, 2), at=640)}
     found = tied({name: whole[name] for name in order})
     assert {name: tensor.copies for name, tensor in found.items()} == {
-        EMBEDDING: (Copy(HEAD, (Run(0, 640, 64),)),)
+        EMBEDDING: (Duplicate(HEAD, (Run(0, 640, 64),)),)
     }
 
 
 def test_a_plain_head_must_be_equal_and_the_embedding_the_same_on_all_ranks() -> None:
     found = tied(*({EMBEDDING: local((4,)), HEAD: local((4,), at=99)} for _ in range(2)))
     assert found[EMBEDDING].copies == (
-        Copy(None, (Run(1, 0, 16),)),
-        Copy(HEAD, (Run(0, 99, 16),)),
-        Copy(HEAD, (Run(1, 99, 16),)),
+        Duplicate(None, (Run(1, 0, 16),)),
+        Duplicate(HEAD, (Run(0, 99, 16),)),
+        Duplicate(HEAD, (Run(1, 99, 16),)),
     )
 
 
@@ -360,7 +366,7 @@ def test_ties_are_of_the_names_in_the_output() -> None:
         rename=lambda name: name.removeprefix("base."),
     )
     assert only(made).name == EMBEDDING
-    assert only(made).copies == (Copy(HEAD, (Run(0, 9, 32),)),)
+    assert only(made).copies == (Duplicate(HEAD, (Run(0, 9, 32),)),)
 
 
 def test_files_are_filled_in_the_order_of_the_state_dict() -> None:

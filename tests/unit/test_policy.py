@@ -64,7 +64,19 @@ def test_styles_have_their_names_and_aliases(name: str, style: str) -> None:
 
 @pytest.mark.parametrize("given", [{"method": "ncl"}, {"style": "online"}, {"method": ""}])
 def test_another_name_is_refused_with_the_choices(given: dict[str, str]) -> None:
-    with pytest.raises(InvalidSettingsError, match="is none of"):
+    (setting,) = given
+    with pytest.raises(InvalidSettingsError, match=f"^{setting} is .* must be one of "):
+        SyncSettings(**given)  # type: ignore[arg-type] # of a config file
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [({"style": "fixd"}, "fixed"), ({"method": "ncl"}, "nccl"), ({"method": "offlin"}, "offline")],
+)
+def test_a_name_that_is_misspelt_is_refused_with_the_one_that_was_meant(
+    given: dict[str, str], meant: str
+) -> None:
+    with pytest.raises(InvalidSettingsError, match=f"; did you mean '{meant}'\\?$"):
         SyncSettings(**given)  # type: ignore[arg-type] # of a config file
 
 
@@ -81,13 +93,17 @@ def test_the_defaults_are_those_of_the_original() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("sync_interval", 0), ("trainer_sync_interval", 0), ("explorer_sync_interval", -1),
+    [("sync_interval", "2"), ("sync_interval", None), ("sync_interval", 2.5), ("sync_offset", "1"),
+     ("sync_interval", True), ("max_staleness", "4"), ("save_interval", "100"),
+     ("sync_timeout", "60"), ("save_timeout", None), ("broadcast_timeout", "2min"),
+     ("method", 3), ("style", None), ("style", "fixd"),
+     ("sync_interval", 0), ("trainer_sync_interval", 0), ("explorer_sync_interval", -1),
      ("sync_offset", -1), ("sync_timeout", 0.0), ("sync_timeout", float("nan")),
      ("save_interval", -1), ("save_timeout", -1.0), ("max_staleness", -1),
      ("max_explorer_lag", -1), ("checkpoint_every", 0), ("broadcast_timeout", 0.0),
      ("broadcast_bucket", 0)],
 )  # fmt: skip
-def test_a_value_out_of_its_range_is_refused_by_name(name: str, value: float) -> None:
+def test_a_value_out_of_its_range_or_type_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidSettingsError, match=f"^{name} is "):
         SyncSettings(**{name: value})  # type: ignore[arg-type] # int or float by key
 

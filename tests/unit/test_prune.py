@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.offline import prune_now
-from syncd.protocol.journal import AuditLine
+from syncd.operate.offline import prune_now
+from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import parse
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
@@ -26,11 +27,11 @@ def storage(hosts: Hosts) -> RuledStorage:
 
 
 @pytest.fixture
-def ruled(tmp_path: Path, storage: RuledStorage, hosts: Hosts) -> Job:
-    return Job(tmp_path / "job", storage, hosts=hosts)
+def ruled(tmp_path: Path, storage: RuledStorage, hosts: Hosts) -> SmallJob:
+    return SmallJob(tmp_path / "job", storage, hosts=hosts)
 
 
-def published(job: Job, steps: int, config: DaemonConfig | None = None) -> None:
+def published(job: SmallJob, steps: int, config: DaemonConfig | None = None) -> None:
     """Steps 1, 2, …, each a version; nothing is pruned."""
     with job.daemon(config or DaemonConfig(keep=99, prune_steps=False)) as loop:
         for step in range(1, steps + 1):
@@ -38,13 +39,13 @@ def published(job: Job, steps: int, config: DaemonConfig | None = None) -> None:
             loop.run_once()
 
 
-def round_of(job: Job, **config: Any) -> None:
+def round_of(job: SmallJob, **config: Any) -> None:
     """One round of another daemon."""
     with job.daemon(DaemonConfig(**config)) as loop:
         loop.run_once()
 
 
-def steps(job: Job) -> list[str]:
+def steps(job: SmallJob) -> list[str]:
     return sorted(path.name for path in job.layout.root.glob("global_step_*"))
 
 
@@ -78,7 +79,7 @@ def test_an_audit_line_that_is_torn_takes_no_other_with_it(tmp_path: Path, code:
                 raise OSError(code, os.strerror(code))
             return super().write(fd, data[: len(data) // 2])
 
-    job = Job(tmp_path / "job", Tearing())
+    job = SmallJob(tmp_path / "job", Tearing())
     published(job, 3)
     with job.daemon(DaemonConfig(keep=1)) as loop:
         loop.run_once()
@@ -90,7 +91,7 @@ def test_an_audit_line_that_is_torn_takes_no_other_with_it(tmp_path: Path, code:
     assert steps(job) == ["global_step_3"]
 
 
-def test_old_versions_and_published_steps_go_each_with_an_audit_line(job: Job) -> None:
+def test_old_versions_and_published_steps_go_each_with_an_audit_line(job: SmallJob) -> None:
     published(job, 4)
     round_of(job, keep=2)
     assert job.versions == ["v000003", "v000004"]
@@ -110,7 +111,7 @@ def test_old_versions_and_published_steps_go_each_with_an_audit_line(job: Job) -
 
 @pytest.mark.local_only("each round is done twice there")
 def test_where_one_merge_follows_the_other_what_is_old_goes_all_the_same(
-    ruled: Job, storage: RuledStorage, clock: Clock
+    ruled: SmallJob, storage: RuledStorage, clock: Clock
 ) -> None:
     def merges_take_long(method: str, given: tuple[Any, ...]) -> None:
         if method == "rename" and given[1].parent == ruled.layout.published:
@@ -128,7 +129,7 @@ def test_where_one_merge_follows_the_other_what_is_old_goes_all_the_same(
 
 @pytest.mark.local_only("it counts on real time, and the other clock stands still")
 def test_a_prune_that_takes_longer_than_a_tick_goes_on_to_its_end(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     def deletions_take_long(method: str, given: tuple[Any, ...]) -> None:
         if method == "rename" and given[1].parent.name == "doomed":
@@ -136,12 +137,12 @@ def test_a_prune_that_takes_longer_than_a_tick_goes_on_to_its_end(
 
     published(ruled, 4)
     storage.rules.append(deletions_take_long)
-    gone = prune_now(ruled.layout, DaemonConfig(keep=1, tick=0.2), storage=storage)
+    gone = prune_now(Job(storage, ruled.layout), DaemonConfig(keep=1, tick=0.2))
     assert (ruled.versions, steps(ruled)) == (["v000004"], ["global_step_4"])
     assert len(gone) == 6
 
 
-def test_a_version_goes_when_its_last_lease_does(job: Job) -> None:
+def test_a_version_goes_when_its_last_lease_does(job: SmallJob) -> None:
     published(job, 3)
     for session in ("a", "b"):
         job.layout.session(session).touch()
@@ -155,7 +156,7 @@ def test_a_version_goes_when_its_last_lease_does(job: Job) -> None:
 
 
 def test_a_lease_that_arrives_between_decision_and_rmdir_keeps_the_version(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
     storage.rules.append(once("rmdir", lambda _: ruled.lease(1, "late"), where="leases/v000001"))
@@ -166,7 +167,7 @@ def test_a_lease_that_arrives_between_decision_and_rmdir_keeps_the_version(
 
 
 def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
     storage.rules.append(refuse("rename", errno.EIO, where="published/v000001"))
@@ -179,7 +180,7 @@ def test_a_version_whose_daemon_died_after_its_rmdir_is_deleted_by_the_next(
 
 
 def test_a_dead_explorers_lease_goes_after_the_grace_and_then_its_version(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     published(job, 2)
     job.lease(1, "dead")
@@ -196,7 +197,7 @@ def test_a_dead_explorers_lease_goes_after_the_grace_and_then_its_version(
 
 
 def test_a_note_that_someone_left_among_the_leases_keeps_the_version(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     published(job, 2)
     (job.layout.lease_folder(1) / "keep this for the paper").touch()
@@ -207,7 +208,7 @@ def test_a_note_that_someone_left_among_the_leases_keeps_the_version(
     assert job.versions == ["v000001", "v000002"]
 
 
-def prune_while(ruled: Job, storage: RuledStorage, change: Any) -> None:
+def prune_while(ruled: SmallJob, storage: RuledStorage, change: Any) -> None:
     """Run ``change`` right before the rename of step 1 into the trash."""
 
     def rule(method: str, given: tuple[Any, ...]) -> None:
@@ -225,7 +226,7 @@ def prune_while(ruled: Job, storage: RuledStorage, change: Any) -> None:
      "actor/extra_state_world_size_1_rank_0.pt"],
 )  # fmt: skip
 def test_a_step_that_changes_right_before_its_rename_is_put_back(
-    ruled: Job, storage: RuledStorage, name: str
+    ruled: SmallJob, storage: RuledStorage, name: str
 ) -> None:
     published(ruled, 2)
     path = ruled.layout.step(1) / name
@@ -240,7 +241,7 @@ def test_a_step_that_changes_right_before_its_rename_is_put_back(
     assert ("step", "global_step_1") not in ruled.audit
 
 
-def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: Job) -> None:
+def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: SmallJob) -> None:
     published(job, 2)
     for step in (1, 2):
         (job.layout.step(step) / "critic").mkdir()
@@ -249,7 +250,7 @@ def test_a_critics_folder_that_a_failed_save_left_empty_keeps_nothing(job: Job) 
 
 
 def test_a_save_that_was_replaced_right_before_its_rename_is_put_back(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
     prune_while(ruled, storage, lambda: ruled.save(1, 7.0, counter=8, point=False))
@@ -258,7 +259,7 @@ def test_a_save_that_was_replaced_right_before_its_rename_is_put_back(
 
 
 def test_of_a_step_that_came_back_every_file_that_it_lacks_is_put_back(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
 
@@ -284,7 +285,7 @@ def test_of_a_step_that_came_back_every_file_that_it_lacks_is_put_back(
 
 
 def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
     before = content(ruled.layout.step(1))
@@ -295,7 +296,7 @@ def test_a_step_that_cannot_be_looked_at_once_more_is_put_back(
     assert ruled.outcomes == {1: "published", 2: "published"}
 
 
-def test_a_step_that_came_back_after_it_was_deleted_is_another_one(job: Job) -> None:
+def test_a_step_that_came_back_after_it_was_deleted_is_another_one(job: SmallJob) -> None:
     published(job, 2)
     round_of(job)
     assert steps(job) == ["global_step_2"]
@@ -307,7 +308,7 @@ def test_a_step_that_came_back_after_it_was_deleted_is_another_one(job: Job) -> 
 
 
 def test_a_step_that_another_deleted_first_is_taken_off_the_record(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
     prune_while(ruled, storage, lambda: ruled.layout.step(1).rename(ruled.layout.root / "by-hand"))
@@ -315,7 +316,7 @@ def test_a_step_that_another_deleted_first_is_taken_off_the_record(
     assert ruled.audit == []
 
 
-def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: Job) -> None:
+def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: SmallJob) -> None:
     for step in (1, 2, 3):
         job.save(step)
     (job.layout.step(2) / ".full_checkpoint").touch()
@@ -327,7 +328,7 @@ def test_a_skipped_save_goes_too_and_one_with_a_checkpoint_stays(job: Job) -> No
     assert job.outcomes == {3: "published"}
 
 
-def test_a_retired_checkpoint_goes_once_a_newer_one_is_pointed_to(job: Job) -> None:
+def test_a_retired_checkpoint_goes_once_a_newer_one_is_pointed_to(job: SmallJob) -> None:
     published(job, 3)
     for step in (1, 2):
         (job.layout.actor(step) / "optim_world_size_1_rank_0.pt").touch()
@@ -341,7 +342,7 @@ def test_a_retired_checkpoint_goes_once_a_newer_one_is_pointed_to(job: Job) -> N
 
 
 def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
-    ruled: Job, storage: RuledStorage
+    ruled: SmallJob, storage: RuledStorage
 ) -> None:
     published(ruled, 2)
     storage.rules.append(refuse("unlink", errno.EIO, where="doomed"))
@@ -354,7 +355,9 @@ def test_what_a_daemon_left_half_deleted_is_deleted_by_the_next_on_record(
     assert not list(ruled.layout.epochs.rglob("v000001*"))
 
 
-def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(job: Job) -> None:
+def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(
+    job: SmallJob,
+) -> None:
     published(job, 2)
     before = sorted(path.name for path in job.layout.step(1).rglob("*"))
     epoch = job.take_over()
@@ -367,7 +370,7 @@ def test_what_a_daemon_set_aside_and_did_not_decide_on_is_put_back_by_the_next(j
 def test_answers_that_are_lost_delete_nothing_more_and_nothing_less(
     tmp_path: Path, hosts: Hosts
 ) -> None:
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     published(job, 3)
     job.storage = hosts.answer_lost()
     round_of(job, keep=1)
@@ -375,7 +378,7 @@ def test_answers_that_are_lost_delete_nothing_more_and_nothing_less(
     assert steps(job) == ["global_step_3"]
 
 
-def test_an_empty_pointer_keeps_every_step(job: Job) -> None:
+def test_an_empty_pointer_keeps_every_step(job: SmallJob) -> None:
     published(job, 3)
     job.layout.state_pointer.write_bytes(b"")
     round_of(job, keep=9)
@@ -384,7 +387,7 @@ def test_an_empty_pointer_keeps_every_step(job: Job) -> None:
 
 
 def test_a_step_that_may_not_be_deleted_is_said_once_though_each_attempt_has_a_name_of_its_own(
-    ruled: Job, storage: RuledStorage, caplog: pytest.LogCaptureFixture, clock: Clock
+    ruled: SmallJob, storage: RuledStorage, caplog: pytest.LogCaptureFixture, clock: Clock
 ) -> None:
     caplog.set_level("INFO")
     published(ruled, 3)

@@ -16,21 +16,21 @@ from syncd.protocol.errors import (
     SupersededError,
 )
 from syncd.protocol.records import PublishNotice, Quarantine, encode, parse
-from tests.jobs import Job, weights
+from tests.jobs import SmallJob, weights
 from tests.lagging import Hosts
 from tests.storages import Clock, once, refuse
 
 pytestmark = pytest.mark.lagging
 
 
-def run(job: Job, rounds: int = 1, config: DaemonConfig | None = None) -> None:
+def run(job: SmallJob, rounds: int = 1, config: DaemonConfig | None = None) -> None:
     """One daemon from its beginning to its end."""
     with job.daemon(config) as loop:
         for _ in range(rounds):
             loop.run_once()
 
 
-def test_a_save_becomes_a_whole_version_that_latest_names(job: Job) -> None:
+def test_a_save_becomes_a_whole_version_that_latest_names(job: SmallJob) -> None:
     job.save(4)
     run(job)
     assert (job.latest.sequence, job.latest.step, job.latest.folder) == (1, 4, "v000001")
@@ -45,14 +45,14 @@ def test_a_save_becomes_a_whole_version_that_latest_names(job: Job) -> None:
     assert job.leftovers() == []
 
 
-def test_the_same_save_is_published_once_over_any_number_of_daemons(job: Job) -> None:
+def test_the_same_save_is_published_once_over_any_number_of_daemons(job: SmallJob) -> None:
     job.save(4)
     for _ in range(3):
         run(job, rounds=3)
     assert job.versions == ["v000001"]
 
 
-def test_every_new_save_gets_the_next_sequence_whatever_its_step(job: Job) -> None:
+def test_every_new_save_gets_the_next_sequence_whatever_its_step(job: SmallJob) -> None:
     config = DaemonConfig(keep=9)
     with job.daemon(config) as loop:
         for step, counter in ((4, 0), (5, 1), (2, 2), (2, 3)):
@@ -66,7 +66,7 @@ def test_lease_folder_and_version_are_there_before_latest_names_them(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     run(job)
     targets = [given[1] for method, given in storage.calls if method == "rename"]
@@ -83,7 +83,7 @@ def test_lease_folder_and_version_are_there_before_latest_names_them(
 
 
 def test_the_publish_lock_says_what_is_on_its_way_and_goes(tmp_path: Path, hosts: Hosts) -> None:
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     said: list[PublishNotice] = []
 
     def look(*_: Path) -> None:
@@ -96,13 +96,32 @@ def test_the_publish_lock_says_what_is_on_its_way_and_goes(tmp_path: Path, hosts
     assert not job.layout.publish_lock.exists()
 
 
+def test_the_publish_lock_is_replaced_by_one_rename_and_not_synced(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    job.save(4)
+    run(job)
+    begun = [
+        number
+        for number, (method, given) in enumerate(storage.calls)
+        if method == "create" and "publish.lock" in given[-1].name
+    ]
+    assert len(begun) == 1
+    calls = [method for method, _ in storage.calls[begun[0] :]]
+    renamed = calls.index("rename")
+    assert "fsync" not in calls[:renamed]
+    assert calls[renamed + 1] != "sync_folder"
+
+
 @pytest.mark.parametrize("rename", ["published/v000001", ".syncd/LATEST", "leases/v000001"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_a_refused_commit_is_tried_again_and_nothing_is_lost(
     tmp_path: Path, rename: str, code: int, clock: Clock, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("rename", code, where=rename))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     with job.daemon(clock=clock) as loop:
         loop.run_once()
@@ -118,7 +137,7 @@ def test_a_finished_version_that_latest_does_not_name_is_adopted(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO, where=".syncd/LATEST"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     run(job)
     assert job.versions == ["v000001"]
@@ -132,7 +151,7 @@ def test_a_finished_version_that_latest_does_not_name_is_adopted(
 
 @pytest.mark.parametrize("damage", ["no manifest", "torn manifest", "short file", "missing file"])
 def test_an_unfinished_version_above_latest_is_discarded_on_record_and_its_number_not_used_again(
-    job: Job, damage: str
+    job: SmallJob, damage: str
 ) -> None:
     job.save(4)
     run(job)
@@ -163,7 +182,7 @@ def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     job.save(4)
     run(job)
     job.layout.latest.unlink()
@@ -178,7 +197,7 @@ def test_storage_that_does_not_answer_is_no_reason_to_discard_a_version(
 
 @pytest.mark.parametrize("content", [None, b"", b'{"sequence": 2', b"\x00" * 80])
 def test_a_lost_or_damaged_latest_comes_back_and_the_sequence_goes_on(
-    job: Job, content: bytes | None
+    job: SmallJob, content: bytes | None
 ) -> None:
     for step in (4, 5):
         job.save(step)
@@ -195,7 +214,7 @@ def test_a_lost_or_damaged_latest_comes_back_and_the_sequence_goes_on(
 
 @pytest.mark.parametrize("witness", ["leases", "explorer", "daemon.json", "saves.json"])
 def test_a_sequence_is_never_given_twice_though_all_versions_are_lost(
-    job: Job, witness: str
+    job: SmallJob, witness: str
 ) -> None:
     for step in (4, 5, 6):
         job.save(step)
@@ -218,7 +237,7 @@ def test_a_sequence_is_never_given_twice_though_all_versions_are_lost(
     assert job.latest.sequence == 4
 
 
-def test_a_latest_of_a_newer_protocol_ends_the_daemon_and_changes_nothing(job: Job) -> None:
+def test_a_latest_of_a_newer_protocol_ends_the_daemon_and_changes_nothing(job: SmallJob) -> None:
     job.save(4)
     run(job)
     newer = b'{"protocol": 2, "sequence": 1, "step": 4, "kind": "delta"}'
@@ -228,7 +247,7 @@ def test_a_latest_of_a_newer_protocol_ends_the_daemon_and_changes_nothing(job: J
     assert job.layout.latest.read_bytes() == newer
 
 
-def broken_save(job: Job, step: int, counter: int = 0) -> None:
+def broken_save(job: SmallJob, step: int, counter: int = 0) -> None:
     """A foreign save that can never be merged."""
     job.save(step, receipts=False)
     job.put(job.layout.actor(step) / "model.safetensors", b"x" * (64 + counter))
@@ -236,7 +255,7 @@ def broken_save(job: Job, step: int, counter: int = 0) -> None:
 
 
 def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     broken_save(job, 4)
     with job.daemon(clock=clock) as loop:
@@ -252,7 +271,7 @@ def test_a_save_that_cannot_be_published_is_quarantined_once_with_its_reason(
 
 
 def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     broken_save(job, 4)
     for _ in range(2):
@@ -270,7 +289,7 @@ def test_a_quarantined_save_stays_so_for_the_next_daemon_and_a_new_one_is_tried(
 def test_a_save_that_changes_while_it_is_merged_is_published_as_it_became(
     tmp_path: Path, hosts: Hosts
 ) -> None:
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.storage = hosts.ruled(
         once("create", lambda _: job.save(4, 9.0, counter=1), where="building/v000001/config.json")
     )
@@ -284,7 +303,7 @@ def test_a_save_that_changes_while_it_is_merged_is_published_as_it_became(
 def test_a_foreign_save_that_changes_while_it_is_merged_is_not_published(
     tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.storage = hosts.ruled(
         once("create", lambda _: job.save(4, 9.0, receipts=False), where="config.json")
     )
@@ -302,7 +321,7 @@ def test_a_foreign_save_that_changes_while_it_is_merged_is_not_published(
         assert list(job.layout.quarantine.iterdir()) == []
 
 
-def test_a_published_version_does_not_change_when_its_step_is_saved_again(job: Job) -> None:
+def test_a_published_version_does_not_change_when_its_step_is_saved_again(job: SmallJob) -> None:
     job.save(4, 1.0)
     with job.daemon(DaemonConfig(keep=5)) as loop:
         loop.run_once()
@@ -315,7 +334,7 @@ def test_a_published_version_does_not_change_when_its_step_is_saved_again(job: J
 
 
 def test_a_superseded_daemon_publishes_nothing_and_says_so(tmp_path: Path, hosts: Hosts) -> None:
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.save(4)
     with job.daemon() as loop:
         job.take_over()
@@ -325,7 +344,7 @@ def test_a_superseded_daemon_publishes_nothing_and_says_so(tmp_path: Path, hosts
     assert not job.layout.latest.exists()
 
 
-def begin_again_after(loop: Loop, job: Job) -> None:
+def begin_again_after(loop: Loop, job: SmallJob) -> None:
     job.layout.state.rename(job.layout.root / "away")
     try:
         with pytest.raises(JobUnavailableError):
@@ -335,7 +354,7 @@ def begin_again_after(loop: Loop, job: Job) -> None:
         job.hosts.settle()
 
 
-def test_a_job_that_comes_back_is_as_it_was(job: Job) -> None:
+def test_a_job_that_comes_back_is_as_it_was(job: SmallJob) -> None:
     job.save(4)
     with job.daemon() as loop:
         loop.run_once()

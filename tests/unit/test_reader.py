@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from explorer_hooks.reader import Reader
+from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import (
     CancelledError,
     InvalidSettingsError,
@@ -23,7 +25,8 @@ from syncd.protocol.errors import (
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import Latest, encode, parse
 from syncd.protocol.reports import ExplorerReport
-from tests.jobs import Job
+from syncd.storage.fsio import Storage
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, once, refuse
 
@@ -32,7 +35,7 @@ pytestmark = pytest.mark.lagging
 LONG = 60.0
 
 
-def publish(job: Job, *steps: int) -> None:
+def publish(job: SmallJob, *steps: int) -> None:
     with job.daemon() as loop:
         for step in steps:
             job.save(step)
@@ -41,16 +44,16 @@ def publish(job: Job, *steps: int) -> None:
 
 
 @pytest.fixture
-def reader(job: Job) -> Iterator[Reader]:
+def reader(job: SmallJob) -> Iterator[Reader]:
     with Reader(job.layout.root, "explorer", poll=0.02, storage=job.explorers) as made:
         yield made
 
 
-def markers(job: Job, sequence: int) -> list[str]:
+def markers(job: SmallJob, sequence: int) -> list[str]:
     return sorted(os.listdir(job.layout.lease_folder(sequence)))
 
 
-def test_the_newest_version_is_held_until_it_is_released(job: Job, reader: Reader) -> None:
+def test_the_newest_version_is_held_until_it_is_released(job: SmallJob, reader: Reader) -> None:
     publish(job, 3, 4)
     version = reader.next_version(0, 0)
     assert (version.sequence, version.step) == (2, 4)
@@ -64,7 +67,7 @@ def test_the_newest_version_is_held_until_it_is_released(job: Job, reader: Reade
 
 
 def test_nothing_newer_in_time_is_a_timeout_that_says_what_was_waited_for(
-    job: Job, reader: Reader
+    job: SmallJob, reader: Reader
 ) -> None:
     with pytest.raises(WaitTimeoutError, match=r"nothing newer than version 0 within 0\.01 s"):
         reader.wait(0, 0.01)
@@ -74,7 +77,7 @@ def test_nothing_newer_in_time_is_a_timeout_that_says_what_was_waited_for(
     assert markers(job, 1) == []
 
 
-def test_a_timeout_is_kept_by_the_readers_own_clock(job: Job, clock: Clock) -> None:
+def test_a_timeout_is_kept_by_the_readers_own_clock(job: SmallJob, clock: Clock) -> None:
     class Passing(Clock):
         def __call__(self) -> float:
             self.now += 7
@@ -88,13 +91,13 @@ def test_a_timeout_is_kept_by_the_readers_own_clock(job: Job, clock: Clock) -> N
     assert clock.now == 1000
 
 
-def test_a_lower_sequence_is_never_taken(job: Job, reader: Reader) -> None:
+def test_a_lower_sequence_is_never_taken(job: SmallJob, reader: Reader) -> None:
     publish(job, 4)
     with pytest.raises(WaitTimeoutError):
         reader.next_version(7, 0)
 
 
-def test_a_version_published_meanwhile_ends_the_wait(job: Job, reader: Reader) -> None:
+def test_a_version_published_meanwhile_ends_the_wait(job: SmallJob, reader: Reader) -> None:
     job.hosts.let_time_pass()
     publisher = threading.Thread(target=publish, args=(job, 4))
     publisher.start()
@@ -112,21 +115,21 @@ def test_a_cancel_from_another_thread_ends_the_wait_and_every_later_one(reader: 
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"sequence": 3}', b"\x00" * 40])
-def test_a_latest_that_is_torn_is_waited_for(job: Job, reader: Reader, content: bytes) -> None:
+def test_a_latest_that_is_torn_is_waited_for(job: SmallJob, reader: Reader, content: bytes) -> None:
     job.layout.latest.write_bytes(content)
     assert reader.latest() is None
     with pytest.raises(WaitTimeoutError):
         reader.wait(0, 0)
 
 
-def test_a_latest_of_a_newer_protocol_is_not_waited_for(job: Job, reader: Reader) -> None:
+def test_a_latest_of_a_newer_protocol_is_not_waited_for(job: SmallJob, reader: Reader) -> None:
     job.layout.latest.write_bytes(b'{"protocol": 2, "kind": "delta"}')
     with pytest.raises(ProtocolMismatchError):
         reader.wait(0, LONG)
 
 
 def test_a_latest_that_names_a_version_that_is_gone_is_looked_at_again(
-    job: Job, reader: Reader
+    job: SmallJob, reader: Reader
 ) -> None:
     latest = Latest(sequence=5, step=4, folder="v000005")
     job.layout.latest.write_bytes(encode(latest))
@@ -136,7 +139,9 @@ def test_a_latest_that_names_a_version_that_is_gone_is_looked_at_again(
         reader.next_version(0, 0)
 
 
-def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(job: Job, reader: Reader) -> None:
+def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(
+    job: SmallJob, reader: Reader
+) -> None:
     job.layout.lease_folder(5).mkdir()
     with pytest.raises(VersionGoneError, match="is not there, or not visible yet"):
         reader.lease(Latest(sequence=5, step=4, folder="v000005"))
@@ -144,7 +149,7 @@ def test_a_version_that_is_not_visible_yet_leaves_no_lease_behind(job: Job, read
 
 
 def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     publish(job, 3)
 
@@ -160,7 +165,9 @@ def test_a_version_that_is_retired_while_it_is_leased_is_passed_over(
         assert reader.next_version(0, LONG).sequence == 2
 
 
-def test_storage_that_does_not_answer_is_an_error_and_no_timeout(job: Job, hosts: Hosts) -> None:
+def test_storage_that_does_not_answer_is_an_error_and_no_timeout(
+    job: SmallJob, hosts: Hosts
+) -> None:
     publish(job, 3)
     storage = hosts.ruled(refuse("open_read", errno.EIO, where="LATEST"))
     with (
@@ -179,7 +186,7 @@ def flip(path: Path, at: int) -> None:
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 @pytest.mark.parametrize("damage", ["last bit", "first bit", "short", "long", "gone", "link"])
 def test_a_damaged_version_is_refused_by_name(
-    job: Job, reader: Reader, name: str, damage: str
+    job: SmallJob, reader: Reader, name: str, damage: str
 ) -> None:
     publish(job, 4)
     version = reader.next_version(0, 0)
@@ -202,7 +209,9 @@ def test_a_damaged_version_is_refused_by_name(
         version.verify()
 
 
-def test_a_manifest_that_lists_no_file_for_a_tensor_is_refused(job: Job, reader: Reader) -> None:
+def test_a_manifest_that_lists_no_file_for_a_tensor_is_refused(
+    job: SmallJob, reader: Reader
+) -> None:
     publish(job, 4)
     version = reader.next_version(0, 0)
     files = tuple(file for file in version.manifest.files if file.name == "config.json")
@@ -211,8 +220,59 @@ def test_a_manifest_that_lists_no_file_for_a_tensor_is_refused(job: Job, reader:
         version.verify()
 
 
+def test_a_file_without_a_digest_is_refused_if_the_manifest_promises_digests(
+    job: SmallJob, reader: Reader
+) -> None:
+    publish(job, 4)
+    manifest = json.loads((job.layout.version(1) / "manifest.json").read_bytes())
+    for file in manifest["files"]:
+        if file["name"] == "model.safetensors":
+            del file["digest"]
+    flip(job.layout.version(1) / "model.safetensors", -1)
+    job.put(job.layout.version(1) / "manifest.json", json.dumps(manifest).encode())
+    job.hosts.settle()
+    with pytest.raises(VerificationError, match=r"has none for model\.safetensors"):
+        reader.next_version(0, 0).verify()
+
+
+def test_a_version_without_digests_is_taken_as_its_manifest_says(
+    job: SmallJob, reader: Reader
+) -> None:
+    job.save(4)
+    with job.daemon(DaemonConfig(digests=False)) as loop:
+        loop.run_once()
+    job.hosts.settle()
+    version = reader.next_version(0, 0)
+    assert {file.digest for file in version.manifest.files} == {None}
+    version.verify()
+
+
+@pytest.mark.parametrize(
+    "name", ["z.safetensors", "pytorch_model.bin", "model.gguf", "model.safetensors.index.json"]
+)
+def test_weights_that_no_manifest_lists_are_refused_in_the_folder_and_for_a_copy(
+    job: SmallJob, reader: Reader, tmp_path: Path, name: str
+) -> None:
+    publish(job, 4)
+    version = reader.next_version(0, 0)
+    path = version.folder / name
+    path.symlink_to("model.safetensors")
+    job.hosts.settle()
+    with pytest.raises(VerificationError, match=f"{name} is not in the version's manifest"):
+        version.verify()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    with pytest.raises(VerificationError, match=name):
+        version.copy_to(Storage(copy), copy)
+    assert list(copy.iterdir()) == []
+    path.unlink()
+    (version.folder / "results.json").write_bytes(b"{}")  # nothing that a server loads
+    job.hosts.settle()
+    version.verify()
+
+
 def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
-    job: Job, reader: Reader
+    job: SmallJob, reader: Reader
 ) -> None:
     publish(job, 3, 4)
     manifest = job.layout.version(2) / "manifest.json"
@@ -222,7 +282,7 @@ def test_a_manifest_of_another_version_is_refused_and_its_lease_let_go(
     assert markers(job, 2) == []
 
 
-def test_what_an_explorer_does_is_on_record(job: Job, reader: Reader) -> None:
+def test_what_an_explorer_does_is_on_record(job: SmallJob, reader: Reader) -> None:
     reader.report(RunningStatus.REQUIRE_SYNC, sequence=3, step=9, nothing_new=2, refused="why")
     report = parse(ExplorerReport, job.layout.explorer("explorer").read_bytes(), "it")
     assert (report.status, report.sequence, report.step) == ("require_sync", 3, 9)
@@ -230,7 +290,7 @@ def test_what_an_explorer_does_is_on_record(job: Job, reader: Reader) -> None:
     assert job.layout.session(report.session).exists()
 
 
-def test_a_name_that_cannot_be_a_file_name_is_refused_at_construction(job: Job) -> None:
+def test_a_name_that_cannot_be_a_file_name_is_refused_at_construction(job: SmallJob) -> None:
     with pytest.raises(InvalidSettingsError, match="the explorer's name 'a/b'"):
         Reader(job.layout.root, "a/b")
 
@@ -241,7 +301,7 @@ def test_a_job_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert not (tmp_path / "job").exists()
 
 
-def test_closing_ends_the_session(job: Job) -> None:
+def test_closing_ends_the_session(job: SmallJob) -> None:
     reader = Reader(job.layout.root, "explorer", storage=job.explorers)
     assert len(os.listdir(job.layout.sessions)) == 1
     reader.close()

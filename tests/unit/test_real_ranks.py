@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from syncd.checkpoint.isolated import IsolatedParser
+from syncd.checkpoint.merging.plan import plan_merge
 from syncd.checkpoint.placement import Chunks, Local, Shape
-from syncd.checkpoint.plan import plan_merge
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.sandbox.isolated import IsolatedParser
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CoverageError, PlacementError
 from syncd.storage.fsio import Storage
 from tests.fsdp_fixtures import MERGEABLE, names, shard_paths

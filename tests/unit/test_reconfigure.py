@@ -12,18 +12,18 @@ from click.testing import CliRunner
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import LIVE_KEYS, DaemonConfig
-from syncd.daemon.participants import Participants
+from syncd.daemon.presence import Participants
 from syncd.storage.judge import Liveness
 from syncd.storage.sessions import Session
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock
 
 
-def test_the_next_version_is_made_by_the_new_configuration(job: Job, clock: Clock) -> None:
+def test_the_next_version_is_made_by_the_new_configuration(job: SmallJob, clock: Clock) -> None:
     with job.daemon(DaemonConfig(), clock=clock) as loop:
         job.save(1)
         loop.run_once()
-        loop.reconfigure(DaemonConfig(cast="bf16", digests=False))
+        loop.config = DaemonConfig(cast="bf16", digests=False)
         job.save(2)
         loop.run_once()
     first, second = (read_manifest(job.storage, job.layout.version(n)) for n in (1, 2))
@@ -31,14 +31,14 @@ def test_the_next_version_is_made_by_the_new_configuration(job: Job, clock: Cloc
     assert (second.tensors[0].dtype, second.digests) == ("BF16", "off")
 
 
-def test_what_was_kept_goes_at_the_next_round(job: Job, clock: Clock) -> None:
+def test_what_was_kept_goes_at_the_next_round(job: SmallJob, clock: Clock) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False), clock=clock) as loop:
         for step in (1, 2, 3):
             job.save(step)
             loop.run_once()
         loop.run_once()
         assert (len(job.versions), job.audit) == (3, [])
-        loop.reconfigure(DaemonConfig(keep=1))
+        loop.config = DaemonConfig(keep=1)
         loop.run_once()
         loop.run_once()
         assert job.versions == ["v000003"]
@@ -48,7 +48,7 @@ def test_what_was_kept_goes_at_the_next_round(job: Job, clock: Clock) -> None:
         }
 
 
-def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: Job, clock: Clock) -> None:
+def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: SmallJob, clock: Clock) -> None:
     with job.daemon(DaemonConfig(dead_reader_grace=10_000), clock=clock) as loop:
         job.save(1)
         loop.run_once()
@@ -57,12 +57,14 @@ def test_a_dead_explorer_s_lease_goes_by_the_new_grace(job: Job, clock: Clock) -
             loop.run_once()
             clock.advance(5)
         assert job.audit == []
-        loop.reconfigure(DaemonConfig(dead_reader_grace=0))
+        loop.config = DaemonConfig(dead_reader_grace=0)
         loop.run_once()
         assert [what for what, _ in job.audit] == ["lease"]
 
 
-def test_leftovers_that_are_watched_already_go_by_the_new_grace(job: Job, clock: Clock) -> None:
+def test_leftovers_that_are_watched_already_go_by_the_new_grace(
+    job: SmallJob, clock: Clock
+) -> None:
     left = job.layout.actor(1) / ".tmp-left"
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
@@ -75,20 +77,19 @@ def test_leftovers_that_are_watched_already_go_by_the_new_grace(job: Job, clock:
     with job.daemon(DaemonConfig(leftover_grace=100_000), clock=clock) as loop:
         wait(1000)
         assert left.exists()
-        loop.reconfigure(DaemonConfig(leftover_grace=100))
+        loop.config = DaemonConfig(leftover_grace=100)
         wait(300)
         assert not left.exists()
 
 
-def test_a_longer_tick_lets_nobody_live_longer(job: Job, clock: Clock) -> None:
+def test_a_longer_tick_lets_nobody_live_longer(job: SmallJob, clock: Clock) -> None:
     sessions = [Session(job.layout, LEASE_TIME) for _ in range(40)]
-    looked = Participants(job.storage, job.layout, LEASE_TIME, tick=0.2, clock=clock)
-    looked.look()
-    looked.reconfigure(tick=LEASE_TIME / 4)
+    looked = Participants(job, LEASE_TIME, clock=clock)
+    looked.look(0.2)
     # Nobody beats any more, by this clock; each is looked at three times a lease at least.
     for _ in range(8):
         clock.advance(LEASE_TIME / 4)
-        looked.look()
+        looked.look(LEASE_TIME / 4)
     states = set(looked._lookout._last.values())
     for session in sessions:
         session.close()
@@ -96,18 +97,18 @@ def test_a_longer_tick_lets_nobody_live_longer(job: Job, clock: Clock) -> None:
 
 
 def test_what_a_running_daemon_hears_of_is_what_the_loop_takes_over() -> None:
-    # Each of these is read from the configuration at each round, or set anew by reconfigure(); one
-    # that is added here needs a test above, or in tests/multiprocess/test_reload.py.
+    # Each of these is read from the configuration that each round is handed; one that is added here
+    # needs a test above, or in tests/multiprocess/test_reload.py.
     assert {
         "tick", "keep", "digests", "cast", "max_shard_size", "copy_threads", "prune_steps",
-        "prune_foreign", "remote_timeout", "dead_reader_grace", "leftover_grace", "exit_when_idle",
-        "log_format", "log_level",
+        "prune_foreign", "refuse_nonfinite", "remote_timeout", "dead_reader_grace",
+        "leftover_grace", "exit_when_idle", "log_format", "log_level",
     } == LIVE_KEYS  # fmt: skip
 
 
 def test_a_daemon_without_metrics_does_not_load_what_makes_them() -> None:
     code = (
-        "import sys, syncd.cli.run, syncd.daemon.services;"
+        "import sys, syncd.cli.run, syncd.daemon.host.services;"
         "assert 'prometheus_client' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
@@ -115,7 +116,7 @@ def test_a_daemon_without_metrics_does_not_load_what_makes_them() -> None:
 
 @pytest.mark.parametrize("say", ["option", "file", "environment"])
 def test_prune_goes_by_the_rules_that_a_daemon_would_be_told(
-    job: Job, tmp_path: Path, say: str, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, tmp_path: Path, say: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with job.daemon(DaemonConfig(keep=9, prune_steps=False)) as loop:
         for step in (1, 2, 3, 4):

@@ -12,7 +12,7 @@ from torch import nn
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
 from syncd.checkpoint.remote import look_at_weights, write_remote
-from syncd.checkpoint.save import Save
+from syncd.checkpoint.save import Remote, Unfinished
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
@@ -20,7 +20,7 @@ from syncd.daemon.decide import GiveUp, Publish, decide
 from syncd.protocol.errors import EngineMismatchError, RecordError, SaveNotReadyError
 from syncd.protocol.names import REMOTE_PATH
 from syncd.protocol.records import Manifest, parse
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage
 from tests.unit.test_decide import AT_9, CONFIG
 from tests.unit.test_decide import job as observed
@@ -30,7 +30,7 @@ STORAGE = FastStorage()
 TINKER = "tinker://run-1/sampler_weights/000009"
 
 
-def point_to(job: Job, step: int, content: bytes | None, *, point: bool = True) -> None:
+def point_to(job: SmallJob, step: int, content: bytes | None, *, point: bool = True) -> None:
     """What a trainer leaves that samples elsewhere."""
     job.layout.step(step).mkdir(exist_ok=True)
     if content is not None:
@@ -39,7 +39,7 @@ def point_to(job: Job, step: int, content: bytes | None, *, point: bool = True) 
         job.point(step)
 
 
-def rounds(job: Job, clock: Clock, count: int = 3, **config: float) -> None:
+def rounds(job: SmallJob, clock: Clock, count: int = 3, **config: float) -> None:
     with job.daemon(DaemonConfig(**config), clock=clock) as loop:  # type: ignore[arg-type] # by key
         for _ in range(count):
             loop.run_once()
@@ -47,7 +47,7 @@ def rounds(job: Job, clock: Clock, count: int = 3, **config: float) -> None:
 
 
 @pytest.mark.lagging
-def test_a_path_becomes_a_version_of_kind_remote(job: Job, clock: Clock) -> None:
+def test_a_path_becomes_a_version_of_kind_remote(job: SmallJob, clock: Clock) -> None:
     point_to(job, 9, f"{TINKER}\n".encode())
     rounds(job, clock)
     assert (job.latest.sequence, job.latest.step, job.latest.kind) == (1, 9, "remote")
@@ -59,10 +59,10 @@ def test_a_path_becomes_a_version_of_kind_remote(job: Job, clock: Clock) -> None
 
 
 @pytest.mark.lagging
-def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: Job, clock: Clock) -> None:
+def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: SmallJob, clock: Clock) -> None:
     with job.daemon(clock=clock) as loop:
         point_to(job, 9, b"half of a pa")
-        assert "must lie still" in loop.run_once().waiting_for
+        assert "must not change" in loop.run_once().waiting_for
         point_to(job, 9, TINKER.encode())
         loop.run_once()
         assert not job.layout.latest.exists()
@@ -84,7 +84,7 @@ def test_a_path_must_lie_still_and_a_new_one_is_a_new_version(job: Job, clock: C
      (b"a\nb", "is not one line"), (b"x" * 5000, "is no file of at most")],
 )  # fmt: skip
 def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
-    job: Job, clock: Clock, content: bytes | None, why: str
+    job: SmallJob, clock: Clock, content: bytes | None, why: str
 ) -> None:
     point_to(job, 8, content)
     with job.daemon(DaemonConfig(remote_timeout=30.0, prune_steps=False), clock=clock) as loop:
@@ -111,7 +111,7 @@ def test_what_never_says_where_is_quarantined_in_time_and_the_daemon_goes_on(
 
 
 def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     (job.layout.actor(8) / "huggingface").mkdir(parents=True)
     job.point(8)
@@ -126,7 +126,7 @@ def test_weights_that_are_being_written_are_waited_for_as_long_as_it_takes(
     assert list(job.layout.quarantine.iterdir()) == []
 
 
-def test_weights_count_more_than_a_path_beside_them(job: Job, clock: Clock) -> None:
+def test_weights_count_more_than_a_path_beside_them(job: SmallJob, clock: Clock) -> None:
     point_to(job, 9, TINKER.encode(), point=False)
     job.save(9)
     rounds(job, clock)
@@ -134,7 +134,7 @@ def test_weights_count_more_than_a_path_beside_them(job: Job, clock: Clock) -> N
 
 
 def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     for step in (1, 2, 3):
         point_to(job, step, TINKER.encode())
@@ -148,7 +148,7 @@ def test_a_published_path_is_pruned_and_what_may_be_resumed_from_is_not(
 
 
 def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     (job.layout.step(1) / "notes").mkdir(parents=True)
     job.save(1, point=False)
@@ -164,7 +164,7 @@ def test_a_folder_without_weights_and_path_is_never_put_on_record_as_skipped(
     assert (job.layout.step(1) / "notes" / "text").exists()
 
 
-def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Job) -> None:
+def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: SmallJob) -> None:
     point_to(job, 9, TINKER.encode())
     folder = job.layout.step(9)
     save = look_at_weights(STORAGE, folder, 9)
@@ -176,7 +176,7 @@ def test_a_path_that_changes_while_it_is_published_is_looked_at_again(job: Job) 
     assert list(room.iterdir()) == []
 
 
-def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: Job, clock: Clock) -> None:
+def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: SmallJob, clock: Clock) -> None:
     point_to(job, 9, TINKER.encode())
     rounds(job, clock)
     with Reader(job.layout.root, "explorer") as reader:
@@ -187,7 +187,9 @@ def test_explorers_get_the_path_and_there_is_nothing_to_verify(job: Job, clock: 
         version.release()
 
 
-def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(job: Job, clock: Clock) -> None:
+def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(
+    job: SmallJob, clock: Clock
+) -> None:
     point_to(job, 9, TINKER.encode())
     rounds(job, clock)
     with ExplorerHook(job.layout.root, "explorer", TorchModule(nn.Linear(2, 2))) as hook:
@@ -196,7 +198,7 @@ def test_an_engine_that_loads_from_storage_refuses_it_by_its_path(job: Job, cloc
         assert hook.version is None
 
 
-def test_only_a_remote_version_has_a_path_and_it_has_one(job: Job, clock: Clock) -> None:
+def test_only_a_remote_version_has_a_path_and_it_has_one(job: SmallJob, clock: Clock) -> None:
     point_to(job, 9, TINKER.encode())
     rounds(job, clock)
     content = (job.layout.version(1) / "manifest.json").read_bytes()
@@ -208,7 +210,7 @@ def test_only_a_remote_version_has_a_path_and_it_has_one(job: Job, clock: Clock)
             parse(Manifest, broken, "manifest.json")
 
 
-def test_a_remote_version_is_rolled_back_to_as_any_other(job: Job, clock: Clock) -> None:
+def test_a_remote_version_is_rolled_back_to_as_any_other(job: SmallJob, clock: Clock) -> None:
     for step in (1, 2):
         point_to(job, step, f"{TINKER}-{step}".encode())
         rounds(job, clock)
@@ -218,7 +220,7 @@ def test_a_remote_version_is_rolled_back_to_as_any_other(job: Job, clock: Clock)
     assert read_manifest(STORAGE, job.layout.version(3)).remote == f"{TINKER}-1"
 
 
-def test_the_command_that_verifies_says_where_the_weights_are(job: Job, clock: Clock) -> None:
+def test_the_command_that_verifies_says_where_the_weights_are(job: SmallJob, clock: Clock) -> None:
     point_to(job, 9, TINKER.encode())
     rounds(job, clock)
     result = CliRunner().invoke(cli, ["verify", str(job.layout.root)])
@@ -226,11 +228,11 @@ def test_the_command_that_verifies_says_where_the_weights_are(job: Job, clock: C
 
 
 def test_decide_gives_up_only_what_is_overdue() -> None:
-    awaiting = Save(9, None, "no path", awaits_path=True)
+    awaiting = Unfinished(9, "no path", awaits_path=True)
     early = observed(save=awaiting, save_still_for=59.0, pointer=AT_9)
     assert decide(early, CONFIG).waiting_for == "no path"
     late = replace(early, save_still_for=60.0)
     assert decide(late, CONFIG).actions == (GiveUp(awaiting),)
     assert decide(replace(late, quarantined=True), CONFIG).actions == ()
-    remote = Save(9, "remote-1", remote=TINKER)
+    remote = Remote(9, "remote-1", path=TINKER)
     assert decide(observed(save=remote, save_still_for=1.0), CONFIG).actions == (Publish(remote),)

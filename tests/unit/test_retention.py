@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncd.daemon.retention import keep_newest, kept
+from syncd.daemon.decide import keep_newest, kept
 
 
 def test_the_newest_are_kept() -> None:

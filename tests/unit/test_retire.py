@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.offline import prune_now
+from syncd.operate.offline import prune_now
 from syncd.protocol.names import CHECKPOINT_POINTER, FULL, RETIRED, SAVING
+from syncd.storage.job import Job
 from tests.crash.power import Killed
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import CHANGES, FastStorage, RuledStorage
 from trainer_hooks.writing.retire import kept_steps, retire_old
 
@@ -20,7 +21,7 @@ STEPS = (10, 20, 30, 40, 50)
 
 
 @pytest.fixture
-def full(job: Job) -> Job:
+def full(job: SmallJob) -> SmallJob:
     """A job with five full checkpoints, all published, the last one pointed to."""
     with job.daemon(DaemonConfig(keep=99)) as loop:
         for step in STEPS:
@@ -30,7 +31,7 @@ def full(job: Job) -> Job:
     return job
 
 
-def mark(job: Job, step: int) -> None:
+def mark(job: SmallJob, step: int) -> None:
     """Make a save one that can be resumed from."""
     critic = job.layout.step(step) / "critic"
     critic.mkdir(exist_ok=True)
@@ -44,12 +45,14 @@ def mark(job: Job, step: int) -> None:
     job.point(step, CHECKPOINT_POINTER)
 
 
-def retire(job: Job, storage: FastStorage | None = None, *, newest: int = 50, **rules: int) -> Any:
+def retire(
+    job: SmallJob, storage: FastStorage | None = None, *, newest: int = 50, **rules: int
+) -> Any:
     given = {"max_to_keep": 2, "keep_every": 0, **rules}
-    return retire_old(storage or FastStorage(), job.layout, newest=newest, **given)
+    return retire_old(Job(storage or FastStorage(), job.layout), newest=newest, **given)
 
 
-def marks(job: Job) -> dict[int, str]:
+def marks(job: SmallJob) -> dict[int, str]:
     """What each step that is there has."""
     found = {}
     for step in STEPS:
@@ -102,29 +105,29 @@ def test_the_one_that_is_pointed_to_always_stays_and_more_rules_keep_more(
 # -- on disk -------------------------------------------------------------------------------------
 
 
-def test_what_is_retired_goes_with_its_critic_and_what_is_kept_stays(full: Job) -> None:
-    prune_now(full.layout, DaemonConfig(keep=99), storage=full.storage)
+def test_what_is_retired_goes_with_its_critic_and_what_is_kept_stays(full: SmallJob) -> None:
+    prune_now(full, DaemonConfig(keep=99))
     assert marks(full) == dict.fromkeys(STEPS, FULL)
     assert retire(full, keep_every=20) == [10, 30]
     assert marks(full) == {10: RETIRED, 20: FULL, 30: RETIRED, 40: FULL, 50: FULL}
-    prune_now(full.layout, DaemonConfig(keep=99), storage=full.storage)
+    prune_now(full, DaemonConfig(keep=99))
     assert marks(full) == {20: FULL, 40: FULL, 50: FULL}
     why = {line for line in full.audit if line[0] == "step"}
     assert why == {("step", "global_step_10"), ("step", "global_step_30")}
 
 
-def test_a_second_time_nothing_is_left_to_do(full: Job) -> None:
+def test_a_second_time_nothing_is_left_to_do(full: SmallJob) -> None:
     assert retire(full) == [10, 20, 30]
     assert retire(full) == []
 
 
-def test_nothing_is_retired_where_all_are_kept(full: Job) -> None:
+def test_nothing_is_retired_where_all_are_kept(full: SmallJob) -> None:
     assert retire(full, max_to_keep=0) == []
 
 
 @pytest.mark.parametrize("pointer", ["40", "", "-1", None])
 def test_nothing_is_retired_before_the_pointer_names_the_newest(
-    full: Job, pointer: str | None
+    full: SmallJob, pointer: str | None
 ) -> None:
     if pointer is None:
         (full.layout.root / CHECKPOINT_POINTER).unlink()
@@ -134,7 +137,7 @@ def test_nothing_is_retired_before_the_pointer_names_the_newest(
     assert marks(full) == dict.fromkeys(STEPS, FULL)
 
 
-def test_a_mark_of_a_trainer_that_was_killed_keeps_nothing_for_ever(full: Job) -> None:
+def test_a_mark_of_a_trainer_that_was_killed_keeps_nothing_for_ever(full: SmallJob) -> None:
     (full.layout.step(10) / SAVING).touch()
     (full.layout.step(50) / SAVING).touch()  # the save that is going on
     retire(full)
@@ -142,7 +145,7 @@ def test_a_mark_of_a_trainer_that_was_killed_keeps_nothing_for_ever(full: Job) -
     assert (full.layout.step(50) / SAVING).exists()
 
 
-def test_a_step_that_someone_deletes_meanwhile_is_passed_over(full: Job) -> None:
+def test_a_step_that_someone_deletes_meanwhile_is_passed_over(full: SmallJob) -> None:
     def delete(method: str, given: tuple[Any, ...]) -> None:
         if method == "rename" and given[0].parent == full.layout.step(10):
             given[0].unlink()
@@ -150,7 +153,7 @@ def test_a_step_that_someone_deletes_meanwhile_is_passed_over(full: Job) -> None
     assert retire(full, RuledStorage(delete)) == [20, 30]
 
 
-def test_cut_off_anywhere_it_retires_nothing_else_and_the_next_call_ends_it(full: Job) -> None:
+def test_cut_off_anywhere_it_retires_nothing_else_and_the_next_call_ends_it(full: SmallJob) -> None:
     (full.layout.step(20) / SAVING).touch()
     calls = _changes(full, lambda _: None)
     assert calls > 5
@@ -173,7 +176,7 @@ def test_cut_off_anywhere_it_retires_nothing_else_and_the_next_call_ends_it(full
         assert not (full.layout.step(20) / SAVING).exists()
 
 
-def _changes(job: Job, before: Callable[[int], None]) -> int:
+def _changes(job: SmallJob, before: Callable[[int], None]) -> int:
     """Retire; ``before`` is told the number of each change before it is done."""
     count = 0
 

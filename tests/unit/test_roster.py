@@ -14,7 +14,8 @@ from syncd.protocol.errors import JobUnavailableError, ProtocolMismatchError
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import encode
 from syncd.protocol.reports import ExplorerReport, TrainerReport
-from tests.jobs import LEASE_TIME, Job
+from syncd.storage.job import Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import LaggingHosts
 from tests.storages import Clock, RuledStorage, once, refuse
 
@@ -24,7 +25,7 @@ SLICE = LEASE_TIME / 16
 class Explorers:
     """Explorers as files, that a test lets beat."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: SmallJob) -> None:
         self.job = job
 
     def say(self, name: str, status: str = "running", **more: object) -> None:
@@ -46,13 +47,13 @@ class Explorers:
 
 
 @pytest.fixture
-def explorers(job: Job) -> Explorers:
+def explorers(job: SmallJob) -> Explorers:
     return Explorers(job)
 
 
 @pytest.fixture
-def roster(job: Job, clock: Clock) -> Roster:
-    return Roster(job.storage, job.layout, LEASE_TIME, clock=clock, background=False)
+def roster(job: SmallJob, clock: Clock) -> Roster:
+    return Roster(job, LEASE_TIME, clock=clock, background=False)
 
 
 def names(roster: Roster) -> set[str]:
@@ -84,7 +85,7 @@ def test_the_dead_are_not_counted_a_lease_time_later_and_the_living_are(
 
 
 def test_one_without_a_heartbeat_is_gone_at_once_unless_it_said_that_it_stopped(
-    roster: Roster, explorers: Explorers, job: Job
+    roster: Roster, explorers: Explorers, job: SmallJob
 ) -> None:
     explorers.come("a", "b")
     explorers.say("b", "stopped")
@@ -94,9 +95,9 @@ def test_one_without_a_heartbeat_is_gone_at_once_unless_it_said_that_it_stopped(
     assert roster.explorer_counts()[RunningStatus.STOPPED] == 1
 
 
-def test_hundreds_are_judged_in_slices(explorers: Explorers, job: Job, clock: Clock) -> None:
+def test_hundreds_are_judged_in_slices(explorers: Explorers, job: SmallJob, clock: Clock) -> None:
     storage = RuledStorage()
-    roster = Roster(storage, job.layout, LEASE_TIME, clock=clock, background=False)
+    roster = Roster(Job(storage, job.layout), LEASE_TIME, clock=clock, background=False)
     everyone = [f"e{number}" for number in range(200)]
     explorers.come(*everyone)
     assert len(roster.explorers()) == 200
@@ -110,9 +111,9 @@ def test_hundreds_are_judged_in_slices(explorers: Explorers, job: Job, clock: Cl
     assert names(roster) == set()
 
 
-def test_unchanged_reports_are_not_parsed_again(explorers: Explorers, job: Job) -> None:
+def test_unchanged_reports_are_not_parsed_again(explorers: Explorers, job: SmallJob) -> None:
     storage = RuledStorage()
-    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
     explorers.come("a", "b")
     for _ in range(2):
         roster.explorers()
@@ -125,7 +126,7 @@ def test_unchanged_reports_are_not_parsed_again(explorers: Explorers, job: Job) 
 
 
 def test_a_newer_protocol_is_a_clear_error_and_an_older_record_is_read(
-    roster: Roster, explorers: Explorers, job: Job
+    roster: Roster, explorers: Explorers, job: SmallJob
 ) -> None:
     explorers.come("a")
     path = job.layout.explorer("a")
@@ -141,7 +142,7 @@ def test_a_newer_protocol_is_a_clear_error_and_an_older_record_is_read(
 
 
 def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobody_after_that(
-    roster: Roster, explorers: Explorers, job: Job, clock: Clock
+    roster: Roster, explorers: Explorers, job: SmallJob, clock: Clock
 ) -> None:
     explorers.come("new", "old", "t")
     told = {"protocol": 2, "session": "s-new", "status": ["dreaming"]}
@@ -166,7 +167,7 @@ def test_a_newer_protocol_is_an_error_while_its_participant_lives_and_hides_nobo
 
 @pytest.mark.parametrize("session", [{}, {"session": "../x"}, {"session": 7}])
 def test_a_newer_protocol_that_names_no_session_stays_an_error(
-    roster: Roster, explorers: Explorers, job: Job, clock: Clock, session: dict[str, object]
+    roster: Roster, explorers: Explorers, job: SmallJob, clock: Clock, session: dict[str, object]
 ) -> None:
     job.put(job.layout.explorer("new"), json.dumps({"protocol": 2, **session}).encode())
     for _ in range(3):
@@ -183,7 +184,7 @@ ODD = [f'{{"name":"a","session":"{one}","status":"running","time":0}}' for one i
     "content", [b"", b"{", b'{"name": "a"}', *(report.encode() for report in ODD)]
 )
 def test_a_report_that_cannot_be_read_hides_nobody_else(
-    roster: Roster, explorers: Explorers, job: Job, content: bytes
+    roster: Roster, explorers: Explorers, job: SmallJob, content: bytes
 ) -> None:
     explorers.come("a", "b")
     job.put(job.layout.explorer("a"), content)
@@ -194,10 +195,10 @@ def test_a_report_that_cannot_be_read_hides_nobody_else(
 
 
 def test_storage_that_does_not_answer_is_no_death(
-    explorers: Explorers, job: Job, clock: Clock
+    explorers: Explorers, job: SmallJob, clock: Clock
 ) -> None:
     storage = RuledStorage()
-    roster = Roster(storage, job.layout, LEASE_TIME, clock=clock, background=False)
+    roster = Roster(Job(storage, job.layout), LEASE_TIME, clock=clock, background=False)
     explorers.come("a")
     assert names(roster) == {"a"}
     storage.rules.append(refuse("open_read", errno.EIO, where="sessions"))
@@ -215,7 +216,7 @@ def test_storage_that_does_not_answer_is_no_death(
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_a_job_that_is_unmounted_has_lost_nobody(
-    roster: Roster, explorers: Explorers, job: Job, clock: Clock, empty: bool
+    roster: Roster, explorers: Explorers, job: SmallJob, clock: Clock, empty: bool
 ) -> None:
     explorers.come("a", "t")
     trainer(job, "running", "s-t")
@@ -236,7 +237,7 @@ def test_a_job_that_is_unmounted_has_lost_nobody(
     assert roster.trainer_status() is RunningStatus.RUNNING
 
 
-def trainer(job: Job, status: str, session: str | None) -> None:
+def trainer(job: SmallJob, status: str, session: str | None) -> None:
     report = TrainerReport.model_validate(
         {"run_id": "r", "world_size": 1, "status": status, "session": session, "time": 0.0}
     )
@@ -244,7 +245,7 @@ def trainer(job: Job, status: str, session: str | None) -> None:
 
 
 def test_the_trainer_is_stopped_before_it_comes_and_when_it_died(
-    roster: Roster, job: Job, clock: Clock, explorers: Explorers
+    roster: Roster, job: SmallJob, clock: Clock, explorers: Explorers
 ) -> None:
     assert roster.trainer_status() is RunningStatus.STOPPED
     explorers.beat("t")
@@ -256,14 +257,16 @@ def test_the_trainer_is_stopped_before_it_comes_and_when_it_died(
     assert roster.trainer_status() is RunningStatus.STOPPED
 
 
-def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: Job) -> None:
+def test_a_trainer_that_does_not_register_is_what_it_says(roster: Roster, job: SmallJob) -> None:
     trainer(job, "running", None)
     assert roster.trainer_status() is RunningStatus.RUNNING
 
 
-def test_it_may_be_closed_by_a_signal_handler_of_who_asks(explorers: Explorers, job: Job) -> None:
+def test_it_may_be_closed_by_a_signal_handler_of_who_asks(
+    explorers: Explorers, job: SmallJob
+) -> None:
     storage = RuledStorage()
-    roster = Roster(storage, job.layout, 1.0)
+    roster = Roster(Job(storage, job.layout), 1.0)
     explorers.come("a")
     asking = threading.Thread(target=roster.explorers, daemon=True)
     closed = threading.Event()
@@ -284,11 +287,11 @@ def test_it_may_be_closed_by_a_signal_handler_of_who_asks(explorers: Explorers, 
 def test_a_heartbeat_that_this_client_remembers_as_missing_is_asked_for(
     explorers: Explorers, tmp_path: Path
 ) -> None:
-    job = explorers.job = Job(tmp_path / "lagging", hosts=LaggingHosts(tmp_path))
+    job = explorers.job = SmallJob(tmp_path / "lagging", hosts=LaggingHosts(tmp_path))
     storage = job.hosts.storage()
     assert not storage.exists(job.layout.session("s-a"))
     explorers.come("a")
-    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
     assert names(roster) == {"a"}
 
 
@@ -299,10 +302,10 @@ def forget(*_: object) -> None:
 
 @pytest.mark.parametrize("method", ["fstat", "pread"])
 def test_a_report_that_is_replaced_while_it_is_read_is_read_anew(
-    explorers: Explorers, job: Job, method: str
+    explorers: Explorers, job: SmallJob, method: str
 ) -> None:
     storage = RuledStorage()
-    roster = Roster(storage, job.layout, LEASE_TIME, background=False)
+    roster = Roster(Job(storage, job.layout), LEASE_TIME, background=False)
     explorers.come("a", "t")
     trainer(job, "running", "s-t")
     storage.rules.append(once(method, forget))

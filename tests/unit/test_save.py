@@ -7,17 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from syncd.checkpoint.isolated import Limits
 from syncd.checkpoint.open_save import open_save
+from syncd.checkpoint.sandbox.isolated import ParseLimits
 from syncd.checkpoint.save import (
+    FullStateDict,
+    LoraAdapter,
     Save,
+    Shards,
     confirm_unchanged,
     look_at_save,
 )
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, ShardFormatError
 from syncd.protocol.names import RECEIPTS, receipt_name, shard_name
 from syncd.storage.fsio import Storage
-from tests.jobs import Job, receipt_of, weights
+from tests.jobs import SmallJob, receipt_of, weights
 from tests.shards import shard as made
 from tests.shards import tensor
 from tests.storages import RuledStorage, once
@@ -25,18 +28,18 @@ from tests.storages import RuledStorage, once
 WEIGHTS = receipt_of(weights(1.0))
 
 
-def look(job: Job, step: int = 4, storage: Storage | None = None) -> Save:
+def look(job: SmallJob, step: int = 4, storage: Storage | None = None) -> Save:
     return look_at_save(storage or job.storage, job.layout.actor(step), step)
 
 
-def shard(job: Job, world_size: int, rank: int, content: bytes = b"x") -> Path:
+def shard(job: SmallJob, world_size: int, rank: int, content: bytes = b"x") -> Path:
     path = job.layout.actor(4) / shard_name(world_size, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     job.put(path, content)
     return path
 
 
-def test_nothing_there_says_so(job: Job) -> None:
+def test_nothing_there_says_so(job: SmallJob) -> None:
     save = look(job)
     assert save.identity is None
     assert "is not there, or empty" in save.reason
@@ -45,20 +48,20 @@ def test_nothing_there_says_so(job: Job) -> None:
     assert "holds no weights yet" in look(job).reason
 
 
-def test_a_save_with_receipts_is_known_by_its_save_id(job: Job) -> None:
+def test_a_save_with_receipts_is_known_by_its_save_id(job: SmallJob) -> None:
     assert look(job).identity is None
     save_id = job.save(4)
     save = look(job)
-    assert (save.identity, save.is_full_state_dict) == (save_id, True)
+    assert (save.identity, type(save)) == (save_id, FullStateDict)
     assert set(save.vouched()) == {"model.safetensors", "huggingface/config.json"}
 
 
-def test_without_rank_0s_receipt_nothing_is_whole(job: Job) -> None:
+def test_without_rank_0s_receipt_nothing_is_whole(job: SmallJob) -> None:
     job.receipt(4, "run-4-0", 1, 2, WEIGHTS)
     assert "rank 0 has not written its receipt" in look(job).reason
 
 
-def test_a_missing_receipt_of_one_rank_is_named(job: Job) -> None:
+def test_a_missing_receipt_of_one_rank_is_named(job: SmallJob) -> None:
     job.receipt(4, "run-4-0", 0, 3, WEIGHTS)
     job.receipt(4, "run-4-0", 2, 3)
     assert "rank 1 of 3 has not written its receipt of save run-4-0 yet" in look(job).reason
@@ -70,7 +73,7 @@ def test_a_missing_receipt_of_one_rank_is_named(job: Job) -> None:
     ids=["of another save", "of another world size", "of another rank"],
 )
 def test_a_receipt_that_belongs_to_something_else_does_not_count(
-    job: Job, save_id: str, rank: int, world_size: int
+    job: SmallJob, save_id: str, rank: int, world_size: int
 ) -> None:
     job.receipt(4, "run-4-0", 0, 2, WEIGHTS)
     job.receipt(4, save_id, rank, world_size)
@@ -82,7 +85,7 @@ def test_a_receipt_that_belongs_to_something_else_does_not_count(
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"save_id": "run-4-0"'])
-def test_a_torn_receipt_is_not_yet_and_no_crash(job: Job, content: bytes) -> None:
+def test_a_torn_receipt_is_not_yet_and_no_crash(job: SmallJob, content: bytes) -> None:
     job.save(4)
     (job.layout.actor(4) / RECEIPTS / receipt_name(0)).write_bytes(content)
     save = look(job)
@@ -90,12 +93,12 @@ def test_a_torn_receipt_is_not_yet_and_no_crash(job: Job, content: bytes) -> Non
     assert "rank_0.json is not a Receipt record" in save.reason
 
 
-def test_receipts_that_vouch_for_no_weights_are_no_save(job: Job) -> None:
+def test_receipts_that_vouch_for_no_weights_are_no_save(job: SmallJob) -> None:
     job.receipt(4, "run-4-0", 0, 1)
     assert "vouch for no weights" in look(job).reason
 
 
-def test_a_foreign_save_needs_every_rank_of_its_world_size(job: Job) -> None:
+def test_a_foreign_save_needs_every_rank_of_its_world_size(job: SmallJob) -> None:
     shard(job, 3, 0)
     shard(job, 3, 2)
     assert "no model_world_size_3_rank_1.pt yet, of 3 ranks" in look(job).reason
@@ -106,7 +109,7 @@ def test_a_foreign_save_needs_every_rank_of_its_world_size(job: Job) -> None:
     assert save.identity.startswith("foreign-")
 
 
-def test_shards_of_several_world_sizes_of_which_none_is_whole_are_said(job: Job) -> None:
+def test_shards_of_several_world_sizes_of_which_none_is_whole_are_said(job: SmallJob) -> None:
     for world_size, rank in ((4, 0), (4, 1), (4, 3), (2, 1), (3, 0)):
         shard(job, world_size, rank)
     reason = look(job).reason
@@ -115,19 +118,19 @@ def test_shards_of_several_world_sizes_of_which_none_is_whole_are_said(job: Job)
     assert "save again" in reason
 
 
-def test_a_huge_world_size_in_a_name_costs_nothing(job: Job) -> None:
+def test_a_huge_world_size_in_a_name_costs_nothing(job: SmallJob) -> None:
     shard(job, 9_999_999, 0)
     assert "no model_world_size_9999999_rank_1.pt yet" in look(job).reason
 
 
-def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: Job) -> None:
+def test_older_incomplete_shards_beside_a_whole_set_do_not_count(job: SmallJob) -> None:
     shard(job, 4, 0)
     shard(job, 1, 0)
     assert look(job).weights == (shard_name(1, 0),)
 
 
 @pytest.mark.parametrize("told", [{"world_size": 2}, {"world_size": 2, "FSDP_version": 2}])
-def test_of_two_whole_sets_fsdp_config_decides(job: Job, told: dict[str, int]) -> None:
+def test_of_two_whole_sets_fsdp_config_decides(job: SmallJob, told: dict[str, int]) -> None:
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         shard(job, size, rank)
     assert "world sizes 1 and 2, and fsdp_config.json does not say which" in look(job).reason
@@ -136,22 +139,24 @@ def test_of_two_whole_sets_fsdp_config_decides(job: Job, told: dict[str, int]) -
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"world_size": "2"}', '{"world_size": 3}'])
-def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(job: Job, content: str) -> None:
+def test_an_fsdp_config_that_says_nothing_of_use_decides_nothing(
+    job: SmallJob, content: str
+) -> None:
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         shard(job, size, rank)
     (job.layout.actor(4) / "fsdp_config.json").write_text(content)
     assert "remove the older set" in look(job).reason
 
 
-def test_a_full_state_dict_is_a_save_of_its_own(job: Job) -> None:
+def test_a_full_state_dict_is_a_save_of_its_own(job: SmallJob) -> None:
     job.save(4, receipts=False)
-    assert look(job).is_full_state_dict
+    assert isinstance(look(job), FullStateDict)
     shard(job, 1, 0)
-    assert not look(job).is_full_state_dict
+    assert not isinstance(look(job), FullStateDict)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "huggingface/config.json"])
-def test_any_change_of_a_foreign_save_is_another_identity(job: Job, name: str) -> None:
+def test_any_change_of_a_foreign_save_is_another_identity(job: SmallJob, name: str) -> None:
     job.save(4, receipts=False)
     path = job.layout.actor(4) / name
     before = look(job).identity
@@ -164,38 +169,40 @@ def test_any_change_of_a_foreign_save_is_another_identity(job: Job, name: str) -
     assert len({before, replaced, grown, look(job).identity}) == 4
 
 
-def test_a_file_name_that_is_no_text_is_no_crash(job: Job) -> None:
+def test_a_file_name_that_is_no_text_is_no_crash(job: SmallJob) -> None:
     job.save(4, receipts=False)
     before = look(job).identity
     Path(os.fsdecode(bytes(job.layout.actor(4)) + b"/huggingface/\xff\xfe")).touch()
     assert look(job).identity not in {None, before}
 
 
-def test_a_file_that_goes_while_it_is_looked_at_is_not_yet(job: Job) -> None:
+def test_a_file_that_goes_while_it_is_looked_at_is_not_yet(job: SmallJob) -> None:
     job.save(4, receipts=False)
     storage = RuledStorage(once("open_read", lambda path: path.unlink()))
-    assert "went while it was looked at" in look(job, storage=storage).reason
+    assert "disappeared while it was read" in look(job, storage=storage).reason
 
 
-def test_what_is_read_is_what_was_vouched_for(job: Job) -> None:
+def test_what_is_read_is_what_was_vouched_for(job: SmallJob) -> None:
     job.save(4)
     with open_save(job.storage, job.layout.actor(4), look(job)) as opened:
         assert opened.checked == "receipt"
         assert opened.full is not None
 
 
-def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again(job: Job) -> None:
+def test_a_file_that_is_not_the_one_its_receipt_vouches_for_is_looked_at_again(
+    job: SmallJob,
+) -> None:
     job.save(4)
     save = look(job)
     job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
     with (
-        pytest.raises(SaveNotReadyError, match="vouches for: it is being replaced, or was damaged"),
+        pytest.raises(SaveNotReadyError, match="lists: it is being replaced, or was damaged"),
         open_save(job.storage, job.layout.actor(4), save),
     ):
         pass
 
 
-def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: Job) -> None:
+def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: SmallJob) -> None:
     job.save(4, receipts=False)
     actor = job.layout.actor(4)
     save = look(job)
@@ -207,7 +214,7 @@ def test_a_file_that_is_gone_is_looked_at_again_and_a_torn_one_is_an_error(job: 
         pass
 
 
-def test_a_refused_save_leaves_no_descriptor_open(job: Job) -> None:
+def test_a_refused_save_leaves_no_descriptor_open(job: SmallJob) -> None:
     job.save(4)
     save = look(job)
     job.put(job.layout.actor(4) / "model.safetensors", weights(1.0, name="other"))
@@ -220,7 +227,7 @@ def test_a_refused_save_leaves_no_descriptor_open(job: Job) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_newer_save_in_the_same_folder_is_a_change(job: Job) -> None:
+def test_a_newer_save_in_the_same_folder_is_a_change(job: SmallJob) -> None:
     job.save(4)
     save = look(job)
     confirm_unchanged(job.storage, job.layout.actor(4), save)
@@ -234,7 +241,7 @@ def test_a_newer_save_in_the_same_folder_is_a_change(job: Job) -> None:
 ADAPTER = ("lora_adapter/adapter_model.safetensors",)
 
 
-def adapter(job: Job, name: str = "adapter_model.safetensors", content: bytes = b"") -> Path:
+def adapter(job: SmallJob, name: str = "adapter_model.safetensors", content: bytes = b"") -> Path:
     """A file of PEFT's folder."""
     path = job.layout.actor(4) / "lora_adapter" / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,18 +250,18 @@ def adapter(job: Job, name: str = "adapter_model.safetensors", content: bytes = 
 
 
 @pytest.mark.parametrize("beside", ["nothing", "shards", "a full state dict"])
-def test_an_adapter_stands_for_what_is_beside_it(job: Job, beside: str) -> None:
+def test_an_adapter_stands_for_what_is_beside_it(job: SmallJob, beside: str) -> None:
     adapter(job)
     if beside == "shards":
         shard(job, 1, 0)
     elif beside == "a full state dict":
         job.save(4, receipts=False)
     save = look(job)
-    assert (save.weights, save.is_adapter, save.is_one_file) == (ADAPTER, True, True)
+    assert (save.weights, type(save)) == (ADAPTER, LoraAdapter)
     assert save.identity is not None
 
 
-def test_an_adapter_beside_shards_waits_for_all_of_them(job: Job) -> None:
+def test_an_adapter_beside_shards_waits_for_all_of_them(job: SmallJob) -> None:
     adapter(job)
     shard(job, 2, 0)
     assert "no model_world_size_2_rank_1.pt yet" in look(job).reason
@@ -262,18 +269,18 @@ def test_an_adapter_beside_shards_waits_for_all_of_them(job: Job) -> None:
     assert look(job).weights == ADAPTER
 
 
-def test_a_folder_without_an_adapters_weights_makes_no_adapter(job: Job) -> None:
+def test_a_folder_without_an_adapters_weights_makes_no_adapter(job: SmallJob) -> None:
     adapter(job, "adapter_config.json")
     assert "holds no weights yet" in look(job).reason
     shard(job, 1, 0)
     save = look(job)
-    assert (save.weights, save.is_adapter) == ((shard_name(1, 0),), False)
+    assert (save.weights, type(save)) == ((shard_name(1, 0),), Shards)
 
 
 @pytest.mark.parametrize(
     "name", [*ADAPTER, "lora_adapter/adapter_config.json", shard_name(1, 0), "huggingface/x.json"]
 )
-def test_any_change_of_an_adapters_save_is_another_identity(job: Job, name: str) -> None:
+def test_any_change_of_an_adapters_save_is_another_identity(job: SmallJob, name: str) -> None:
     shard(job, 1, 0)
     adapter(job)
     adapter(job, "adapter_config.json")
@@ -286,7 +293,7 @@ def test_any_change_of_an_adapters_save_is_another_identity(job: Job, name: str)
     assert look(job).identity not in {None, before}
 
 
-def test_an_adapter_is_opened_and_the_shards_beside_it_are_not_read(job: Job) -> None:
+def test_an_adapter_is_opened_and_the_shards_beside_it_are_not_read(job: SmallJob) -> None:
     shard(job, 1, 0, b"of no use")
     adapter(job)
     with open_save(job.storage, job.layout.actor(4), look(job)) as opened:
@@ -297,7 +304,7 @@ def test_an_adapter_is_opened_and_the_shards_beside_it_are_not_read(job: Job) ->
 
 @pytest.mark.parametrize("has_receipt", [True, False])
 def test_a_pickled_adapter_is_an_error_that_says_how_to_save_it(
-    job: Job, *, has_receipt: bool
+    job: SmallJob, *, has_receipt: bool
 ) -> None:
     adapter(job, "adapter_model.bin")
     shard(job, 1, 0)
@@ -305,7 +312,7 @@ def test_a_pickled_adapter_is_an_error_that_says_how_to_save_it(
         name = "lora_adapter/adapter_model.bin"
         job.receipt(4, "run-4-0", 0, 1, WEIGHTS.model_copy(update={"name": name}))
     save = look(job)
-    assert save.is_adapter
+    assert isinstance(save, LoraAdapter)
     with (
         pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle.*save_pretrained"),
         open_save(job.storage, job.layout.actor(4), save),
@@ -316,10 +323,10 @@ def test_a_pickled_adapter_is_an_error_that_says_how_to_save_it(
         assert look(job).weights == ADAPTER
 
 
-def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: Job) -> None:
+def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: SmallJob) -> None:
     adapter(job)
     job.save(4)
-    assert look(job).is_full_state_dict
+    assert isinstance(look(job), FullStateDict)
     told = WEIGHTS.model_copy(update={"name": ADAPTER[0]})
     job.receipt(4, "run-4-1", 0, 2, told, WEIGHTS)
     assert "rank 1 of 2 has not written its receipt" in look(job).reason
@@ -330,7 +337,7 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: Job) -> No
         assert opened.checked == "receipt"
     adapter(job, content=weights(1.0, name="other"))
     with (
-        pytest.raises(SaveNotReadyError, match="vouches for"),
+        pytest.raises(SaveNotReadyError, match="lists: it is being replaced"),
         open_save(job.storage, job.layout.actor(4), save),
     ):
         pass
@@ -339,7 +346,7 @@ def test_with_receipts_an_adapter_counts_where_they_vouch_for_it(job: Job) -> No
 # -- what was made to do harm ------------------------------------------------------------------
 
 
-def receipts(job: Job, *contents: str) -> None:
+def receipts(job: SmallJob, *contents: str) -> None:
     """Receipts as anyone may write them."""
     folder = job.layout.actor(4) / RECEIPTS
     folder.mkdir(parents=True, exist_ok=True)
@@ -375,7 +382,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: Job, kind: str) -> None:
+def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: SmallJob, kind: str) -> None:
     receipts(job, HOSTILE[kind])
     storage = RuledStorage()
     save = look(job, storage=storage)
@@ -385,7 +392,7 @@ def test_a_hostile_receipt_is_no_save_and_says_so_in_few_words(job: Job, kind: s
     assert storage.count("open_read", job.layout.root) == 1
 
 
-def test_receipts_that_are_large_together_are_not_read_to_the_end(job: Job) -> None:
+def test_receipts_that_are_large_together_are_not_read_to_the_end(job: SmallJob) -> None:
     padding = {"padding": "x" * 900_000}
     receipts(job, *(receipt(rank=rank, world_size=30, **padding) for rank in range(30)))
     storage = RuledStorage()
@@ -408,7 +415,7 @@ def test_receipts_that_are_large_together_are_not_read_to_the_end(job: Job) -> N
     ],
     ids=str.__len__,
 )
-def test_a_hostile_fsdp_config_decides_nothing(job: Job, content: str) -> None:
+def test_a_hostile_fsdp_config_decides_nothing(job: SmallJob, content: str) -> None:
     for size, rank in ((1, 0), (2, 0), (2, 1)):
         shard(job, size, rank)
     (job.layout.actor(4) / "fsdp_config.json").write_text(content)
@@ -416,7 +423,7 @@ def test_a_hostile_fsdp_config_decides_nothing(job: Job, content: str) -> None:
 
 
 @pytest.mark.parametrize("number", ["9" * 100, "0" * 100, "-1", "1e3", "٣", "1_0", "+1", " 1"])
-def test_a_shard_of_an_impossible_number_is_no_shard(job: Job, number: str) -> None:
+def test_a_shard_of_an_impossible_number_is_no_shard(job: SmallJob, number: str) -> None:
     for name in (f"model_world_size_{number}_rank_0.pt", f"model_world_size_2_rank_{number}.pt"):
         path = job.layout.actor(4) / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -425,7 +432,7 @@ def test_a_shard_of_an_impossible_number_is_no_shard(job: Job, number: str) -> N
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_file_is_not_opened(job: Job, make: Callable[[Path], None]) -> None:
+def test_what_is_no_file_is_not_opened(job: SmallJob, make: Callable[[Path], None]) -> None:
     path = shard(job, 1, 0)
     path.unlink()
     make(path)
@@ -434,14 +441,14 @@ def test_what_is_no_file_is_not_opened(job: Job, make: Callable[[Path], None]) -
     assert "cannot be looked at now" in save.reason
 
 
-def count(job: Job, tensors: int) -> int:
+def count(job: SmallJob, tensors: int) -> int:
     with open_save(
-        job.storage, job.layout.actor(4), look(job), limits=Limits(tensors=tensors)
+        job.storage, job.layout.actor(4), look(job), limits=ParseLimits(tensors=tensors)
     ) as opened:
         return sum(len(opened.tensors(one)) for one in opened.shards)
 
 
-def test_a_save_of_more_tensors_than_memory_holds_is_refused(job: Job) -> None:
+def test_a_save_of_more_tensors_than_memory_holds_is_refused(job: SmallJob) -> None:
     for rank in range(4):
         shard(job, 4, rank, made({"a": tensor(), "b": tensor(), "c": tensor()}))
     assert count(job, 12) == 12
@@ -449,7 +456,7 @@ def test_a_save_of_more_tensors_than_memory_holds_is_refused(job: Job) -> None:
         count(job, 11)
 
 
-def test_a_save_of_more_records_than_memory_holds_is_refused(job: Job) -> None:
+def test_a_save_of_more_records_than_memory_holds_is_refused(job: SmallJob) -> None:
     shard(job, 1, 0, made({}, **{f"data/{number}": b"" for number in range(1, 200)}))
     assert count(job, 200) == 0
     with pytest.raises(ShardFormatError, match="over 50 records"):

@@ -7,15 +7,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from syncd.coordination import saved_state
 from syncd.coordination.saved_state import StateFile
 from syncd.protocol.errors import InvalidSettingsError, ProtocolMismatchError, RecordError
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.storages import CHANGES, RuledStorage
 
 
-def state_file(job: Job, storage: RuledStorage | None = None) -> StateFile:
+def state_file(job: SmallJob, storage: RuledStorage | None = None) -> StateFile:
     path = job.layout.saved_state("explorer", "e")
-    return StateFile(storage or job.storage, job.layout, path)
+    return StateFile(Job(storage or job.storage, job.layout), path)
 
 
 def iteration(file: StateFile) -> int | None:
@@ -33,7 +35,7 @@ JSON = st.recursive(
 
 @given(state=st.dictionaries(st.text(st.characters(codec="utf-8"), max_size=9), JSON, max_size=3))
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_json_is_read_back_as_it_was(job: Job, state: dict[str, Any]) -> None:
+def test_any_json_is_read_back_as_it_was(job: SmallJob, state: dict[str, Any]) -> None:
     file = state_file(job)
     try:
         file.save(3, state)
@@ -46,7 +48,7 @@ def test_any_json_is_read_back_as_it_was(job: Job, state: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1: 2}, object(), {3}, b"x"])
-def test_what_is_not_json_is_refused_and_changes_nothing(job: Job, value: object) -> None:
+def test_what_is_not_json_is_refused_and_changes_nothing(job: SmallJob, value: object) -> None:
     file = state_file(job)
     file.save(1, {})
     with pytest.raises(InvalidSettingsError, match="is not plain JSON"):
@@ -54,8 +56,27 @@ def test_what_is_not_json_is_refused_and_changes_nothing(job: Job, value: object
     assert iteration(file) == 1
 
 
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("value", [nested(250), nested(100_000), "x" * 2000])
+def test_a_state_that_could_not_be_read_again_is_refused_and_changes_nothing(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    monkeypatch.setattr(saved_state, "LONG_RECORD_LIMIT", 1000)
+    file = state_file(job)
+    file.save(1, {"key": nested(100)})
+    with pytest.raises(InvalidSettingsError, match="can be read again"):
+        file.save(2, {"key": value})
+    assert iteration(file) == 1
+
+
 @pytest.mark.parametrize("cut", [0, 1, 20])
-def test_a_torn_one_falls_back_to_the_one_before(job: Job, cut: int) -> None:
+def test_a_torn_one_falls_back_to_the_one_before(job: SmallJob, cut: int) -> None:
     file = state_file(job)
     path = job.layout.saved_state("explorer", "e")
     for number in (1, 2):
@@ -68,7 +89,7 @@ def test_a_torn_one_falls_back_to_the_one_before(job: Job, cut: int) -> None:
     assert iteration(file) == 1
 
 
-def test_when_both_are_torn_it_is_said_and_not_begun_anew(job: Job) -> None:
+def test_when_both_are_torn_it_is_said_and_not_begun_anew(job: SmallJob) -> None:
     file = state_file(job)
     path = job.layout.saved_state("explorer", "e")
     file.save(1, {})
@@ -82,7 +103,7 @@ def test_when_both_are_torn_it_is_said_and_not_begun_anew(job: Job) -> None:
 
 @pytest.mark.parametrize("method", [name for name in CHANGES if name not in {"open_append"}])
 def test_a_save_that_fails_anywhere_leaves_this_state_or_the_one_before(
-    job: Job, method: str
+    job: SmallJob, method: str
 ) -> None:
     state_file(job).save(1, {})
     for nth in range(6):

@@ -9,9 +9,10 @@ import pytest
 
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState, decide
+from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from syncd.storage.sessions import new_session_id
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, RuledStorage
 
 
@@ -61,7 +62,7 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
     taken = []
     for count in (20, 80):
         storage, clock = RuledStorage(), Clock()
-        job = Job(tmp_path / f"{what}-{count}", storage)
+        job = SmallJob(tmp_path / f"{what}-{count}", storage)
         with job.daemon(DaemonConfig(keep=count), clock=clock) as loop:
             job.save(1)
             loop.run_once()
@@ -73,7 +74,7 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
                 for number in range(count):
                     session = new_session_id()
                     job.layout.session(session).write_bytes(b"")
-                    Lease.take(storage, job.layout, 1, f"e{number}", session)
+                    Lease.take(Job(storage, job.layout), 1, f"e{number}", session)
             loop.run_once()
             taken.append(rounds(storage, loop, clock, int(LEASE_TIME)))
     few, many = taken
@@ -82,7 +83,7 @@ def test_a_round_takes_as_many_calls_as_there_are(what: str, tmp_path: Any) -> N
 
 def test_a_late_version_costs_what_an_early_one_did(tmp_path: Any) -> None:
     storage, clock = RuledStorage(), Clock()
-    job = Job(tmp_path / "job", storage)
+    job = SmallJob(tmp_path / "job", storage)
     taken: list[int] = []
     session = new_session_id()
     job.layout.session(session).write_bytes(b"")

@@ -14,8 +14,9 @@ from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.names import CHECKPOINT_POINTER
 from syncd.protocol.records import SaveOutcome, encode
 from syncd.protocol.reports import TrainerReport
+from syncd.storage.job import Job
 from syncd.storage.judge import Judge
-from tests.jobs import LEASE_TIME, Job
+from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, RuledStorage, refuse
 
@@ -30,20 +31,23 @@ def storage(hosts: Hosts) -> RuledStorage:
     return hosts.ruled()
 
 
+CONFIG = DaemonConfig()
+
+
 class Settled(Scanner):
     """Looks when nothing that its client had fetched before is believed any more."""
 
     hosts: Hosts
 
-    def scan(self, known: Known) -> Observation:
+    def scan(self, known: Known, config: DaemonConfig = CONFIG) -> Observation:
         self.hosts.settle()
-        return super().scan(known)
+        return super().scan(known, config)
 
 
 @pytest.fixture
-def scanner(job: Job, storage: RuledStorage, clock: Clock) -> Scanner:
+def scanner(job: SmallJob, storage: RuledStorage, clock: Clock) -> Scanner:
     judge = Judge(storage, LEASE_TIME, clock=clock)
-    made = Settled(storage, job.layout, DaemonConfig(), judge, clock=clock)
+    made = Settled(Job(storage, job.layout), CONFIG.pointer, judge, clock=clock)
     made.hosts = job.hosts
     return made
 
@@ -59,7 +63,7 @@ def published(step: int, identity: str) -> Known:
      (b"9" * 5000, PointerState.UNREADABLE)],
 )  # fmt: skip
 def test_a_pointer_that_names_no_step_says_why(
-    job: Job, scanner: Scanner, content: bytes | None, state: PointerState
+    job: SmallJob, scanner: Scanner, content: bytes | None, state: PointerState
 ) -> None:
     job.save(4, point=False)
     if content is not None:
@@ -70,7 +74,9 @@ def test_a_pointer_that_names_no_step_says_why(
     assert seen.save is None
 
 
-def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(job: Job, scanner: Scanner) -> None:
+def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(
+    job: SmallJob, scanner: Scanner
+) -> None:
     job.layout.state_pointer.mkdir()
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
     job.layout.state_pointer.rmdir()
@@ -78,7 +84,7 @@ def test_a_pointer_that_is_a_folder_or_a_link_names_no_step(job: Job, scanner: S
     assert scanner.scan(NOTHING).pointer.state is PointerState.UNREADABLE
 
 
-def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: Job, scanner: Scanner) -> None:
+def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: SmallJob, scanner: Scanner) -> None:
     job.point(4)
     seen = scanner.scan(NOTHING)
     assert seen.pointer.step == 4
@@ -86,7 +92,9 @@ def test_a_pointer_to_a_step_that_is_not_there_is_not_yet(job: Job, scanner: Sca
     assert "is not there, or empty" in seen.save.reason
 
 
-def test_the_pointer_names_the_save_and_not_the_newest_folder(job: Job, scanner: Scanner) -> None:
+def test_the_pointer_names_the_save_and_not_the_newest_folder(
+    job: SmallJob, scanner: Scanner
+) -> None:
     for step in (9, 4):
         job.save(step)
     job.point(7, CHECKPOINT_POINTER)
@@ -96,7 +104,7 @@ def test_the_pointer_names_the_save_and_not_the_newest_folder(job: Job, scanner:
 
 
 def test_a_save_lies_still_from_when_it_was_first_seen(
-    job: Job, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Scanner, clock: Clock
 ) -> None:
     job.save(4, receipts=False)
     assert scanner.scan(NOTHING).save_still_for == 0
@@ -107,7 +115,7 @@ def test_a_save_lies_still_from_when_it_was_first_seen(
 
 
 def test_a_settled_save_is_not_looked_at_again(
-    job: Job, scanner: Scanner, storage: RuledStorage
+    job: SmallJob, scanner: Scanner, storage: RuledStorage
 ) -> None:
     known = published(4, job.save(4))
     for _ in range(2):  # what is seen once only may be what was there before
@@ -121,7 +129,7 @@ def test_a_settled_save_is_not_looked_at_again(
 
 
 def test_a_quarantined_save_is_settled_until_the_pointer_moves(
-    job: Job, scanner: Scanner, storage: RuledStorage
+    job: SmallJob, scanner: Scanner, storage: RuledStorage
 ) -> None:
     outcome = SaveOutcome(identity=job.save(4), outcome="quarantined")
     known = Known(0, None, {4: outcome})
@@ -135,7 +143,7 @@ def test_a_quarantined_save_is_settled_until_the_pointer_moves(
 
 
 def test_a_pointer_that_is_written_again_makes_a_settled_save_due(
-    job: Job, scanner: Scanner
+    job: SmallJob, scanner: Scanner
 ) -> None:
     known = published(4, job.save(4))
     scanner.scan(known)
@@ -146,7 +154,7 @@ def test_a_pointer_that_is_written_again_makes_a_settled_save_due(
 
 
 def test_step_folders_are_looked_at_in_slices_of_64_newest_first(
-    job: Job, scanner: Scanner
+    job: SmallJob, scanner: Scanner
 ) -> None:
     outcomes = {
         step: SaveOutcome(identity=job.save(step), outcome="published") for step in range(100)
@@ -161,7 +169,7 @@ def test_step_folders_are_looked_at_in_slices_of_64_newest_first(
 
 
 def test_all_step_folders_are_due_again_after_a_minute_a_move_or_a_wish(
-    job: Job, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Scanner, clock: Clock
 ) -> None:
     known = published(4, job.save(4))
     assert len(scanner.scan(known).steps) == 1
@@ -175,7 +183,7 @@ def test_all_step_folders_are_due_again_after_a_minute_a_move_or_a_wish(
 
 
 def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
-    job: Job, scanner: Scanner
+    job: SmallJob, scanner: Scanner
 ) -> None:
     for step in (1, 2, 3, 4, 6, 5):
         job.save(step)
@@ -187,7 +195,7 @@ def test_whole_saves_below_the_pointer_that_nobody_recorded_are_found(
 
 @pytest.mark.parametrize("between", [None, b"", b"x"])
 def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes(
-    job: Job, scanner: Scanner, between: bytes | None
+    job: SmallJob, scanner: Scanner, between: bytes | None
 ) -> None:
     for step in (1, 2, 3):
         job.save(step, receipts=False)
@@ -200,13 +208,13 @@ def test_a_pointer_that_is_seen_while_it_is_written_hides_nothing_that_it_passes
     assert {save.step for save in scanner.scan(NOTHING).unrecorded} == {1, 2}
 
 
-def test_a_step_that_was_deleted_by_hand_has_vanished(job: Job, scanner: Scanner) -> None:
+def test_a_step_that_was_deleted_by_hand_has_vanished(job: SmallJob, scanner: Scanner) -> None:
     identity = job.save(4)
     known = published(3, identity)
     assert scanner.scan(known).vanished == (3,)
 
 
-def test_what_else_a_step_holds_is_seen(job: Job, scanner: Scanner) -> None:
+def test_what_else_a_step_holds_is_seen(job: SmallJob, scanner: Scanner) -> None:
     identity = job.save(4)
     known = published(4, identity)
     [plain] = scanner.scan(known).steps
@@ -230,7 +238,7 @@ def test_what_else_a_step_holds_is_seen(job: Job, scanner: Scanner) -> None:
 
 
 def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
-    job: Job, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Scanner, clock: Clock
 ) -> None:
     job.layout.lease_folder(2).mkdir()
     for session in ("live", "dead"):
@@ -246,7 +254,7 @@ def test_leases_are_seen_with_how_long_their_sessions_have_been_dead(
 
 
 def test_a_session_that_comes_back_begins_its_grace_anew(
-    job: Job, scanner: Scanner, clock: Clock
+    job: SmallJob, scanner: Scanner, clock: Clock
 ) -> None:
     job.layout.lease_folder(2).mkdir()
     job.lease(2, "session")
@@ -260,7 +268,7 @@ def test_a_session_that_comes_back_begins_its_grace_anew(
 
 @pytest.mark.parametrize(("content", "announced"), [(None, None), (b"{", 0), (b"", 0)])
 def test_a_trainer_report_that_cannot_be_read_keeps_every_step(
-    job: Job, scanner: Scanner, content: bytes | None, announced: int | None
+    job: SmallJob, scanner: Scanner, content: bytes | None, announced: int | None
 ) -> None:
     known = published(4, job.save(4))
     if content is not None:
@@ -268,7 +276,7 @@ def test_a_trainer_report_that_cannot_be_read_keeps_every_step(
     assert scanner.scan(known).announced_step == announced
 
 
-def test_the_step_that_the_trainer_announced_is_seen(job: Job, scanner: Scanner) -> None:
+def test_the_step_that_the_trainer_announced_is_seen(job: SmallJob, scanner: Scanner) -> None:
     known = published(4, job.save(4))
     report = TrainerReport(run_id="r", world_size=1, status="running", step=2, time=0.0)
     job.layout.trainer_report.write_bytes(encode(report))
@@ -277,7 +285,7 @@ def test_the_step_that_the_trainer_announced_is_seen(job: Job, scanner: Scanner)
 
 @pytest.mark.parametrize("gone", ["root", "state", "format"])
 def test_a_job_that_went_away_pauses_and_concludes_nothing(
-    job: Job, scanner: Scanner, gone: str, tmp_path: Path
+    job: SmallJob, scanner: Scanner, gone: str, tmp_path: Path
 ) -> None:
     known = published(4, job.save(4))
     scanner.scan(known)
@@ -287,7 +295,7 @@ def test_a_job_that_went_away_pauses_and_concludes_nothing(
 
 
 def test_storage_that_does_not_answer_is_an_error_and_no_missing_step(
-    job: Job, scanner: Scanner, storage: RuledStorage
+    job: SmallJob, scanner: Scanner, storage: RuledStorage
 ) -> None:
     known = published(4, job.save(4))
     storage.rules.append(refuse("names", errno.EIO, where="global_step_4"))
@@ -295,7 +303,7 @@ def test_storage_that_does_not_answer_is_an_error_and_no_missing_step(
         scanner.scan(known)
 
 
-def test_other_names_in_the_job_are_let_be(job: Job, scanner: Scanner) -> None:
+def test_other_names_in_the_job_are_let_be(job: SmallJob, scanner: Scanner) -> None:
     job.save(4)
     for name in ("logs", "global_step_03", "global_step_x", "data.tmp"):
         (job.layout.root / name).mkdir()
@@ -306,7 +314,7 @@ def test_other_names_in_the_job_are_let_be(job: Job, scanner: Scanner) -> None:
 
 
 def test_a_scanner_needs_no_more_calls_for_an_old_job_than_for_a_new_one(
-    job: Job, scanner: Scanner, storage: RuledStorage
+    job: SmallJob, scanner: Scanner, storage: RuledStorage
 ) -> None:
     outcomes = {
         step: SaveOutcome(identity=job.save(step), outcome="published") for step in range(80)
@@ -321,7 +329,7 @@ def test_a_scanner_needs_no_more_calls_for_an_old_job_than_for_a_new_one(
 
 @pytest.mark.local_only("it is about the order of some hundred folders, which nobody changes")
 def test_every_step_folder_gets_its_turn_however_often_the_pointer_moves(
-    job: Job, scanner: Scanner, storage: RuledStorage, clock: Clock
+    job: SmallJob, scanner: Scanner, storage: RuledStorage, clock: Clock
 ) -> None:
     count = 300
     for step in range(1, count + 1):

@@ -12,17 +12,18 @@ import torch
 from torch.utils.serialization import config
 
 from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
 from syncd.checkpoint.save import look_at_save
-from syncd.checkpoint.shard_file import ShardFile
+from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.checkpoint.version import verify_version
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Manifest, SaveId
 from syncd.storage.fsio import Storage
-from syncd.storage.job import open_job
-from tests.jobs import Job, nothing
+from syncd.storage.job import Job
+from tests.jobs import SmallJob, nothing
 from tests.merging import STORAGE, assert_equal, loaded
 from tests.storages import FastStorage
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 _PAGE = 4096
 
@@ -58,7 +59,9 @@ def large_state() -> dict[str, torch.Tensor]:
 
 
 def save(job: JobLayout, state: dict[str, torch.Tensor]) -> None:
-    RankWriter(STORAGE, job, 0, 1, save_timeout=60).save(SaveId("run", 1, 0), Contents(state))
+    RankWriter(Job(STORAGE, job), 0, 1, save_timeout=60).save(
+        SaveId("run", 1, 0), RankContents(state)
+    )
 
 
 def saved_by(job: JobLayout, state: dict[str, torch.Tensor]) -> list[Path]:
@@ -71,13 +74,13 @@ def build(storage: Storage, job: JobLayout, out: Path, *, digests: bool = True) 
     actor = job.actor(1)
     return build_model_folder(
         storage, actor, look_at_save(storage, actor, 1), out,
-        sequence=0, digests=digests, max_file_size=10**9, cancel=nothing,
+        options=MergeOptions(max_file_size=10**9, digests=digests), work=Work(nothing),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("digests", [True, False])
 def test_what_our_hook_saved_is_shared_and_not_copied(
-    job: Job, tmp_path: Path, digests: bool
+    job: SmallJob, tmp_path: Path, digests: bool
 ) -> None:
     state = large_state()
     save(job.layout, state)
@@ -90,7 +93,7 @@ def test_what_our_hook_saved_is_shared_and_not_copied(
 
 
 def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     state = large_state()
     (path,) = saved_by(job.layout, state)
@@ -113,7 +116,7 @@ def test_large_tensors_are_saved_where_pages_begin_and_small_ones_are_not_padded
 
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.EAGAIN])
 def test_where_nothing_can_be_shared_it_is_asked_for_once_and_copied(
-    job: Job, tmp_path: Path, code: int
+    job: SmallJob, tmp_path: Path, code: int
 ) -> None:
     state = large_state()
     save(job.layout, state)
@@ -123,7 +126,7 @@ def test_where_nothing_can_be_shared_it_is_asked_for_once_and_copied(
     assert storage.asked == 1
 
 
-def test_a_full_disk_is_no_reason_to_copy(job: Job, tmp_path: Path) -> None:
+def test_a_full_disk_is_no_reason_to_copy(job: SmallJob, tmp_path: Path) -> None:
     save(job.layout, large_state())
     with pytest.raises(OSError, match="No space"):
         build(Sharing(errno.ENOSPC), job.layout, tmp_path / "out")
@@ -131,7 +134,7 @@ def test_a_full_disk_is_no_reason_to_copy(job: Job, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("crc32", [True, False])
 def test_what_a_foreign_trainer_may_still_write_to_is_never_shared(
-    job: Job, tmp_path: Path, crc32: bool
+    job: SmallJob, tmp_path: Path, crc32: bool
 ) -> None:
     state = large_state()
     (shard,) = saved_by(job.layout, state)
@@ -146,7 +149,7 @@ def test_what_a_foreign_trainer_may_still_write_to_is_never_shared(
 
 
 def test_what_has_no_bytes_of_its_own_is_saved_without_asking_how_many(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     sparse = torch.rand(3, 3).to_sparse()
     (shard,) = saved_by(job.layout, {"sparse": sparse, **large_state()})
@@ -176,7 +179,7 @@ def xfs(tmp_path: Path) -> Iterator[Path]:
 def test_on_xfs_a_version_takes_next_to_no_room(xfs: Path) -> None:
     layout = JobLayout(xfs / "job")
     layout.root.mkdir()
-    open_job(STORAGE, layout)
+    Job(STORAGE, layout).open()
     state = {f"{number}.weight": torch.rand(1024, 4096) for number in range(4)}
     save(layout, state)
     os.sync()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from syncd.checkpoint.side_by_side import Check, run_side_by_side
+from syncd.checkpoint.parallel import Check, run_side_by_side
 from tests.jobs import nothing
 
 _GUARD = 60.0

@@ -9,14 +9,14 @@ import pytest
 
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.control import Control
 from syncd.daemon.steering import Steering
+from syncd.operate.control import Control
 from syncd.protocol.errors import JobUnavailableError, VersionGoneError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import Manifest, encode, parse
 from syncd.protocol.reports import DaemonReport
 from syncd.protocol.requests import Pause, RollbackRequest
-from tests.jobs import Job
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, once, refuse
 
@@ -24,42 +24,42 @@ pytestmark = pytest.mark.lagging
 STORAGE = FastStorage()
 
 
-def ask(job: Job, sequence: int, name: str = "ask") -> Path:
+def ask(job: SmallJob, sequence: int, name: str = "ask") -> Path:
     """A request as it is on disk."""
     request = RollbackRequest(id=name, sequence=sequence, by="me", time=0.0)
     job.put(job.layout.request(name), encode(request))
     return job.layout.request(name)
 
 
-def answer(job: Job, name: str = "ask") -> RollbackRequest:
+def answer(job: SmallJob, name: str = "ask") -> RollbackRequest:
     return parse(RollbackRequest, job.layout.request(name).read_bytes(), name)
 
 
-def pause(job: Job, name: str = "pause") -> None:
+def pause(job: SmallJob, name: str = "pause") -> None:
     job.put(job.layout.paused, encode(Pause(id=name, by="me@here", time=0.0)))
 
 
-def run(job: Job, rounds: int = 1, config: DaemonConfig | None = None) -> None:
+def run(job: SmallJob, rounds: int = 1, config: DaemonConfig | None = None) -> None:
     with job.daemon(config or DaemonConfig(keep=9)) as loop:
         for _ in range(rounds):
             loop.run_once()
 
 
-def published(job: Job, steps: int) -> None:
+def published(job: SmallJob, steps: int) -> None:
     with job.daemon(DaemonConfig(keep=99, prune_steps=False)) as loop:
         for step in range(1, steps + 1):
             job.save(step)
             loop.run_once()
 
 
-def served(job: Job) -> Manifest:
+def served(job: SmallJob) -> Manifest:
     folder = job.layout.version(job.latest.sequence)
     manifest = read_manifest(STORAGE, folder)
     verify_version(STORAGE, folder, manifest)
     return manifest
 
 
-def report(job: Job) -> DaemonReport:
+def report(job: SmallJob) -> DaemonReport:
     return parse(DaemonReport, job.layout.daemon_report.read_bytes(), "daemon.json")
 
 
@@ -67,7 +67,7 @@ def report(job: Job) -> DaemonReport:
 
 
 def test_an_old_version_is_served_again_under_a_new_sequence_and_nothing_is_copied(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     published(job, 3)
     ask(job, 1)
@@ -85,7 +85,7 @@ def test_an_old_version_is_served_again_under_a_new_sequence_and_nothing_is_copi
 
 
 def test_what_was_served_before_is_not_published_again_by_this_daemon_or_any_other(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     published(job, 3)
     ask(job, 1)
@@ -98,7 +98,7 @@ def test_what_was_served_before_is_not_published_again_by_this_daemon_or_any_oth
     assert (job.latest.sequence, job.latest.step) == (5, 2)
 
 
-def test_the_next_save_is_published_as_ever(job: Job) -> None:
+def test_the_next_save_is_published_as_ever(job: SmallJob) -> None:
     published(job, 3)
     ask(job, 1)
     job.save(4)  # before anyone looked
@@ -113,7 +113,7 @@ def test_a_request_is_carried_out_once_though_its_answer_was_not_written(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("rename", errno.EIO, where="requests/ask.json"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     published(job, 3)
     ask(job, 1)
     job.save(4)
@@ -131,7 +131,7 @@ def test_a_version_that_latest_never_named_is_adopted_and_counts_as_the_answer(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     published(job, 3)
     ask(job, 1)
     storage.rules.append(refuse("rename", errno.EIO, where=".syncd/LATEST"))
@@ -147,7 +147,7 @@ def test_a_version_that_latest_never_named_is_adopted_and_counts_as_the_answer(
     ("sequence", "why"), [(1, "was retired"), (9, "never published"), (3, "is LATEST")]
 )
 def test_what_cannot_be_served_again_is_refused_and_says_why(
-    job: Job, sequence: int, why: str
+    job: SmallJob, sequence: int, why: str
 ) -> None:
     published(job, 3)
     run(job, config=DaemonConfig(keep=2))
@@ -158,7 +158,7 @@ def test_what_cannot_be_served_again_is_refused_and_says_why(
     assert job.latest.sequence == 3
 
 
-def test_a_damaged_version_is_refused(job: Job) -> None:
+def test_a_damaged_version_is_refused(job: SmallJob) -> None:
     published(job, 3)
     (job.layout.version(1) / "model.safetensors").unlink()
     (job.layout.version(2) / "manifest.json").write_bytes(b"{}")
@@ -174,7 +174,7 @@ def test_a_version_that_is_asked_for_is_not_pruned_before_the_answer(
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("link", errno.EIO, where="published"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     published(job, 3)
     ask(job, 1)
     run(job, rounds=2, config=DaemonConfig(keep=1))
@@ -189,7 +189,7 @@ def test_a_rollback_that_storage_keeps_refusing_stops_new_saves_for_a_few_rounds
     tmp_path: Path, hosts: Hosts
 ) -> None:
     storage = hosts.ruled(refuse("link", errno.EACCES, where="published"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     published(job, 2)
     ask(job, 1)
     job.save(3)
@@ -207,7 +207,7 @@ def test_a_request_that_cannot_be_answered_is_not_carried_out_and_stops_nobody(
         refuse("utime", errno.EACCES, where=".syncd/requests"),
         refuse("rename", errno.EACCES, where=".syncd/requests"),
     )
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     published(job, 2)
     ask(job, 1)
     job.save(3)
@@ -218,16 +218,18 @@ def test_a_request_that_cannot_be_answered_is_not_carried_out_and_stops_nobody(
     assert (answer(job).made, job.latest.step) == (4, 1)
 
 
-def test_the_folder_of_requests_is_made_with_the_job_and_not_by_who_asks_first(job: Job) -> None:
+def test_the_folder_of_requests_is_made_with_the_job_and_not_by_who_asks_first(
+    job: SmallJob,
+) -> None:
     assert job.layout.requests.is_dir()
 
 
-def test_what_another_daemon_has_answered_is_not_carried_out_again(job: Job) -> None:
+def test_what_another_daemon_has_answered_is_not_carried_out_again(job: SmallJob) -> None:
     published(job, 3)
     ask(job, 1)
     job.hosts.settle()
-    assert len(Steering(job.storage, job.layout).rollbacks()) == 1  # and then it was superseded
-    elsewhere = Job(job.layout.root)
+    assert len(Steering(job).rollbacks()) == 1  # and then it was superseded
+    elsewhere = SmallJob(job.layout.root)
     run(elsewhere)
     assert answer(job).made == 4
     job.save(4)
@@ -238,7 +240,7 @@ def test_what_another_daemon_has_answered_is_not_carried_out_again(job: Job) -> 
 
 def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, hosts: Hosts) -> None:
     storage = hosts.ruled(refuse("link", errno.EPERM, where="published"))
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     published(job, 3)
     ask(job, 1)
     run(job)
@@ -248,7 +250,7 @@ def test_where_there_are_no_hard_links_the_files_are_copied(tmp_path: Path, host
 
 
 @pytest.mark.parametrize("found", [b"", b"{}", b'{"protocol": 9}', b"\xff", None])
-def test_what_is_no_request_is_let_be(job: Job, found: bytes | None) -> None:
+def test_what_is_no_request_is_let_be(job: SmallJob, found: bytes | None) -> None:
     published(job, 2)
     path = job.layout.request("odd")
     if found is None:
@@ -264,7 +266,7 @@ def test_what_is_no_request_is_let_be(job: Job, found: bytes | None) -> None:
 
 
 def test_an_answer_that_nobody_takes_is_collected_and_a_request_is_not(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     published(job, 2)
     path = ask(job, 1)
@@ -281,7 +283,7 @@ def test_an_answer_that_nobody_takes_is_collected_and_a_request_is_not(
 # -- pause ---------------------------------------------------------------------------------------
 
 
-def test_while_a_job_is_paused_nothing_is_published_and_nothing_pruned(job: Job) -> None:
+def test_while_a_job_is_paused_nothing_is_published_and_nothing_pruned(job: SmallJob) -> None:
     published(job, 4)
     pause(job)
     job.save(5)
@@ -298,7 +300,7 @@ def test_while_a_job_is_paused_nothing_is_published_and_nothing_pruned(job: Job)
     assert report(job).paused is None
 
 
-def test_the_newest_save_is_the_one_that_a_resume_publishes(job: Job) -> None:
+def test_the_newest_save_is_the_one_that_a_resume_publishes(job: SmallJob) -> None:
     published(job, 1)
     pause(job)
     with job.daemon(DaemonConfig(keep=9)) as loop:
@@ -310,7 +312,7 @@ def test_the_newest_save_is_the_one_that_a_resume_publishes(job: Job) -> None:
     assert (job.latest.sequence, job.latest.step) == (2, 4)
 
 
-def test_a_rollback_is_carried_out_in_a_pause_and_stays(job: Job) -> None:
+def test_a_rollback_is_carried_out_in_a_pause_and_stays(job: SmallJob) -> None:
     published(job, 3)
     pause(job)
     ask(job, 1)
@@ -323,7 +325,7 @@ def test_a_rollback_is_carried_out_in_a_pause_and_stays(job: Job) -> None:
 
 
 @pytest.mark.parametrize("found", [b"", b"{}", b'{"protocol": 9}', None])
-def test_a_pause_that_cannot_be_read_holds(job: Job, found: bytes | None) -> None:
+def test_a_pause_that_cannot_be_read_holds(job: SmallJob, found: bytes | None) -> None:
     if found is None:
         job.layout.paused.mkdir()
     else:
@@ -337,7 +339,7 @@ def test_a_pause_that_cannot_be_read_holds(job: Job, found: bytes | None) -> Non
 def test_a_pause_that_comes_after_the_look_still_stops_the_merge(
     tmp_path: Path, hosts: Hosts
 ) -> None:
-    job = Job(tmp_path / "job", hosts=hosts)
+    job = SmallJob(tmp_path / "job", hosts=hosts)
     job.storage = hosts.ruled(once("names", lambda _: pause(job), where="requests"))
     job.save(1)
     run(job)
@@ -347,7 +349,7 @@ def test_a_pause_that_comes_after_the_look_still_stops_the_merge(
 # -- whoever asks --------------------------------------------------------------------------------
 
 
-def control(job: Job, loop: object = None, *, timeout: float = 5.0) -> Control:
+def control(job: SmallJob, loop: object = None, *, timeout: float = 5.0) -> Control:
     """Someone whose waits let a daemon work."""
     clock = Clock()
 
@@ -356,10 +358,10 @@ def control(job: Job, loop: object = None, *, timeout: float = 5.0) -> Control:
         if loop is not None:
             loop.run_once()  # type: ignore[attr-defined] # a Loop
 
-    return Control(job.explorers, job.layout, timeout=timeout, clock=clock, sleep=sleep)
+    return Control(Job(job.explorers, job.layout), timeout=timeout, clock=clock, sleep=sleep)
 
 
-def test_who_asks_waits_for_a_working_daemon_and_leaves_nothing(job: Job) -> None:
+def test_who_asks_waits_for_a_working_daemon_and_leaves_nothing(job: SmallJob) -> None:
     published(job, 3)
     with job.daemon(DaemonConfig(keep=9)) as loop:
         asking = control(job, loop)
@@ -373,7 +375,7 @@ def test_who_asks_waits_for_a_working_daemon_and_leaves_nothing(job: Job) -> Non
     assert list(job.layout.requests.iterdir()) == []
 
 
-def test_without_a_daemon_it_says_so_and_the_next_daemon_does_it(job: Job) -> None:
+def test_without_a_daemon_it_says_so_and_the_next_daemon_does_it(job: SmallJob) -> None:
     published(job, 3)
     asking = control(job)
     assert "no daemon" in asking.pause()
@@ -382,14 +384,14 @@ def test_without_a_daemon_it_says_so_and_the_next_daemon_does_it(job: Job) -> No
     assert (job.latest.sequence, report(job).paused) == (4, read_pause(job).id)
 
 
-def test_a_daemon_that_does_not_answer_in_time_is_said(job: Job) -> None:
+def test_a_daemon_that_does_not_answer_in_time_is_said(job: SmallJob) -> None:
     published(job, 3)
     with job.daemon():
         assert "not answered within 5 s" in control(job).pause()
         assert "not answered within 5 s" in str(control(job).roll_back(1))
 
 
-def test_a_report_of_an_earlier_pause_is_no_answer(job: Job) -> None:
+def test_a_report_of_an_earlier_pause_is_no_answer(job: SmallJob) -> None:
     published(job, 1)
     with job.daemon() as loop:
         pause(job, "earlier")
@@ -398,13 +400,13 @@ def test_a_report_of_an_earlier_pause_is_no_answer(job: Job) -> None:
         assert "not answered" in control(job).pause()
 
 
-def test_what_is_not_there_is_said_at_once(job: Job, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said_at_once(job: SmallJob, tmp_path: Path) -> None:
     published(job, 1)
     with pytest.raises(VersionGoneError, match="v000007"):
         control(job).roll_back(7)
     with pytest.raises(JobUnavailableError, match=r"format\.json"):
-        Control(STORAGE, JobLayout(tmp_path), timeout=0)
+        Control(Job.at(tmp_path, STORAGE), timeout=0)
 
 
-def read_pause(job: Job) -> Pause:
+def read_pause(job: SmallJob) -> Pause:
     return parse(Pause, job.layout.paused.read_bytes(), "paused.json")

@@ -8,19 +8,20 @@ from pathlib import Path
 import pytest
 
 from syncd.daemon.collect import Collector
-from syncd.storage.steps import make_step_folder
-from tests.jobs import Job
+from syncd.storage.job import Job
+from syncd.storage.step_folders import make_step_folder
+from tests.jobs import SmallJob
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 
 @pytest.mark.parametrize("mark", [None, ".saving"])
 @pytest.mark.parametrize("there", [False, True])
 def test_a_step_folder_is_made_though_its_draft_is_collected_at_that_moment(
-    job: Job, clock: Clock, there: bool, mark: str | None
+    job: SmallJob, clock: Clock, there: bool, mark: str | None
 ) -> None:
     if there:
         job.save(3)
-    collector = Collector(FastStorage(), job.layout, 60.0, clock=clock)
+    collector = Collector(Job(FastStorage(), job.layout), 60.0, clock=clock)
 
     def collect(*_: Path) -> None:
         for _ in range(6):  # what lies in a draft must lie still for a while
@@ -28,43 +29,45 @@ def test_a_step_folder_is_made_though_its_draft_is_collected_at_that_moment(
             collector.run_once(())
 
     storage = RuledStorage(once("rename", collect, where="global_step_3"))
-    make_step_folder(storage, job.layout, 3, mark=mark)
+    make_step_folder(Job(storage, job.layout), 3, mark=mark)
     assert job.layout.step(3).is_dir()
     assert storage.count("mkdir", job.layout.drafts) == 2
     assert list(job.layout.drafts.iterdir()) == []
 
 
 def test_a_step_folder_with_a_mark_is_never_replaced_by_another_rank_that_makes_it(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     def rival(*_: Path) -> None:
-        make_step_folder(FastStorage(), job.layout, 3, mark=".saving")
+        make_step_folder(Job(FastStorage(), job.layout), 3, mark=".saving")
         (job.layout.step(3) / "its").touch()
 
     make_step_folder(
-        RuledStorage(once("rename", rival, where="global_step_3")), job.layout, 3, mark=".saving"
+        Job(RuledStorage(once("rename", rival, where="global_step_3")), job.layout),
+        3,
+        mark=".saving",
     )
-    make_step_folder(FastStorage(), job.layout, 3, mark=".saving")
+    make_step_folder(Job(FastStorage(), job.layout), 3, mark=".saving")
     assert {path.name for path in job.layout.step(3).iterdir()} == {".saving", "its"}
     assert list(job.layout.drafts.iterdir()) == []
 
 
 def test_the_draft_of_a_killed_trainer_is_collected_with_what_is_in_it(
-    job: Job, clock: Clock
+    job: SmallJob, clock: Clock
 ) -> None:
     storage = RuledStorage(refuse("rename", errno.EIO), refuse("unlink", errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
-        make_step_folder(storage, job.layout, 3, mark=".saving")
+        make_step_folder(Job(storage, job.layout), 3, mark=".saving")
     assert len(list(job.layout.drafts.iterdir())) == 1
-    collector = Collector(FastStorage(), job.layout, 60.0, clock=clock)
+    collector = Collector(Job(FastStorage(), job.layout), 60.0, clock=clock)
     for _ in range(8):
         clock.advance(15)
         collector.run_once(())
     assert list(job.layout.drafts.iterdir()) == []
 
 
-def test_where_the_job_goes_away_it_is_not_tried_for_ever(job: Job) -> None:
+def test_where_the_job_goes_away_it_is_not_tried_for_ever(job: SmallJob) -> None:
     storage = RuledStorage(refuse("rename", errno.ESTALE))
     with pytest.raises(OSError, match="Stale"):
-        make_step_folder(storage, job.layout, 3)
+        make_step_folder(Job(storage, job.layout), 3)
     assert list(job.layout.drafts.iterdir()) == []

@@ -24,7 +24,7 @@ from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import Reader
 from syncd.coordination import ExplorerSynchronizer, Synchronizer, TrainerSynchronizer
 from syncd.coordination.member import Seams
-from syncd.coordination.waiting import Cancellation
+from syncd.coordination.waiting import Cancellation, Waits
 from syncd.protocol.errors import (
     CancelledError,
     EngineMismatchError,
@@ -38,10 +38,10 @@ from syncd.protocol.errors import (
 )
 from syncd.protocol.names import FULL
 from syncd.protocol.policy import RunningStatus, SyncSettings, Version
-from syncd.protocol.records import SaveId, SaveOutcome, Saves, encode, parse
+from syncd.protocol.records import SaveId, SaveOutcome, SaveOutcomes, encode, parse
 from syncd.protocol.reports import ExplorerReport, TrainerReport
 from tests.doc_blocks import blocks
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, RuledStorage, once, refuse
 
@@ -53,7 +53,7 @@ SEAMS = Seams(poll=0.02)
 class Members:
     """Makes participants, and ends them with the test."""
 
-    def __init__(self, job: Job, stack: ExitStack) -> None:
+    def __init__(self, job: SmallJob, stack: ExitStack) -> None:
         self.job = job
         self.stack = stack
         self.threads = stack.enter_context(ThreadPoolExecutor(8))
@@ -86,7 +86,7 @@ class Members:
 
 
 @pytest.fixture
-def members(job: Job) -> Iterator[Members]:
+def members(job: SmallJob) -> Iterator[Members]:
     with ExitStack() as stack:
         yield Members(job, stack)
 
@@ -94,7 +94,7 @@ def members(job: Job) -> Iterator[Members]:
 # -- registration and statuses -----------------------------------------------------------------
 
 
-def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: Job) -> None:
+def test_both_sides_begin_stopped_and_are_counted_as_they_say(job: SmallJob) -> None:
     with (
         TrainerSynchronizer(job.layout.root) as trainer,
         ExplorerSynchronizer(job.layout.root, "a") as a,
@@ -145,7 +145,7 @@ def test_one_who_lost_its_name_is_told_at_its_next_word(members: Members) -> Non
     explorer = members.explorer()
     claim = members.job.layout.claim("explorer", "explorer")
     claim.write_bytes(claim.read_bytes().replace(explorer._me.session.id.encode(), b"another"))
-    with pytest.raises(NameTakenError, match="is now of session another"):
+    with pytest.raises(NameTakenError, match="session another now holds"):
         explorer.set_explorer_status(STOPPED)
 
 
@@ -154,7 +154,7 @@ def test_one_who_lost_its_name_does_not_save_over_its_successors_state(members: 
     explorer.save_state(1, {})
     claim = members.job.layout.claim("explorer", "explorer")
     claim.write_bytes(claim.read_bytes().replace(explorer.session_id.encode(), b"another"))
-    with pytest.raises(NameTakenError, match="is now of session another"):
+    with pytest.raises(NameTakenError, match="session another now holds"):
         explorer.save_state(2, {})
     found = explorer.load_state()
     assert found is not None
@@ -220,7 +220,7 @@ def test_a_version_that_nothing_replaces_is_warned_of_once(
         trainer.notify_no_new_model_state_dict()
         assert waiting.result(LONG) == held
     assert [line for line in caplog.messages if "nothing newer" in line] == [
-        f"nothing newer than step 3: {explorer.name} serves it on"
+        f"nothing newer than step 3: {explorer.name} keeps serving it"
     ]
 
 
@@ -237,16 +237,16 @@ def test_a_trainer_that_stops_or_dies_ends_a_wait(members: Members, ends: str) -
     assert members.report().status == "running"
 
 
-def test_without_a_trainer_nobody_waits(members: Members) -> None:
-    explorer = members.explorer()
-    assert explorer.wait_new_model_state_dict(None) is None
+def test_without_a_trainer_nobody_who_holds_a_version_waits(members: Members) -> None:
+    explorer, held = members.explorer(), members.publish(1)
+    assert explorer.wait_new_model_state_dict(held) == held
     assert members.report().requests == 0
 
 
 def test_a_timeout_is_an_error_and_puts_the_status_back(members: Members) -> None:
     members.trainer()
     explorer = members.explorer()
-    with pytest.raises(WaitTimeoutError, match="see `syncd status`"):
+    with pytest.raises(WaitTimeoutError, match="no daemon works there: start `syncd run "):
         explorer.wait_new_model_state_dict(None, timeout=0.1)
     assert members.report().status == "running"
     assert explorer.get_explorer_status_counts()[REQUIRE_SYNC] == 0
@@ -257,7 +257,7 @@ def test_a_wait_that_begins_in_another_ends_in_its_own_time(members: Members) ->
     explorer = members.explorer()
     waiting = members.aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
     members.wait_for_status(REQUIRE_SYNC)
-    with pytest.raises(WaitTimeoutError, match="something else"):
+    with pytest.raises(WaitTimeoutError, match="behind another wait"):
         explorer.set_model_state_dict_with_step_num(3, timeout=0.1)
     assert not waiting.done()
     explorer.close()
@@ -281,6 +281,38 @@ def test_a_cancelled_or_closed_wait_puts_the_status_back(members: Members) -> No
     with pytest.raises(CancelledError):
         waiting.result(LONG)
     assert members.report().status == "stopped"
+
+
+def test_a_wait_that_was_next_when_all_ended_watches_nothing(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    looked: list[Path] = []
+    asked = threading.Event()
+
+    def worth_a_look() -> dict[Path, frozenset[str]]:
+        looked.append(folders[len(looked)])
+        return {looked[-1]: frozenset({"LATEST"})}
+
+    def clock() -> float:
+        if threading.current_thread() is not threading.main_thread():
+            asked.set()  # it is not cancelled yet, and asks for its turn next
+        return 0.0
+
+    def waits_too() -> None:
+        with waits.one(LONG, None):
+            pass
+
+    waits = Waits("explorer", worth_a_look, poll=LONG, clock=clock)
+    with ThreadPoolExecutor(1) as threads:
+        with waits.one(LONG, None):
+            other = threads.submit(waits_too)
+            assert asked.wait(LONG)
+            with waits.ended():
+                pass
+        with pytest.raises(CancelledError):
+            other.result(LONG)
+    assert looked == folders[:1]
 
 
 def test_a_signal_handler_may_close_what_its_thread_waits_for(members: Members) -> None:
@@ -328,19 +360,19 @@ def test_a_wait_that_need_not_wait_puts_back_what_was_required_before_it(
 ) -> None:
     trainer, explorer = members.trainer(), members.explorer()
     explorer.set_explorer_status(REQUIRE_SYNC)
-    version = None
-    if ends == "there is a version":
-        version = members.publish(1)
-    else:
+    version = members.publish(1)
+    held = None
+    if ends == "the trainer has stopped":
+        held = version
         trainer.set_trainer_status(STOPPED)
-    assert explorer.wait_new_model_state_dict(None, no_wait=True) == version
+    assert explorer.wait_new_model_state_dict(held, no_wait=True) == version
     assert members.report().status == "require_sync"
-    assert explorer.wait_new_model_state_dict(None, timeout=LONG) == version
+    assert explorer.wait_new_model_state_dict(held, timeout=LONG) == version
     assert members.report().status == "running"
 
 
 @pytest.mark.parametrize("said", ["by the wait", "before it"])
-def test_a_request_that_storage_refuses_once_is_made_by_the_next_wait(
+def test_a_request_that_storage_refuses_once_is_made_again_by_the_wait(
     members: Members, said: str
 ) -> None:
     storage = RuledStorage()
@@ -348,10 +380,18 @@ def test_a_request_that_storage_refuses_once_is_made_by_the_next_wait(
     explorer = members.explorer(seams=Seams(storage=storage, poll=0.02))
     ask = partial(explorer.wait_new_model_state_dict, None, timeout=LONG)
     storage.rules.append(refuse("rename", errno.EIO, where="explorer.json"))
-    with pytest.raises(OSError, match="error"):
-        ask() if said == "by the wait" else explorer.set_explorer_status(REQUIRE_SYNC)
-    storage.rules.clear()
-    waiting = members.aside(ask)
+    if said == "by the wait":
+        tried = storage.count("rename", members.job.layout.drafts)
+        waiting = members.aside(ask)
+        wait_until(
+            lambda: storage.count("rename", members.job.layout.drafts) > tried, "it tries to ask"
+        )
+        storage.rules.clear()
+    else:
+        with pytest.raises(OSError, match="error"):
+            explorer.set_explorer_status(REQUIRE_SYNC)
+        storage.rules.clear()
+        waiting = members.aside(ask)
     wait_until(trainer.explorer_requires_sync, "it is asked")
     trainer.notify_no_new_model_state_dict()
     assert waiting.result(LONG) is None
@@ -444,7 +484,7 @@ def test_a_save_that_was_refused_is_not_on_its_way(members: Members) -> None:
     trainer.set_model_state_dict(None, 2)
     assert trainer.save_is_on_its_way()
     outcome = SaveOutcome(identity="r-2-0", outcome="quarantined")
-    members.job.layout.saves.write_bytes(encode(Saves(steps={2: outcome})))
+    members.job.layout.saves.write_bytes(encode(SaveOutcomes(steps={2: outcome})))
     assert not trainer.save_is_on_its_way()
 
 
@@ -574,8 +614,10 @@ def test_a_step_on_disk_is_published_by_its_number(members: Members) -> None:
     assert back.result(LONG) == Version(3, 1)
     with pytest.raises(SaveNotReadyError, match="model_world_size_2_rank_0"):
         explorer.set_model_state_dict_with_step_num(9, 2)
+    for step in (8, 9):
+        job.layout.actor(step).mkdir(parents=True)
     outcome = SaveOutcome(identity="r-9-0", outcome="quarantined")
-    job.layout.saves.write_bytes(encode(Saves(steps={9: outcome})))
+    job.layout.saves.write_bytes(encode(SaveOutcomes(steps={9: outcome})))
     with pytest.raises(SaveFailedError, match="step 9 cannot be published"):
         explorer.set_model_state_dict_with_step_num(9)
     with pytest.raises(WaitTimeoutError):
@@ -588,7 +630,7 @@ def test_a_step_that_was_refused_and_is_saved_again_is_published_by_its_number(
     explorer, job = members.explorer(), members.job
     refused = job.save(4, counter=1)
     outcome = SaveOutcome(identity=refused, outcome="quarantined")
-    job.layout.saves.write_bytes(encode(Saves(steps={4: outcome})))
+    job.layout.saves.write_bytes(encode(SaveOutcomes(steps={4: outcome})))
     with pytest.raises(SaveFailedError):
         explorer.set_model_state_dict_with_step_num(4, timeout=LONG)
     job.save(4, counter=2)
@@ -604,12 +646,12 @@ def test_an_explorer_chooses_no_step_while_the_trainer_works(members: Members) -
     members.trainer()
     members.publish(1)
     members.job.save(2, point=False)
-    with pytest.raises(InvalidSettingsError, match="the trainer works"):
+    with pytest.raises(InvalidSettingsError, match="the trainer is running"):
         members.explorer().set_model_state_dict_with_step_num(2)
 
 
 def test_versions_may_be_in_a_second_job_directory(members: Members, tmp_path: Path) -> None:
-    memory = Job(tmp_path / "memory")
+    memory = SmallJob(tmp_path / "memory")
     aside = Members(memory, members.stack)
     trainer = members.trainer(memory_dir=memory.layout.root)
     explorer = members.explorer(memory_dir=memory.layout.root)
@@ -799,6 +841,10 @@ def test_the_awaited_methods_do_what_their_twins_do(members: Members) -> None:
                 explorer.ready_to_nccl_sync("explorer", 0, timeout=LONG),
             )
             assert await both == [2, 2]
+            await trainer.save_state(2, {"next_task": 16})
+            state = await explorer.load_state("trainer")
+            assert state is not None
+            assert state.state == {"next_task": 16}
             with pytest.raises(InvalidSettingsError, match="is an explorer"):
                 await explorer.set_trainer_status(STOPPED)
             with pytest.raises(InvalidSettingsError, match="is the trainer"):
@@ -826,18 +872,30 @@ def test_the_code_of_the_page_loads_what_is_published(members: Members) -> None:
     assert members.report("explorer-0").step == 3
 
 
-def test_every_method_of_the_twins_is_awaited_under_its_name() -> None:
-    for twin in (TrainerSynchronizer, ExplorerSynchronizer):
-        for name in dir(twin):
-            if name.startswith("_") or not inspect.isfunction(getattr(twin, name)):
-                continue
-            awaited = getattr(Synchronizer, name)
-            assert inspect.iscoroutinefunction(awaited) or inspect.isasyncgenfunction(awaited), name
+def test_the_awaited_methods_are_those_of_the_original_under_the_names_of_the_twins() -> None:
+    own = {"open", "close", "save_state", "load_state"}
+    original = {
+        "add_module", "coordinate_weight_sync_setup", "coordinate_weight_sync_teardown",
+        "explorer_requires_sync", "get_explorer_status_counts", "get_latest_model_path",
+        "get_latest_model_version", "get_model_state_dict_iterator", "get_state_dict_meta",
+        "get_trainer_status", "notify_no_new_model_state_dict", "ready_to_nccl_sync",
+        "set_explorer_status", "set_model_state_dict", "set_model_state_dict_with_step_num",
+        "set_trainer_status", "setup_weight_sync_group", "trainer_requires_weight_sync",
+        "wait_new_model_state_dict",
+    }  # fmt: skip
+    awaited = {name for name in dir(Synchronizer) if not name.startswith("_")}
+    assert awaited == original | own
+    for name in awaited:
+        method = getattr(Synchronizer, name)
+        assert inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method), name
+    twins = {*dir(TrainerSynchronizer), *dir(ExplorerSynchronizer)}
+    assert awaited - twins == {"open"}
 
 
 def test_the_page_has_every_method() -> None:
     said = (Path(__file__).parents[2] / "docs" / "synchronizer.md").read_text(encoding="utf-8")
-    methods = {name for name in dir(Synchronizer) if not name.startswith("_")}
+    classes = (Synchronizer, TrainerSynchronizer, ExplorerSynchronizer)
+    methods = {name for one in classes for name in dir(one) if not name.startswith("_")}
     assert {name for name in methods if f"{name}(" not in said and f"{name}`" not in said} == set()
 
 
@@ -941,3 +999,50 @@ def test_a_saved_state_is_there_for_the_next_one_of_that_name(members: Members) 
     found = members.explorer("e").load_state()
     assert found is not None
     assert (found.iteration, found.state) == (2, {"seen": [2], "note": None})
+
+
+def test_another_participants_saved_state_is_read_while_it_works_and_after(
+    members: Members,
+) -> None:
+    trainer, explorer = members.trainer(name="t"), members.explorer("e")
+    assert explorer.load_state("trainer") is None
+    assert trainer.load_state("explorer", "e") is None
+    trainer.save_state(4, {"next_task": 32})
+    explorer.save_state(7, {})
+    for one in (explorer, trainer):
+        found = one.load_state("trainer")
+        assert found is not None
+        assert (found.iteration, found.state) == (4, {"next_task": 32})
+        found = one.load_state("explorer", "e")
+        assert found is not None
+        assert found.iteration == 7
+    assert explorer.load_state("explorer", "nobody") is None
+    own = explorer.load_state()
+    assert own is not None
+    assert own.iteration == 7
+    trainer.close()
+    assert explorer.load_state("trainer") is not None
+
+
+@pytest.mark.parametrize(
+    "whose", [("explorer",), (None, "e"), ("Trainer",), ("explorer", "../e"), ("daemon", "e")]
+)
+def test_a_saved_state_that_nobody_can_have_is_an_error(
+    members: Members, whose: tuple[Any, ...]
+) -> None:
+    with pytest.raises(InvalidSettingsError):
+        members.explorer().load_state(*whose)
+
+
+def test_a_first_state_that_is_saved_while_it_is_looked_for_is_not_called_torn(
+    members: Members,
+) -> None:
+    trainer, storage = members.trainer(), RuledStorage()
+
+    def save(*_: object) -> None:
+        trainer.save_state(1, {})
+
+    storage.rules.append(once("open_read", save, where="trainer_meta.json.previous"))
+    explorer = members.explorer(seams=Seams(storage=storage))
+    assert explorer.load_state("trainer") is None
+    assert explorer.load_state("trainer") is not None

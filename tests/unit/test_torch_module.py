@@ -13,7 +13,7 @@ from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.reader import LeasedVersion, Reader
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.protocol.errors import EngineMismatchError, SyncdError
-from tests.jobs import Job, receipt_of
+from tests.jobs import SmallJob, receipt_of
 from trainer_hooks import TrainerHook
 
 
@@ -56,7 +56,7 @@ def truth() -> Net:
 
 
 @pytest.fixture
-def version(job: Job, truth: Net) -> Iterator[LeasedVersion]:
+def version(job: SmallJob, truth: Net) -> Iterator[LeasedVersion]:
     with TrainerHook(job.layout.root, truth) as hook:
         hook.after_step(1)
     with job.daemon() as loop:
@@ -74,7 +74,7 @@ def test_a_module_gets_the_trainers_weights_bit_by_bit(version: LeasedVersion, t
     assert net.head.weight is net.embed.weight
 
 
-def test_a_tied_tensor_is_filled_by_the_one_that_is_there(job: Job, truth: Net) -> None:
+def test_a_tied_tensor_is_filled_by_the_one_that_is_there(job: SmallJob, truth: Net) -> None:
     state = truth.state_dict()
     del state["head.weight"]
     path = job.layout.actor(1) / "model.safetensors"
@@ -189,7 +189,7 @@ def test_a_file_that_shrinks_after_its_header_was_read_leaves_the_module_as_it_w
 
 
 def test_a_module_that_cannot_take_a_copy_is_refused_before_any_is_made(
-    job: Job, truth: Net, version: LeasedVersion
+    job: SmallJob, truth: Net, version: LeasedVersion
 ) -> None:
     del job, truth
     net = filled(2)

@@ -13,14 +13,22 @@ from torch import nn
 
 from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.version import read_manifest, verify_version
-from syncd.protocol.errors import JobUnavailableError, SaveFailedError
+from syncd.coordination import ExplorerSynchronizer
+from syncd.protocol.errors import (
+    CancelledError,
+    InvalidSettingsError,
+    JobUnavailableError,
+    SaveFailedError,
+)
+from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, parse
 from syncd.protocol.reports import TrainerReport
+from syncd.storage.job import Job
 from tests.hooks import over, written
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, refuse
 from trainer_hooks import SyncSettings, TrainerHook
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 
 class Files:
@@ -46,7 +54,7 @@ def storage() -> RuledStorage:
     return RuledStorage()
 
 
-def changes(job: Job, storage: RuledStorage) -> list[str]:
+def changes(job: SmallJob, storage: RuledStorage) -> list[str]:
     """What a save did to the names in the job, in order; temporary names aside."""
     found = []
     for method, given in storage.calls:
@@ -59,7 +67,7 @@ def changes(job: Job, storage: RuledStorage) -> list[str]:
 
 
 def test_a_save_changes_storage_in_the_order_of_the_protocol(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
         storage.calls.clear()
@@ -85,7 +93,7 @@ def test_a_save_changes_storage_in_the_order_of_the_protocol(
 
 
 def test_a_full_save_is_marked_only_after_all_of_it_is_there(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     settings = SyncSettings(save_interval=2)
@@ -113,7 +121,7 @@ def test_a_full_save_is_marked_only_after_all_of_it_is_there(
 
 
 def test_every_file_is_durable_before_it_gets_its_name(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
         storage.calls.clear()
@@ -134,7 +142,7 @@ def test_every_file_is_durable_before_it_gets_its_name(
 )
 @pytest.mark.parametrize("method", ["create", "rename"])
 def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
-    job: Job, model: nn.Module, storage: RuledStorage, method: str, where: str
+    job: SmallJob, model: nn.Module, storage: RuledStorage, method: str, where: str
 ) -> None:
     if (method, where) == ("rename", ".saving"):
         method = "mkdir"
@@ -145,7 +153,7 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
     over(hook)
     storage.rules.clear()
     assert not job.layout.state_pointer.exists()
-    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*version before it stays"):
+    with pytest.raises(SaveFailedError, match=r"step 4.*No space left.*previous version stays"):
         hook.after_step(5)
     written(hook)
     assert job.layout.state_pointer.read_text() == "5\n"
@@ -155,7 +163,7 @@ def test_a_refused_write_is_raised_by_the_next_call_with_its_step(
 
 
 def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     class Broken:
         def save_pretrained(self, save_directory: str) -> None:
@@ -169,7 +177,7 @@ def test_an_error_that_is_not_of_storage_is_raised_with_its_step_too(
 
 
 def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(sync_interval=2)
     hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
@@ -184,7 +192,7 @@ def test_a_failure_is_raised_by_a_call_that_is_not_due_as_well(
 
 
 def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     settings = SyncSettings(sync_interval=2)
     with TrainerHook(job.layout.root, model, settings=settings) as hook:
@@ -207,7 +215,7 @@ def test_only_due_steps_are_saved_and_each_says_what_the_one_before_wrote(
 
 
 def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -224,7 +232,7 @@ def test_what_is_saved_is_the_model_as_it_was_when_the_step_ended(
 
 
 def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     model.config = Files(**{"config.json": "{}"})  # type: ignore[assignment]
     model.generation_config = Files(**{"generation_config.json": "{}"})  # type: ignore[assignment]
@@ -245,7 +253,7 @@ def test_config_and_tokenizer_are_receipted_and_end_up_in_the_version(
 
 
 def test_crc32s_are_written_though_the_trainer_switched_them_off(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     torch.serialization.set_crc32_options(compute_crc32=False)
     try:
@@ -259,7 +267,7 @@ def test_crc32s_are_written_though_the_trainer_switched_them_off(
     assert job.latest.step == 4
 
 
-def test_saving_a_step_again_makes_another_save(job: Job, model: nn.Module) -> None:
+def test_saving_a_step_again_makes_another_save(job: SmallJob, model: nn.Module) -> None:
     found = []
     for _ in range(2):
         with TrainerHook(job.layout.root, model) as hook:
@@ -269,7 +277,7 @@ def test_saving_a_step_again_makes_another_save(job: Job, model: nn.Module) -> N
 
 
 def test_a_save_whose_folder_the_pruner_took_is_written_again(
-    job: Job, model: nn.Module, storage: RuledStorage, tmp_path: Path
+    job: SmallJob, model: nn.Module, storage: RuledStorage, tmp_path: Path
 ) -> None:
     def prune(*_: Path) -> None:
         job.layout.step(4).rename(tmp_path / "trash")
@@ -282,7 +290,7 @@ def test_a_save_whose_folder_the_pruner_took_is_written_again(
 
 
 def test_a_step_is_announced_before_its_first_byte_is_written(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     announced: list[Any] = []
 
@@ -299,7 +307,7 @@ def test_a_step_is_announced_before_its_first_byte_is_written(
 
 
 def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     actor = job.layout.actor(4)
     actor.mkdir(parents=True)
@@ -312,6 +320,21 @@ def test_what_was_left_half_written_is_swept_by_the_next_save_of_the_step(
     assert job.leftovers() == [others]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"settings": {"sync_interval": 2}}, "^settings is a dict: it must be a SyncSettings"),
+        ({"saving": SyncSettings()}, "^saving is a SyncSettings: it must be a SaveSettings"),
+        ({"model": "job"}, r"^model is a str: it must be a torch\.nn\.Module; .* first"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_name(
+    job: SmallJob, model: nn.Module, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidSettingsError, match=said):
+        TrainerHook(job.layout.root, **{"model": model, **wrong})
+
+
 def test_a_job_that_is_not_there_is_refused_at_construction(
     tmp_path: Path, model: nn.Module
 ) -> None:
@@ -320,20 +343,20 @@ def test_a_job_that_is_not_there_is_refused_at_construction(
     assert os.listdir(tmp_path) == []
 
 
-def test_fsdp_config_says_the_world_size(job: Job, model: nn.Module) -> None:
+def test_fsdp_config_says_the_world_size(job: SmallJob, model: nn.Module) -> None:
     with TrainerHook(job.layout.root, model) as hook:
         hook.after_step(4)
     told = json.loads((job.layout.actor(4) / "fsdp_config.json").read_text())
     assert told == {"world_size": 1}
 
 
-def test_rank_0_does_not_wait_for_a_rank_that_failed(job: Job) -> None:
-    contents = Contents(model={"weight": torch.zeros(3)})
+def test_rank_0_does_not_wait_for_a_rank_that_failed(job: SmallJob) -> None:
+    contents = RankContents(model={"weight": torch.zeros(3)})
     full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
-    failing = RankWriter(full, job.layout, 1, 2, save_timeout=3600)
+    failing = RankWriter(Job(full, job.layout), 1, 2, save_timeout=3600)
     with pytest.raises(SaveFailedError, match="rank 1 could not write"):
         failing.save(SaveId("run", 4, 0), contents)
-    first = RankWriter(job.storage, job.layout, 0, 2, save_timeout=3600)
+    first = RankWriter(job, 0, 2, save_timeout=3600)
     with pytest.raises(SaveFailedError, match="it failed there"):
         first.save(SaveId("run", 4, 0), contents)
     assert not job.layout.state_pointer.exists()
@@ -343,21 +366,21 @@ def test_rank_0_does_not_wait_for_a_rank_that_failed(job: Job) -> None:
     assert job.layout.state_pointer.read_bytes() == b"4\n"
 
 
-def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: Job) -> None:
-    first = RankWriter(job.storage, job.layout, 0, 2, save_timeout=3600)
+def test_rank_0_stops_waiting_when_training_ends_by_an_error(job: SmallJob) -> None:
+    first = RankWriter(job, 0, 2, save_timeout=3600)
     first.stop_waiting()
     with pytest.raises(SaveFailedError, match="training ended"):
-        first.save(SaveId("run", 4, 0), Contents(model={"weight": torch.zeros(3)}))
+        first.save(SaveId("run", 4, 0), RankContents(model={"weight": torch.zeros(3)}))
 
 
 def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
-    job: Job, storage: RuledStorage
+    job: SmallJob, storage: RuledStorage
 ) -> None:
-    contents = Contents(
+    contents = RankContents(
         model={"weight": torch.zeros(3)}, optimizer={"state": torch.zeros(2)}, is_full=True
     )
     storage.rules.append(refuse("create", errno.EIO, where="optim_"))
-    writer = RankWriter(storage, job.layout, 1, 2, save_timeout=5, pauses=(0.0, 0.0))
+    writer = RankWriter(Job(storage, job.layout), 1, 2, save_timeout=5, pauses=(0.0, 0.0))
     with pytest.raises(SaveFailedError, match="could not write"):
         writer.save(SaveId("run", 4, 0), contents)
     assert (job.layout.actor(4) / ".receipts" / "rank_1.json").exists()
@@ -365,7 +388,7 @@ def test_what_is_announced_stays_whole_though_the_part_for_resuming_fails(
 
 
 def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
 
@@ -375,3 +398,22 @@ def test_a_report_that_storage_refuses_for_a_moment_fails_no_save(
         storage.rules.append(once("create", refused, where="trainer.json"))
         hook.after_step(1)
     assert job.layout.state_pointer.read_text() == "1\n"
+
+
+def test_beside_a_hook_states_are_saved_and_explorers_seen(job: SmallJob, model: nn.Module) -> None:
+    with TrainerHook(job.layout.root, model) as hook:
+        trainer = hook.synchronizer
+        assert trainer is not None
+        trainer.save_state(3, {"next_task": 24})
+        with ExplorerSynchronizer(job.layout.root, "e") as explorer:
+            explorer.set_explorer_status(RunningStatus.RUNNING)
+            assert trainer.get_explorer_status_counts()[RunningStatus.RUNNING] == 1
+            assert not trainer.explorer_requires_sync()
+            explorer.set_explorer_status(RunningStatus.REQUIRE_SYNC)
+            assert trainer.explorer_requires_sync()
+            found = explorer.load_state("trainer")
+        assert found is not None
+        assert (found.iteration, found.state) == (3, {"next_task": 24})
+        hook.after_step(4)
+    with pytest.raises(CancelledError, match="is closed"):
+        trainer.save_state(5, {})

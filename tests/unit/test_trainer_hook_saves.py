@@ -23,7 +23,7 @@ from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import parse
 from syncd.protocol.reports import TrainerReport
 from tests.hooks import DEADLINE, over, written
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.storages import RuledStorage, once, refuse
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, latest_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, WhenBusy
@@ -84,11 +84,11 @@ class FullDisk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def report(job: Job) -> TrainerReport:
+def report(job: SmallJob) -> TrainerReport:
     return parse(TrainerReport, job.layout.trainer_report.read_bytes(), "it")
 
 
-def identity(job: Job, step: int) -> str | None:
+def identity(job: SmallJob, step: int) -> str | None:
     return look_at_save(job.storage, job.layout.actor(step), step).identity
 
 
@@ -96,7 +96,7 @@ def identity(job: Job, step: int) -> str | None:
 
 
 def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_due(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(sync_interval=2)
     gate = Gate(storage, "create", SHARD)
@@ -111,12 +111,12 @@ def test_a_sync_that_is_due_while_one_is_written_is_skipped_counted_and_stays_du
         assert "time/sync_weight" in hook.after_step(7)  # due by itself at 8 only
         written(hook)
         assert "time/sync_weight" not in hook.after_step(9)
-    assert job.layout.state_pointer.read_text() == "7\n"
+        assert job.layout.state_pointer.read_text() == "7\n"
     assert not job.layout.step(4).exists()
 
 
 def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     gate = Gate(storage, "create", SHARD)
     hook = TrainerHook(
@@ -141,7 +141,7 @@ def test_a_full_save_waits_behind_a_sync_and_both_are_what_they_were(
 
 
 def test_a_third_save_waits_for_one_of_two_buffers(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     gate = Gate(storage, "create", SHARD)
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
@@ -159,7 +159,7 @@ def test_a_third_save_waits_for_one_of_two_buffers(
 
 
 def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     gate = Gate(storage, "create", SHARD)
     settings = SyncSettings(save_timeout=0.1)
@@ -185,7 +185,7 @@ def test_a_save_that_gets_no_buffer_in_time_is_left_out_and_said_to_all(
 
 
 def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     gate = Gate(storage, "create", SHARD)
 
@@ -206,7 +206,7 @@ def test_a_save_is_left_out_though_those_before_it_end_while_it_is_copied(
 
 
 def test_a_save_that_never_ends_is_given_up_and_said(
-    job: Job, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, model: nn.Module, storage: RuledStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_hooks.save_queue._LAST", 0.1)
     gate = Gate(storage, "create", SHARD)
@@ -228,7 +228,7 @@ def test_a_save_that_never_ends_is_given_up_and_said(
 
 
 def test_a_full_checkpoint_of_a_synced_step_completes_that_save(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer
+    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     with TrainerHook(job.layout.root, model, optimizer=optimizer) as hook, job.daemon() as loop:
         hook.after_step(4)
@@ -245,7 +245,7 @@ def test_a_full_checkpoint_of_a_synced_step_completes_that_save(
 
 
 def test_weights_that_are_gone_are_written_again_under_the_same_save_id(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     with TrainerHook(job.layout.root, model) as hook:
         hook.after_step(4)
@@ -259,7 +259,7 @@ def test_weights_that_are_gone_are_written_again_under_the_same_save_id(
 
 
 def test_what_is_saved_already_is_not_saved_again(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
         hook.save_checkpoint(4)
@@ -273,7 +273,7 @@ def test_what_is_saved_already_is_not_saved_again(
 
 
 def test_a_failed_save_may_be_made_again_of_the_same_step(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
         storage.rules.append(refuse("create", errno.ENOSPC, where=SHARD))
@@ -285,7 +285,7 @@ def test_a_failed_save_may_be_made_again_of_the_same_step(
 
 
 def test_the_last_step_becomes_a_full_checkpoint_where_such_are_made(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     with TrainerHook(job.layout.root, model, settings=SyncSettings(save_interval=100)) as hook:
         hook.after_step(3)
@@ -295,7 +295,7 @@ def test_the_last_step_becomes_a_full_checkpoint_where_such_are_made(
 @pytest.mark.parametrize("saved_before", [False, True])
 @pytest.mark.parametrize("layout", list(SaveLayout))
 def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
-    job: Job, model: nn.Module, layout: SaveLayout, saved_before: bool
+    job: SmallJob, model: nn.Module, layout: SaveLayout, saved_before: bool
 ) -> None:
     saving = SaveSettings(save_as_hf=SaveAsHf.LAST, layout=layout)
     model.config = Files()  # type: ignore[assignment]
@@ -318,7 +318,7 @@ def test_the_last_checkpoint_has_its_weights_as_a_hugging_face_model(
 
 
 def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     critic = nn.Linear(2, 1)
     its = torch.optim.SGD(critic.parameters())
@@ -337,7 +337,7 @@ def test_a_critic_and_what_the_user_adds_are_in_a_full_checkpoint(
 
 
 def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     saving = SaveSettings(max_to_keep=1, keep_every=4)
     pointed: list[str] = []
@@ -362,7 +362,7 @@ def test_older_full_checkpoints_are_retired_once_the_newer_one_is_pointed_to(
     ("method", "layout"), [("memory", SaveLayout.SHARDED), ("checkpoint", SaveLayout.FULL)]
 )
 def test_a_full_state_dict_is_published_by_a_link(
-    job: Job, model: nn.Module, method: Any, layout: SaveLayout
+    job: SmallJob, model: nn.Module, method: Any, layout: SaveLayout
 ) -> None:
     with TrainerHook(
         job.layout.root, model, settings=SyncSettings(method=method),
@@ -381,9 +381,9 @@ def test_a_full_state_dict_is_published_by_a_link(
 
 
 def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
-    job: Job, model: nn.Module, tmp_path: Path
+    job: SmallJob, model: nn.Module, tmp_path: Path
 ) -> None:
-    memory = Job(tmp_path / "shm")
+    memory = SmallJob(tmp_path / "shm")
     settings = SyncSettings(method="memory", save_interval=2)  # type: ignore[arg-type] # a name will do
     with TrainerHook(
         job.layout.root, model, settings=settings, memory_dir=memory.layout.root
@@ -405,7 +405,7 @@ def test_syncs_go_to_the_memory_folder_and_full_checkpoints_to_the_job(
 
 
 def test_settings_that_do_not_go_together_are_refused(
-    job: Job, model: nn.Module, tmp_path: Path
+    job: SmallJob, model: nn.Module, tmp_path: Path
 ) -> None:
     with pytest.raises(InvalidSettingsError, match="memory_dir is for method memory"):
         TrainerHook(job.layout.root, model, memory_dir=tmp_path)
@@ -419,7 +419,7 @@ def test_settings_that_do_not_go_together_are_refused(
 
 
 def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, storage=storage)
     storage.rules.append(FullDisk(SHARD))
@@ -439,7 +439,7 @@ def test_a_full_disk_names_the_file_the_need_and_the_room_and_leaves_nothing(
 
 
 def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_written(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
     storage.rules.append(refuse("create", errno.ENOSPC, where="extra_state"))
@@ -455,7 +455,7 @@ def test_announced_weights_stay_and_the_rest_goes_when_the_rest_cannot_be_writte
 
 
 def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
+    job: SmallJob, model: nn.Module, optimizer: torch.optim.Optimizer, storage: RuledStorage
 ) -> None:
     hook = TrainerHook(job.layout.root, model, optimizer=optimizer, storage=storage)
     storage.rules.append(refuse("rename", errno.ENOSPC, where="latest_checkpointed"))
@@ -467,7 +467,7 @@ def test_nothing_of_a_whole_checkpoint_goes_when_what_comes_after_it_is_refused(
 
 
 def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     hook = TrainerHook(job.layout.root, model, user_state=lambda: {"path": Path()})
     with pytest.raises(InvalidSettingsError, match="user_state"):
@@ -478,7 +478,7 @@ def test_what_could_not_be_loaded_again_is_refused_when_it_is_saved(
 
 
 def test_a_gathered_file_that_the_pruner_took_is_not_announced(
-    job: Job, model: nn.Module, storage: RuledStorage, tmp_path: Path
+    job: SmallJob, model: nn.Module, storage: RuledStorage, tmp_path: Path
 ) -> None:
     def prune(*_: Path) -> None:
         job.layout.step(4).rename(tmp_path / "trash")
@@ -493,7 +493,7 @@ def test_a_gathered_file_that_the_pruner_took_is_not_announced(
 
 
 def test_a_save_that_failed_keeps_no_memory(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     shape = (3, 1, 4, 1, 5)
     state = {"samples": torch.zeros(shape)}
@@ -509,7 +509,7 @@ def test_a_save_that_failed_keeps_no_memory(
         hook.close()
 
 
-def test_a_library_that_would_exit_ends_its_save_alone(job: Job, model: nn.Module) -> None:
+def test_a_library_that_would_exit_ends_its_save_alone(job: SmallJob, model: nn.Module) -> None:
     class Exits:
         def save_pretrained(self, save_directory: str) -> None:
             sys.exit(f"cannot write {save_directory[:1]}")
@@ -523,7 +523,7 @@ def test_a_library_that_would_exit_ends_its_save_alone(job: Job, model: nn.Modul
 
 
 def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(save_interval=4)
     hook = TrainerHook(job.layout.root, model, settings=settings, storage=storage)
@@ -537,7 +537,7 @@ def test_a_checkpoint_whose_mark_cannot_be_removed_is_not_written_again(
 
 
 def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner(
-    job: Job,
+    job: SmallJob,
 ) -> None:
     class Tied(Files):
         def to_json_string(self) -> str:
@@ -564,7 +564,7 @@ def test_a_hugging_face_model_that_cannot_be_added_leaves_the_step_to_the_pruner
 
 
 def test_what_failed_is_said_also_where_the_end_fails_otherwise(
-    job: Job, model: nn.Module, storage: RuledStorage, caplog: pytest.LogCaptureFixture
+    job: SmallJob, model: nn.Module, storage: RuledStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     def user_state() -> dict[str, Any]:
         raise ZeroDivisionError
@@ -581,7 +581,7 @@ def test_what_failed_is_said_also_where_the_end_fails_otherwise(
 
 
 def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     asked: list[str] = []
 
@@ -607,7 +607,7 @@ def test_what_all_ranks_gather_comes_before_what_one_of_them_may_refuse(
 
 
 def test_bytes_are_those_of_all_saves_since_they_were_told_last(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     gate = Gate(storage, "create", SHARD)
     with TrainerHook(job.layout.root, model, storage=storage) as hook:
@@ -620,7 +620,7 @@ def test_bytes_are_those_of_all_saves_since_they_were_told_last(
         assert "sync/bytes" not in hook.save_state_dict(2)
 
 
-def test_a_hook_that_is_closed_says_so(job: Job, model: nn.Module) -> None:
+def test_a_hook_that_is_closed_says_so(job: SmallJob, model: nn.Module) -> None:
     with TrainerHook(job.layout.root, model) as hook:
         hook.after_step(1)
     for call in (hook.after_step, hook.save_state_dict, hook.save_checkpoint):
@@ -634,7 +634,7 @@ def test_a_hook_that_is_closed_says_so(job: Job, model: nn.Module) -> None:
 # -- explorers ---------------------------------------------------------------------------------
 
 
-def test_a_second_trainer_is_refused_and_the_first_goes_on(job: Job, model: nn.Module) -> None:
+def test_a_second_trainer_is_refused_and_the_first_goes_on(job: SmallJob, model: nn.Module) -> None:
     job.layout.format.write_bytes(b'{"lease_time": 4}')  # a part of which it waits for a heartbeat
     with TrainerHook(job.layout.root, model) as hook:
         with pytest.raises(NameTakenError):
@@ -646,7 +646,7 @@ def test_a_second_trainer_is_refused_and_the_first_goes_on(job: Job, model: nn.M
 
 
 def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
-    job: Job, model: nn.Module
+    job: SmallJob, model: nn.Module
 ) -> None:
     def train() -> None:
         with TrainerHook(job.layout.root, model) as hook:
@@ -660,7 +660,7 @@ def test_explorers_learn_that_a_trainer_has_stopped_also_where_training_raised(
     assert list(job.layout.sessions.iterdir()) == []
 
 
-def test_explorers_that_ask_decide(job: Job, model: nn.Module) -> None:
+def test_explorers_that_ask_decide(job: SmallJob, model: nn.Module) -> None:
     settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
     with (
         TrainerHook(job.layout.root, model, settings=settings) as hook,
@@ -687,7 +687,7 @@ def test_explorers_that_ask_decide(job: Job, model: nn.Module) -> None:
 
 
 def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(style="explorer_driven")  # type: ignore[arg-type] # a name will do
     gate = Gate(RuledStorage(), "", "")
@@ -724,7 +724,7 @@ def test_an_explorer_is_told_that_nothing_comes_only_where_nothing_does(
 
 
 def test_storage_that_shows_no_explorers_stops_no_training(
-    job: Job, model: nn.Module, storage: RuledStorage
+    job: SmallJob, model: nn.Module, storage: RuledStorage
 ) -> None:
     settings = SyncSettings(style="explorer_driven", max_explorer_lag=1)  # type: ignore[arg-type] # a name will do
     with TrainerHook(job.layout.root, model, settings=settings, storage=storage) as hook:
@@ -733,7 +733,9 @@ def test_storage_that_shows_no_explorers_stops_no_training(
         storage.rules.clear()
 
 
-def test_waiting_for_data_before_the_first_step_saves_nothing(job: Job, model: nn.Module) -> None:
+def test_waiting_for_data_before_the_first_step_saves_nothing(
+    job: SmallJob, model: nn.Module
+) -> None:
     with TrainerHook(job.layout.root, model) as hook:
         assert "time/sync_weight" not in hook.sync_while_waiting()
         hook.after_step(1)

@@ -26,10 +26,10 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2Fo
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.names import HUGGINGFACE
 from tests.hooks import written
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.merging import build
 from tests.tiny_language import SIZES
-from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
+from trainer_hooks import SaveSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.lora import PeftState, base_vocabulary
 from trainer_hooks.state.state_dict import sharded_state_dict
@@ -228,12 +228,12 @@ def test_where_more_is_trained_than_the_adapter_holds_it_is_merged() -> None:
     model.get_base_model().model.norm.weight.requires_grad_(True)
     state = state_of(model)
     assert state.published_as(SaveLora.AUTO) is SaveLora.MERGED
-    with pytest.raises(InvalidSettingsError, match=r"model\.norm\.weight is trained and in no fil"):
+    with pytest.raises(InvalidSettingsError, match=r"model\.norm\.weight is trained, but no fil"):
         state.published_as(SaveLora.ADAPTER)
     assert "base_model.model.model.norm.weight" in state.for_resuming()
 
 
-def test_what_was_trained_and_is_frozen_again_is_saved(job: Job) -> None:
+def test_what_was_trained_and_is_frozen_again_is_saved(job: SmallJob) -> None:
     model = lora(qwen(), target_modules=["q_proj"])
     norm = model.get_base_model().model.norm.weight.requires_grad_(True)
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
@@ -276,7 +276,7 @@ def test_layers_of_another_method_are_saved_as_an_adapter_and_not_merged() -> No
         state.merged()
 
 
-def test_prompts_that_are_computed_are_refused_when_the_hook_is_made(job: Job) -> None:
+def test_prompts_that_are_computed_are_refused_when_the_hook_is_made(job: SmallJob) -> None:
     model = get_peft_model(qwen(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(InvalidSettingsError, match="'default' is of PREFIX_TUNING, which Trainer"):
         TrainerHook(job.layout.root, model)
@@ -309,7 +309,7 @@ def test_a_base_model_that_is_not_here_is_not_asked_for(told: str | None) -> Non
 # -- through the hook --------------------------------------------------------------------------
 
 
-def saved(job: Job, model: Any, step: int, **options: Any) -> Path:
+def saved(job: SmallJob, model: Any, step: int, **options: Any) -> Path:
     """A full checkpoint of a step; returns where the published folder is."""
     with TrainerHook(job.layout.root, model, saving=SaveSettings(**options)) as hook:
         hook.save_checkpoint(step, block_until_saved=True)
@@ -318,7 +318,7 @@ def saved(job: Job, model: Any, step: int, **options: Any) -> Path:
     return out
 
 
-def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: Job) -> None:
+def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: SmallJob) -> None:
     model = lora(qwen(), target_modules=["q_proj"])
     assert (saved(job, model, 3, lora="merged") / "model.safetensors").exists()
     with TrainerHook(job.layout.root, model, saving=SaveSettings(lora=SaveLora.ADAPTER)) as hook:
@@ -327,7 +327,7 @@ def test_an_adapter_replaces_no_file_of_a_step_that_was_saved_merged(job: Job) -
     assert build(job.layout.actor(3), out).kind == "adapter"
 
 
-def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Job) -> None:
+def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: SmallJob) -> None:
     model = lora(qwen(), target_modules=["q_proj"])
     saved(job, model, 3, save_as_hf="always")
     found = load_file(job.layout.actor(3) / HUGGINGFACE / "model.safetensors")
@@ -338,19 +338,17 @@ def test_an_adapters_checkpoint_with_a_hugging_face_model_has_it_merged(job: Job
     assert (job.layout.actor(4) / HUGGINGFACE / "model.safetensors").exists()
 
 
-def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: Job) -> None:
+def test_a_tied_embedding_with_an_adapter_of_its_own_is_no_merged_model(job: SmallJob) -> None:
     model = lora(qwen(tied=True), target_modules=["embed_tokens"])
-    settings = SyncSettings()
-    hook = TrainerHook(
-        job.layout.root, model, settings=settings, saving=SaveSettings(lora="merged")
-    )  # type: ignore[arg-type] # by its name
+    saving = SaveSettings(lora=SaveLora.MERGED, final=False)
+    hook = TrainerHook(job.layout.root, model, saving=saving)
     hook.after_step(1)
     with pytest.raises(SaveFailedError, match=r"lm_head\.weight is not the same as .*embed_"):
         written(hook)
     hook.close()
 
 
-def test_tokens_of_a_tied_embedding_are_trained_in_both(job: Job) -> None:
+def test_tokens_of_a_tied_embedding_are_trained_in_both(job: SmallJob) -> None:
     model = lora(qwen(tied=True), target_modules=["q_proj"], trainable_token_indices=[1, 7])
     found = load_file(saved(job, model, 1, lora="merged") / "model.safetensors")
     truth = dict(copy.deepcopy(model).merge_and_unload().state_dict())
@@ -365,7 +363,7 @@ def test_tokens_of_a_tied_embedding_are_trained_in_both(job: Job) -> None:
 
 @pytest.mark.parametrize("unfrozen", [False, True])
 def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
-    job: Job, unfrozen: bool
+    job: SmallJob, unfrozen: bool
 ) -> None:
     model = lora(qwen(), target_modules=["q_proj"])
     saved(job, model, 3)
@@ -380,7 +378,7 @@ def test_a_checkpoint_without_the_base_is_resumed_by_who_left_it_frozen(
 
 
 def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
-    job: Job, caplog: pytest.LogCaptureFixture
+    job: SmallJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = lora(qwen(), target_modules=["q_proj"])
     model.get_base_model().name_or_path = "org/one"
@@ -399,7 +397,7 @@ def test_a_checkpoint_without_the_base_is_not_resumed_on_another_base(
     assert "is not known" not in caplog.text
 
 
-def test_a_checkpoint_with_the_base_is_resumed_with_it(job: Job) -> None:
+def test_a_checkpoint_with_the_base_is_resumed_with_it(job: SmallJob) -> None:
     """As of a trainer that saved all, before adapters were saved alone."""
     model = lora(qwen(), target_modules=["q_proj"])
     everything: Callable[[PeftState], Any] = lambda state: state._state  # noqa: E731 - a seam

@@ -18,17 +18,18 @@ from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL, RECEIPTS, SAVING
 from syncd.protocol.policy import SyncSettings
 from syncd.protocol.records import SaveId
+from syncd.storage.job import Job
 from tests.hooks import DEADLINE
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import wait_until
 from tests.storages import Clock, RuledStorage, refuse
 from trainer_hooks import latest_checkpoint
 from trainer_hooks.save_queue import patience_of
 from trainer_hooks.settings import SaveSettings, WriteConcurrency
-from trainer_hooks.writing.writer import Contents, RankWriter
+from trainer_hooks.writing.writer import RankContents, RankWriter
 
 RANKS = 3
-CONTENTS = Contents(model={"weight": torch.zeros(3)})
+CONTENTS = RankContents(model={"weight": torch.zeros(3)})
 
 
 class Writing:
@@ -60,10 +61,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def writers(
-    job: Job, concurrency: WriteConcurrency, *storages: RuledStorage, timeout: float = DEADLINE
+    job: SmallJob, concurrency: WriteConcurrency, *storages: RuledStorage, timeout: float = DEADLINE
 ) -> list[RankWriter]:
     return [
-        RankWriter(storage, job.layout, rank, RANKS, save_timeout=timeout, concurrency=concurrency)
+        RankWriter(
+            Job(storage, job.layout), rank, RANKS, save_timeout=timeout, concurrency=concurrency
+        )
         for rank, storage in enumerate(storages)
     ]
 
@@ -76,7 +79,7 @@ def save_all(
 
 @pytest.mark.parametrize("concurrency", list(WriteConcurrency)[1:])
 def test_one_rank_writes_at_a_time(
-    job: Job, threads: ThreadPoolExecutor, concurrency: WriteConcurrency
+    job: SmallJob, threads: ThreadPoolExecutor, concurrency: WriteConcurrency
 ) -> None:
     writing = Writing()
     ranks = writers(job, concurrency, *(RuledStorage(writing.rule) for _ in range(RANKS)))
@@ -90,7 +93,7 @@ def test_one_rank_writes_at_a_time(
 
 
 def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
-    job: Job, threads: ThreadPoolExecutor
+    job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
     full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
     ranks = writers(
@@ -110,7 +113,7 @@ def test_who_comes_after_a_rank_that_failed_gives_up_at_once(
 
 
 def test_a_rank_whose_turn_never_comes_gives_up_in_time(
-    job: Job, threads: ThreadPoolExecutor
+    job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
     ranks = writers(
         job, WriteConcurrency.ONE_AT_A_TIME, *(RuledStorage() for _ in range(RANKS)), timeout=0.2
@@ -121,7 +124,7 @@ def test_a_rank_whose_turn_never_comes_gives_up_in_time(
 
 
 def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next_one(
-    job: Job, threads: ThreadPoolExecutor
+    job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
     full = RuledStorage(refuse("create", errno.ENOSPC, where="rank_1.pt"))
     ranks = writers(
@@ -142,7 +145,7 @@ def test_what_other_ranks_wrote_of_a_save_that_was_given_up_goes_with_their_next
 
 
 def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_trainer(
-    job: Job, threads: ThreadPoolExecutor
+    job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
     actor = job.layout.actor(1)
     actor.mkdir(parents=True)
@@ -167,7 +170,7 @@ def test_a_save_that_fails_leaves_the_shards_beside_the_optimizer_of_another_tra
 
 
 def test_what_took_others_longer_than_one_timeout_costs_no_rank_its_turn(
-    job: Job, threads: ThreadPoolExecutor, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    job: SmallJob, threads: ThreadPoolExecutor, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_hooks.writing.pace.time", SimpleNamespace(monotonic=clock))
     storages = [RuledStorage() for _ in range(RANKS)]
@@ -193,7 +196,7 @@ def test_a_save_in_turns_is_waited_for_as_long_as_all_turns_may_take() -> None:
 
 @pytest.mark.parametrize("is_full", [False, True])
 def test_what_rank_0_may_have_announced_is_not_taken_back(
-    job: Job, threads: ThreadPoolExecutor, is_full: bool
+    job: SmallJob, threads: ThreadPoolExecutor, is_full: bool
 ) -> None:
     name = "full_rank_1.json" if is_full else "rank_1.json"
     pointer = job.layout.checkpoint_pointer if is_full else job.layout.state_pointer
@@ -206,10 +209,10 @@ def test_what_rank_0_may_have_announced_is_not_taken_back(
 
     failing = RuledStorage(refused_once_it_was_seen)
     zero, one = (
-        RankWriter(storage, job.layout, rank, 2, save_timeout=DEADLINE, pauses=(0.0, 0.0))
+        RankWriter(Job(storage, job.layout), rank, 2, save_timeout=DEADLINE, pauses=(0.0, 0.0))
         for rank, storage in enumerate((RuledStorage(), failing))
     )
-    contents = Contents(
+    contents = RankContents(
         model={"weight": torch.zeros(3)}, optimizer={"state": torch.zeros(3)}, is_full=is_full
     )
     save_id = SaveId("run", 1, 0)
@@ -223,12 +226,12 @@ def test_what_rank_0_may_have_announced_is_not_taken_back(
     assert latest_checkpoint(job.layout.root) == (1 if is_full else None)
 
 
-def weights(job: Job, step: int) -> set[str]:
+def weights(job: SmallJob, step: int) -> set[str]:
     return {path.name for path in Path(job.layout.actor(step)).glob("*.pt")}
 
 
 def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
-    job: Job, threads: ThreadPoolExecutor
+    job: SmallJob, threads: ThreadPoolExecutor
 ) -> None:
     """Else rank 0 would wait for it, and sync nothing meanwhile, for all of the save_timeout."""
     ranks = writers(job, WriteConcurrency.UNRESTRICTED, *(RuledStorage() for _ in range(RANKS)))
@@ -240,7 +243,7 @@ def test_a_rank_that_fails_before_any_other_has_begun_is_heard_too(
     others[1].result(DEADLINE)
 
 
-def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job: Job) -> None:
+def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job: SmallJob) -> None:
     """Else a rank's next mkdir inside fails, and with one attempt its save."""
     folder, looks = job.layout.step(1), 0
 
@@ -251,7 +254,9 @@ def test_a_step_folder_is_at_no_moment_empty_and_so_replaced_by_another_rank(job
             with pytest.raises(OSError, match="not empty"):
                 folder.rmdir()  # as a rename over it would
 
-    writer = RankWriter(RuledStorage(rival), job.layout, 0, 1, save_timeout=DEADLINE, pauses=())
+    writer = RankWriter(
+        Job(RuledStorage(rival), job.layout), 0, 1, save_timeout=DEADLINE, pauses=()
+    )
     writer.save(SaveId("run", 1, 0), CONTENTS)
     assert looks > 10
     assert job.layout.state_pointer.read_text() == "1\n"

@@ -17,7 +17,7 @@ from syncd.checkpoint.safetensors_file import CONTENT, SafetensorsFile
 from syncd.checkpoint.safetensors_header import PAGE
 from syncd.protocol.errors import CoverageError, SaveFailedError, ShardFormatError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name
-from syncd.protocol.records import Receipt, ReceiptFile, encode
+from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, encode
 from syncd.storage.fsio import Draft, Storage
 from tests.fsdp_models import Config, Laden, tensors, values
 from tests.merging import STORAGE, assert_equal, build, loaded
@@ -66,7 +66,11 @@ def test_any_limit_of_memory_makes_the_same_file(tmp_path: Path, limit: int) -> 
     with SafetensorsFile.open(STORAGE, tmp_path / "actor" / FULL_STATE_DICT) as file:
         assert len(file.header) % PAGE == 0
         expected = ReceiptFile(
-            name=FULL_STATE_DICT, size=file.size, digest=file.header_digest, over="header"
+            name=FULL_STATE_DICT,
+            size=file.size,
+            digest=file.header_digest,
+            over="header",
+            nonfinite=NonFinite.of([one.name for one in file.entries if "unusual" in one.name]),
         )
     assert told == expected
     build(tmp_path / "actor", tmp_path / "out")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from syncd.checkpoint.save import Save, look_at_save
+from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import RetireVersion
 from syncd.daemon.loop import Loop
@@ -20,44 +20,47 @@ from syncd.protocol.errors import SupersededError, SyncdError
 from syncd.protocol.layout import JobLayout
 from syncd.storage.epoch import Epoch
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from syncd.storage.watch import Watcher
-from tests.jobs import Job, nothing
+from tests.jobs import SmallJob, nothing
 from tests.lagging import Hosts
 from tests.storages import Clock, FastStorage, RuledStorage, once, refuse
 
 pytestmark = pytest.mark.lagging
 
 
-def saved_with_a_nested_folder(job: Job, step: int) -> Save:
+def saved_with_a_nested_folder(job: SmallJob, step: int) -> SavedWeights:
     """transformers writes additional_chat_templates/ beside the tokenizer."""
     job.save(step, receipts=False)
     nested = job.layout.actor(step) / "huggingface" / "additional_chat_templates"
     nested.mkdir(exist_ok=True)
     (nested / "tool.jinja").write_text("x")
-    return look_at_save(job.storage, job.layout.actor(step), step)
+    save = look_at_save(job.storage, job.layout.actor(step), step)
+    assert isinstance(save, SavedWeights)
+    return save
 
 
-def publisher(job: Job, storage: Storage, epoch: Epoch) -> Publisher:
-    made = Publisher(storage, job.layout, DaemonConfig(), epoch, "session", cancel=nothing)
+def publisher(job: SmallJob, storage: Storage, epoch: Epoch) -> Publisher:
+    made = Publisher(Job(storage, job.layout), DaemonConfig(), epoch, "session", cancel=nothing)
     made.recover()
     return made
 
 
 def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    old = publisher(job, storage, Epoch.take_over(storage, job.layout))
+    old = publisher(job, storage, Epoch.take_over(Job(storage, job.layout)))
     old.publish(saved_with_a_nested_folder(job, 1))
     second = saved_with_a_nested_folder(job, 2)
 
     def overtake(*_: object) -> None:
         fast = FastStorage()
-        epoch = Epoch.take_over(fast, job.layout)
+        epoch = Epoch.take_over(Job(fast, job.layout))
         new = publisher(job, fast, epoch)
         for step in (3, 4):
             new.publish(saved_with_a_nested_folder(job, step))
-        pruner = Pruner(fast, job.layout, epoch, "session")
+        pruner = Pruner(Job(fast, job.layout), epoch, "session")
         for sequence in (1, 2):
             assert pruner.retire_version(RetireVersion(sequence, "in the way"))
 
@@ -69,7 +72,7 @@ def test_a_superseded_daemon_that_makes_a_nested_folder_brings_no_room_back(
 
 
 def test_a_kill_between_lease_folder_and_version_uses_up_no_sequence(
-    job: Job, hosts: Hosts
+    job: SmallJob, hosts: Hosts
 ) -> None:
     job.save(1)
     with job.daemon() as loop:
@@ -93,7 +96,7 @@ class NoListing(FastStorage):
         return [] if path.name == "leases" else super().names(path)
 
 
-def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: Job) -> None:
+def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: SmallJob) -> None:
     for step in (1, 2, 3):
         job.save(step)
         with job.daemon(DaemonConfig(keep=5)) as loop:
@@ -106,7 +109,7 @@ def test_one_empty_listing_of_the_leases_deletes_no_version_that_is_kept(job: Jo
 
 @pytest.mark.parametrize("step", [3, 5])
 def test_a_folder_that_cannot_be_looked_at_keeps_nobody_from_the_others(
-    job: Job, clock: Clock, step: int
+    job: SmallJob, clock: Clock, step: int
 ) -> None:
     actor = job.layout.actor(step)
     actor.mkdir(parents=True)
@@ -129,7 +132,7 @@ def test_a_full_disk_keeps_nothing_from_being_pruned(
     tmp_path: Path, clock: Clock, hosts: Hosts
 ) -> None:
     storage = hosts.ruled()
-    job = Job(tmp_path / "job", storage, hosts=hosts)
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
     with job.daemon(DaemonConfig(keep=1, prune_steps=False), clock=clock) as loop:
         for step in (1, 2):
             job.save(step)
@@ -155,7 +158,7 @@ def odd_tensor_name(layout: JobLayout) -> None:
 
 @pytest.mark.parametrize("what", ["odd name", "fault"])
 def test_whatever_is_wrong_with_one_save_the_next_one_is_served(
-    job: Job, clock: Clock, what: str, hosts: Hosts
+    job: SmallJob, clock: Clock, what: str, hosts: Hosts
 ) -> None:
     job.save(1, receipts=False)
     if what == "odd name":

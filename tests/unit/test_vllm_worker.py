@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from explorer_hooks.engines.vllm_worker import SyncdWorker
 from explorer_hooks.engines.vllm_workers import EXTENSION, VLLMWorkers
-from syncd.coordination.broadcast import WeightGroup
+from syncd.coordination.broadcast.group import WeightGroup
 from syncd.protocol.errors import BroadcastError, EngineBrokenError, EngineMismatchError
 from tests.weight_groups import CPU, DEADLINE, meeting
-from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import WeightSender
 
 
 class Worker(SyncdWorker):
@@ -30,6 +30,7 @@ class Worker(SyncdWorker):
         self.rank = rank
         self.device = CPU
         self.model_config = SimpleNamespace(model=model)
+        self.model_runner = SimpleNamespace(get_model=nn.Module)
         self.served: dict[str, Tensor] | None = None
         self.fails = False
 
@@ -97,7 +98,7 @@ def test_all_workers_hold_what_was_sent_before_one_loads_it(model: nn.Module, fo
             assert torch.equal(worker.served[name], value)
     engine.workers.leave()
     engine.workers.leave()
-    with pytest.raises(EngineBrokenError, match="nothing was received"):
+    with pytest.raises(EngineBrokenError, match="has received no weights"):
         engine.workers.load(DEADLINE)
 
 
@@ -109,7 +110,7 @@ def test_what_does_not_fit_the_folder_is_sent_to_nobody(folder: Path) -> None:
             engine.workers.receive(rendezvous, 1, DEADLINE)
         assert isinstance(refused.value.__cause__, EngineMismatchError)
         assert isinstance(trainer.exception(), BroadcastError)
-    with pytest.raises(EngineBrokenError, match="nothing was received"):
+    with pytest.raises(EngineBrokenError, match="has received no weights"):
         engine.workers.load(DEADLINE)
 
 
@@ -123,6 +124,59 @@ def test_what_one_worker_fails_to_load_is_not_served(model: nn.Module, folder: P
         engine.workers.load(DEADLINE)
     with pytest.raises(BroadcastError, match="must load a version first"):
         engine.workers.receive(rendezvous, 1, DEADLINE)
+
+
+class Packs:
+    """A method of vLLM's for the weights of a layer."""
+
+    def __init__(self, *, packs_anew: bool = True) -> None:
+        self.moe_kernel: object = "of the start"
+        self._packs_anew = packs_anew
+        self.packed: Tensor | None = None
+
+    def load(self) -> None:
+        if self.moe_kernel is None and self._packs_anew:
+            self.moe_kernel = "of the reload"
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        assert isinstance(layer.weight, Tensor)
+        self.packed = layer.weight.clone()
+
+
+class OnCPU(SyncdWorker):
+    """A worker with experts, and an output layer that shares the embedding's weight."""
+
+    def __init__(self, experts: Packs) -> None:
+        self.device = CPU
+        self.model_config = SimpleNamespace(is_moe=True)
+        self.moe, self.embedding, self.head = nn.Module(), nn.Embedding(3, 2), nn.Module()
+        self.head.weight = self.embedding.weight
+        self.moe.quant_method = experts
+        for layer in (self.embedding, self.head):
+            layer.quant_method, layer.cpu_linear = Packs(), "of the start"
+            del layer.quant_method.moe_kernel
+        model = nn.ModuleList((self.moe, self.embedding, self.head))
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
+
+    def reload_weights(self, *, weights_path: str) -> None:
+        del weights_path
+        self.moe.quant_method.load()
+        self.embedding.weight.data.fill_(7)
+
+
+def test_on_a_cpu_what_vllm_has_packed_is_packed_anew() -> None:
+    """That vLLM serves it then is looked at in tests/engines/test_vllm_cpu.py."""
+    worker = OnCPU(Packs())
+    assert worker.syncd_load_folder("folder") == {"failed": None}
+    assert worker.moe.quant_method.moe_kernel == "of the reload"
+    assert torch.equal(worker.head.quant_method.packed, torch.full((3, 2), 7.0))
+
+
+def test_experts_that_nobody_can_pack_anew_on_a_cpu_are_an_error() -> None:
+    worker = OnCPU(Packs(packs_anew=False))
+    assert "restart it" in str(worker.syncd_load_folder("folder")["failed"])
+    del worker.moe.quant_method.moe_kernel  # as of another release
+    assert "of a kind" in str(worker.syncd_load_folder("folder")["failed"])
 
 
 def test_a_rendezvous_that_is_none_is_refused_in_the_answer() -> None:

@@ -139,6 +139,24 @@ def test_however_much_is_watched_it_is_one_instance_and_a_thread_for_each_folder
     assert set(threading.enumerate()) == before
 
 
+def test_a_watch_that_ends_just_after_something_was_moved_away_ends_without_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The library holds what was moved away back, in case that it comes back by another name.
+    folders = [tmp_path / name for name in "abc"]
+    with ExitStack() as stack:
+        for folder in folders:
+            folder.mkdir()
+            (folder / "LATEST").touch()
+            stack.enter_context(watcher(folder, "LATEST"))
+        last = stack.enter_context(watcher(tmp_path, "moved"))
+        for folder in folders:
+            (folder / "LATEST").rename(tmp_path / f"of {folder.name}")
+        (tmp_path / "moved").touch()
+        assert last.wait(LONG)
+    assert not caplog.records
+
+
 def test_where_nothing_is_watched_there_is_no_instance() -> None:
     with Watcher({}) as watching:
         assert inotify_instances() == 0

@@ -7,12 +7,10 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,12 @@ from click.testing import CliRunner
 import syncd.web
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.job_state import look_anyway
-from syncd.protocol.errors import InvalidSettingsError
+from syncd.operate.job_state import look_anyway
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
 from syncd.web import jobs as web_jobs
-from syncd.web.jobs import Jobs
+from syncd.web.jobs import Jobs, SharedLook
 from syncd.web.server import Server
-from syncd.web.shared_look import SharedLook
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, ENVIRONMENT, wait_until
 from tests.web.served import explorer, served
 
@@ -36,7 +33,7 @@ PAGE = Path(syncd.web.__file__).parent
 
 
 @pytest.fixture
-def shown(job: Job) -> Job:
+def shown(job: SmallJob) -> SmallJob:
     with job.daemon(DaemonConfig(keep=9)) as loop:
         job.save(1)
         loop.run_once()
@@ -46,7 +43,7 @@ def shown(job: Job) -> Job:
 
 
 @pytest.fixture
-def server(shown: Job) -> Iterator[Server]:
+def server(shown: SmallJob) -> Iterator[Server]:
     with served(shown.layout.root) as server:
         yield server
 
@@ -73,7 +70,7 @@ def printed(*arguments: object) -> Any:
 
 
 def test_it_holds_what_status_and_history_print_and_when_that_was_read(
-    shown: Job, server: Server
+    shown: SmallJob, server: Server
 ) -> None:
     (job,) = jobs_of(server)
     status = printed("status", shown.layout.root)
@@ -141,9 +138,9 @@ def test_a_path_leads_to_what_is_listed_and_to_no_file(server: Server, path: str
 
 
 def test_a_job_whose_storage_hangs_keeps_nobody_waiting_twice(
-    shown: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shown: SmallJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hung = Job(tmp_path / "hung").layout.root
+    hung = SmallJob(tmp_path / "hung").layout.root
     begun: list[float] = []
     answers = threading.Event()
 
@@ -233,20 +230,20 @@ def test_a_look_costs_a_part_of_the_time_however_long_it_takes() -> None:
 def test_jobs_come_and_go_and_those_that_are_all_away_say_so(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
     first, second = root / "a", root / "b"
-    Job(first)
+    SmallJob(first)
     with served(root) as server:
 
         def listed(*wanted: tuple[int, Path]) -> bool:
             return [(job["id"], Path(job["job"])) for job in jobs_of(server)] == list(wanted)
 
         wait_until(lambda: listed((0, first)), "the first job")
-        Job(second)
+        SmallJob(second)
         wait_until(lambda: listed((0, first), (1, second)), "a second job")
         shutil.rmtree(first)
         wait_until(lambda: listed((1, second)), "the second job alone")
         root.rename(tmp_path / "unmounted")
         root.mkdir()
-        away = "is not a job that syncd has served"
+        away = "no such folder"
         wait_until(lambda: away in jobs_of(server)[0]["status"].get("unseen", ""), "it is away")
         assert listed((1, second))
         history = json.loads(asked(server, "/jobs/1/history.json")[1])
@@ -255,15 +252,15 @@ def test_jobs_come_and_go_and_those_that_are_all_away_say_so(tmp_path: Path) -> 
 
 def test_a_job_that_is_gone_leaves_nothing_and_one_made_anew_is_another(tmp_path: Path) -> None:
     root = tmp_path / "jobs"
-    Job(root / "a")
-    Job(root / "b")
+    SmallJob(root / "a")
+    SmallJob(root / "b")
     with served(root) as server:
         wait_until(lambda: [job["id"] for job in jobs_of(server)] == [0, 1], "both")
         assert asked(server, "/jobs/0/history.json")[0].status == 200
         shutil.rmtree(root / "a")
         wait_until(lambda: [job["id"] for job in jobs_of(server)] == [1], "the other alone")
         wait_until(lambda: jobs_of(server) and not _has(server, 0), "it is forgotten")
-        Job(root / "a")
+        SmallJob(root / "a")
         wait_until(lambda: [job["id"] for job in jobs_of(server)] == [2, 1], "one made anew")
 
 
@@ -271,7 +268,7 @@ def _has(server: Server, number: int) -> bool:
     return asked(server, f"/jobs/{number}/history.json")[0].status == 200
 
 
-def test_a_history_that_who_asks_has_already_is_not_sent_again(shown: Job) -> None:
+def test_a_history_that_who_asks_has_already_is_not_sent_again(shown: SmallJob) -> None:
     with served(shown.layout.root, every=3600.0) as server:
 
         def history(query: str) -> Any:
@@ -285,41 +282,20 @@ def test_a_history_that_who_asks_has_already_is_not_sent_again(shown: Job) -> No
         assert asked(server, "/jobs/0/history.json?had=../etc")[0].status == 404
 
 
-def test_connections_that_say_nothing_do_not_pile_up(server: Server) -> None:
-    before = threading.active_count()
-    with ExitStack() as stack:
-
-        def connected() -> socket.socket:
-            address = server.server_address[:2]
-            return stack.enter_context(socket.create_connection(address, timeout=DEADLINE))
-
-        for _ in range(100):
-            silent = connected()
-        assert silent.recv(1) == b""  # the last one is closed at once
-        assert threading.active_count() - before <= 64
-    wait_until(lambda: _answers(server), "an answer once they are gone")
-
-
-def _answers(server: Server) -> bool:
-    try:
-        return asked(server, "/")[0].status == 200
-    except OSError:
-        return False
-
-
 def test_a_port_that_is_taken_is_an_error_with_advice(server: Server, tmp_path: Path) -> None:
     with pytest.raises(InvalidSettingsError, match="cannot be used: Address already in use"):
         Server(Jobs([tmp_path], 1), server.server_address[1])
 
 
-def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: Job) -> None:
-    argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), "--port", "0"]
-    for number in (signal.SIGTERM, signal.SIGINT):
+def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: SmallJob) -> None:
+    for number, *form in ((signal.SIGTERM,), (signal.SIGINT, "--json")):
+        argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), "--port", "0", *form]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as process:
             try:
                 assert process.stdout is not None
                 line = process.stdout.readline()
-                found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)\n", line)
+                said = f"{json.loads(line)['address']} (Ctrl-C ends it)\n" if form else line
+                found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)\n", said)
                 assert found is not None
                 connection = http.client.HTTPConnection(
                     "127.0.0.1", int(found[1]), timeout=DEADLINE
@@ -331,6 +307,18 @@ def test_the_command_says_where_the_page_is_and_ends_when_it_is_told(shown: Job)
                 assert process.wait(DEADLINE) == 0
             finally:
                 process.kill()
+
+
+def test_a_path_that_does_not_exist_is_refused_at_the_start(
+    shown: SmallJob, tmp_path: Path
+) -> None:
+    for missing in (tmp_path / "typo", shown.layout.latest / "inside"):
+        argv = [sys.executable, "-m", "syncd", "web", str(shown.layout.root), str(missing)]
+        done = subprocess.run(
+            [*argv, "--port", "0"], capture_output=True, text=True, check=False, timeout=DEADLINE
+        )
+        assert (done.returncode, done.stdout) == (JobUnavailableError.exit_code, "")
+        assert f"{missing}: no such folder. Give a job's directory, or" in done.stderr
 
 
 def test_all_of_the_page_is_served_and_nothing_of_it_reads_markup() -> None:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from explorer_hooks.broadcast import WeightReceiver
 from explorer_hooks.engines.in_place import HostStage
 from explorer_hooks.engines.targets import Fit, find_targets, tensors_of
-from syncd.coordination.broadcast import WeightGroup
-from syncd.coordination.weight_meta import ALIGNED, BUCKET, WeightMeta
+from syncd.coordination.broadcast.group import WeightGroup
+from syncd.coordination.broadcast.weight_meta import ALIGNED, BUCKET, WeightMeta
 from syncd.protocol.errors import BroadcastError, EngineBrokenError
 from tests.fsdp_models import Config, Laden, tensors
 from tests.weight_groups import transfer
-from trainer_hooks.broadcast import WeightSender
+from trainer_hooks.fast_path import WeightSender
 
 Received = dict[str, Tensor]
 Receive = Callable[[WeightGroup], Received]
@@ -233,7 +233,7 @@ def test_a_mismatch_is_an_error_everywhere_before_any_byte_of_a_tensor(laden: La
 
     before = tensors(other)
     ranks = transfer(send, staged(other), received, filled(other))
-    with pytest.raises(BroadcastError, match="an explorer cannot take what is sent"):
+    with pytest.raises(BroadcastError, match="an explorer cannot take the weights"):
         ranks[0].result()
     for number in (1, 3):
         with pytest.raises(BroadcastError, match=r"layers\.1\.up\.weight is \[10, 6\]"):
@@ -315,14 +315,14 @@ def test_a_bucket_that_is_not_what_was_sent_is_not_taken(
         del flat
         return next(digests).to_bytes(16, "little")
 
-    monkeypatch.setattr("trainer_hooks.outgoing._digest", wrong_once)
+    monkeypatch.setattr("trainer_hooks.transfer._digest", wrong_once)
     other = Laden()
     before = tensors(other)
     ranks = transfer(sent(laden, bucket_bytes=bucket_bytes), staged(other), received)
-    with pytest.raises(BroadcastError, match="an explorer has not taken what was sent"):
+    with pytest.raises(BroadcastError, match="an explorer has not taken the weights"):
         ranks[0].result()
     for rank in ranks[1:]:
-        with pytest.raises(BroadcastError, match="is not what the trainer says"):
+        with pytest.raises(BroadcastError, match="differ from those that the trainer sent"):
             rank.result()
     assert same(tensors(other), before)
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from explorer_hooks.engines.conformance import TensorBytes, make_version, random_tensors
 from explorer_hooks.engines.fitting import TensorSpec
-from explorer_hooks.engines.made_versions import TensorBytes, make_version, random_tensors
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.boxes import Box, extents, whole

@@ -17,7 +17,7 @@ from typing import Final
 
 from syncd.protocol.records import encode
 from syncd.protocol.reports import TrainerReport
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import ENVIRONMENT, Daemon, wait_for_step
 from tests.web.chromium import Browser, browser
 from tests.web.served import served
@@ -33,7 +33,7 @@ _LOADS: Final = {"node-0": 0.3, "node-1": 0.8, "node-2": 1.5, "node-3": 4.0}
 def main() -> None:
     """Work for some minutes, then photograph the page."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        job = Job(Path(name) / "qwen-grpo")
+        job = SmallJob(Path(name) / "qwen-grpo")
         stack.enter_context(Daemon(job.layout.root))
         for explorer, seconds in _LOADS.items():
             stack.callback(_end, _follow(job.layout.root, explorer, seconds))
@@ -47,7 +47,7 @@ def main() -> None:
             )
             job.put(job.layout.trainer_report, encode(told))
         wait_for_step(job.layout.root, _STEPS)
-        _photograph(page, server.address, "web", 1280, 1105, dark=False)
+        _photograph(page, server.address, "web", 1280, 1172, dark=False)
         _photograph(page, server.address, "web-phone", 360, 1100, dark=True)
 
 

@@ -12,7 +12,7 @@ from syncd.protocol.records import encode
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.web.jobs import Jobs
 from syncd.web.server import Server
-from tests.jobs import Job
+from tests.jobs import SmallJob
 
 
 @contextmanager
@@ -28,7 +28,9 @@ def served(*folders: Path, port: int = 0, **more: Any) -> Iterator[Server]:
             thread.join()
 
 
-def explorer(job: Job, name: str, sequence: int | None, *, file: str = "", **more: Any) -> None:
+def explorer(
+    job: SmallJob, name: str, sequence: int | None, *, file: str = "", **more: Any
+) -> None:
     """An explorer's report, and its lease."""
     told = {"name": name, "session": "s", "status": "running", "sequence": sequence,
             "step": sequence, "time": 1.0, **more}  # fmt: skip
@@ -38,7 +40,7 @@ def explorer(job: Job, name: str, sequence: int | None, *, file: str = "", **mor
         job.layout.session(f"s-{file or name}").touch()
 
 
-def daemon(job: Job, time: float, **more: Any) -> None:
+def daemon(job: SmallJob, time: float, **more: Any) -> None:
     """What a daemon says of itself."""
     told = {"session": "s", "host": "trainer-7", "pid": 4242, "epoch": 3, "state": "watching",
             "time": time, **more}  # fmt: skip

@@ -17,14 +17,15 @@ import pytest
 pytest.importorskip("selenium", reason="pip install 'syncd[test]' brings it")
 
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.job_state import look_anyway
-from syncd.daemon.journal_file import JournalFile
+from syncd.daemon.telling.journal import JournalFile
+from syncd.operate.job_state import look_anyway
 from syncd.protocol.records import Format, encode
 from syncd.protocol.reports import MergeProgress, Reload, TrainerReport
 from syncd.protocol.requests import Pause
-from syncd.web import jobs, shared_look
+from syncd.storage.job import Job
+from syncd.web import jobs
 from syncd.web.server import Server
-from tests.jobs import Job
+from tests.jobs import SmallJob
 from tests.multiprocess.processes import DEADLINE, wait_until
 from tests.ports import free_port
 from tests.storages import FastStorage
@@ -58,9 +59,9 @@ def shown(page: Browser, *folders: Path, **more: Any) -> Iterator[Server]:
         page.driver.get("about:blank")  # the page would go on asking
 
 
-def a_job(folder: Path, steps: int = 3, *explorers: str) -> Job:
+def a_job(folder: Path, steps: int = 3, *explorers: str) -> SmallJob:
     """Versions that a daemon has published, and explorers that serve the newest one."""
-    job = Job(folder)
+    job = SmallJob(folder)
     with job.daemon(DaemonConfig(keep=40)) as loop:
         for step in range(1, steps + 1):
             job.save(step)
@@ -78,7 +79,7 @@ def many_jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every state that there is."""
     root = tmp_path_factory.mktemp("jobs")
     a_job(root / "well", 3, "node-1", "node-2")
-    Job(root / "empty")
+    SmallJob(root / "empty")
     dead = a_job(root / f"dead-{'long-' * 12}", 2, "node-1")
     daemon(dead, time.time() - 3 * 3600)
     busy = a_job(root / "busy", 30, *(f"node-{number}-{'x' * 40}" for number in range(30)))
@@ -131,10 +132,10 @@ def test_what_happens_is_seen_without_a_reload_and_moves_nothing_that_the_viewer
 
 
 def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Path) -> None:
-    job = a_job(tmp_path / HOSTILE.partition("/")[0])
+    job = a_job(tmp_path / f"\u202e{HOSTILE.partition('/')[0]}")
     explorer(job, HOSTILE, 3, file="hostile", time=time.time(), refused=HOSTILE, fault=None)
     daemon(job, time.time(), host=HOSTILE, detail=HOSTILE, state="watching")
-    journal = JournalFile(FastStorage(), job.layout)
+    journal = JournalFile(Job(FastStorage(), job.layout))
     journal.note("live", version=3, explorer=HOSTILE, seconds=1.0)
     journal.note("quarantined", step=9, why=HOSTILE)
     journal.note("refused", of=1, by=HOSTILE, why=HOSTILE)
@@ -148,7 +149,7 @@ def test_what_others_wrote_is_text_and_nothing_else(page: Browser, tmp_path: Pat
         told = page.text()
         assert told.count('<img src=x onerror="window.hit=1">') >= 8
         assert "\\u202e\\u001b[31m" in told
-        assert "\u202e" not in told
+        assert "\u202e" not in told + page.run("return document.title")
         assert page.run("return [window.hit, document.images.length]") == [None, 0]
         assert page.run("return document.querySelectorAll('main script').length") == 0
 
@@ -177,6 +178,84 @@ def test_every_state_fits_the_page_and_can_be_read(
             said = {"busy": "Paused by me@login", "empty": "syncd run ", "well": "v3",
                     f"dead-{'long-' * 12}": "was heard last 3 h ago"}[job]  # fmt: skip
             page.sees(said, "main")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_moves_when_a_merge_begins_goes_on_and_ends(
+    page: Browser, tmp_path: Path, width: int
+) -> None:
+    job = a_job(tmp_path / "job", 3, "node-1")
+    places = "return [...document.querySelectorAll('main > *, .tile')].map((one) => one.offsetTop)"
+    wait = "global_step_4/actor: rank 3 of 64 has not written its receipt of save 17c0-4-0 yet"
+    merge = MergeProgress(step=4, done=10**9, total=4 * 10**9, seconds=1.0)
+    states: dict[str, dict[str, Any]] = {
+        "Nothing is being merged": {"state": "watching"},
+        "Waiting: global_step_4": {"state": "watching", "detail": wait},
+        "Merging step 4": {"state": "merging", "detail": "step 4"},
+        "1.0 GB of 4.0 GB": {"state": "merging", "detail": "step 4", "merge": merge},
+    }
+    with shown(page, job.layout.root) as server:
+        found = []
+        for words, state in states.items():
+            daemon(job, time.time(), **state)
+            if not found:
+                page.open(server.address, width=width)
+                page.sees("node-1", ".timeline tbody tr")
+            page.sees(words, ".doing")
+            found.append(page.run(places))
+        assert found[1:] == [found[0]] * 3
+        assert page.run("return document.querySelector('progress').position") == 0.25
+
+
+def test_jobs_of_one_name_are_told_apart_by_as_much_of_their_paths_as_it_takes(
+    page: Browser, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("a/run/job", "b/run/job", "b/other", "run/job")]
+    for folder in folders:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        SmallJob(folder)
+    with shown(page, *folders) as server:
+        page.open(f"{server.address}#{folders[1]}")
+        page.sees("b/run/job", "main h1")
+        names = "return [...document.querySelectorAll('nav tbody th')].map((one) => one.innerText)"
+        inside = f"{tmp_path.name}/run/job"
+        assert page.run(names) == ["a/run/job", "b/run/job", "other", inside]
+        page.wait("return document.title === 'b/run/job · syncd'", "the title")
+
+
+def test_no_two_ticks_of_an_axis_have_the_same_label(page: Browser, tmp_path: Path) -> None:
+    job = SmallJob(tmp_path / "job")
+    try:
+        with shown(page, job.layout.root) as server:
+            # Where clocks change by an hour, and on an island by half of one.
+            for zone in ("Europe/Berlin", "Australia/Lord_Howe"):
+                page.tell("Emulation.setTimezoneOverride", timezoneId=zone)
+                page.open(server.address)
+                assert page.driver.execute_async_script(ALIKE) == []
+    finally:
+        page.tell("Emulation.setTimezoneOverride", timezoneId="")
+
+
+#: Labels of axes from 0.3 s to ten years, if there is none, or one twice. In the hour that clocks
+#: repeat a short axis may have none.
+ALIKE = """
+const done = arguments[0];
+import('/charts.js').then(({ Axis, chart }) => {
+  const found = [];
+  for (let length = 0.3; length < 3e8; length *= 1.2) {
+    const axes = [3, 4, 7].flatMap((wanted) => [Axis.ofSpan(length, wanted),
+      ...[1.7e9, 1729900000.3, 1711800000, 1711845000, 1729988000, 1759500000]
+        .map((from) => Axis.ofClock(from, from + length, wanted))]);
+    const drawn = chart([{ at: 0, values: [length / 100] }], axes[0], '').querySelector('svg');
+    const texts = [...drawn.querySelectorAll('.tick')].map((one) => one.textContent);
+    for (const labels of [texts, ...axes.map(({ ticks }) => ticks.map(({ label }) => label))]) {
+      const differ = new Set(labels).size === labels.length;
+      if (!differ || (!labels.length && length > 1e4)) found.push(labels);
+    }
+  }
+  done(found);
+});
+"""
 
 
 #: Texts that differ too little from what is behind them (WCAG 2, AA), with their ratios.
@@ -272,7 +351,7 @@ return [name, style.outlineStyle !== 'none' && parseFloat(style.outlineWidth) >=
 def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
     page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    well, hung = a_job(tmp_path / "well"), Job(tmp_path / "hung")
+    well, hung = a_job(tmp_path / "well"), SmallJob(tmp_path / "hung")
     ended = threading.Event()
 
     def look(folder: Path) -> dict[str, Any]:
@@ -283,7 +362,7 @@ def test_a_job_whose_storage_hangs_is_said_beside_those_that_are_well(
     monkeypatch.setattr(jobs, "look_anyway", look)
     # As if it had been waited for since long.
     past = SimpleNamespace(monotonic=time.monotonic, time=lambda: time.time() - 100)
-    monkeypatch.setattr(shared_look, "time", past)
+    monkeypatch.setattr(jobs, "time", past)
     try:
         with shown(page, well.layout.root, hung.layout.root, patience=0.2) as server:
             page.open(f"{server.address}#{hung.layout.root}")
@@ -345,7 +424,7 @@ def test_ages_are_by_the_servers_clock_and_times_in_the_viewers_zone(
     page: Browser, tmp_path: Path
 ) -> None:
     job = a_job(tmp_path / "job")
-    JournalFile(FastStorage(), job.layout, wall=lambda: 1.7e9).note("active")
+    JournalFile(Job(FastStorage(), job.layout), wall=lambda: 1.7e9).note("active")
     wrong = "const D = Date; window.Date = class extends D { constructor(...a) {"
     wrong += " super(...(a.length ? a : [0])); } static now() { return 0; } };"
     script = page.tell("Page.addScriptToEvaluateOnNewDocument", source=wrong)["identifier"]

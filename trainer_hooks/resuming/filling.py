@@ -15,8 +15,8 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from syncd.checkpoint.boxes import Box, bites, common, extent, strides, whole, without
+from syncd.checkpoint.merging.source_reader import SourceReader
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.source_reader import SourceReader
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.coordination.dtensor import local_box
 from syncd.protocol.errors import CheckpointError, SyncdError
@@ -42,7 +42,7 @@ class Goal(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Copy(NamedTuple):
+class BoxRead(NamedTuple):
     """What is to be read: a part of what a file holds, into a goal.
 
     Attributes:
@@ -97,8 +97,8 @@ def plan(
     *,
     own: int | None,
     optional: Container[str] = (),
-) -> list[Copy]:
-    """Which bytes of which files fill the goals. Opens the files that it needs.
+) -> list[BoxRead]:
+    """Plan the bytes and files to fill the goals from. Opens the files that it needs.
 
     Where the same number of ranks goes on, a rank's own file comes first, and mostly is enough: its
     plain tensors are this rank's, and no other file is opened.
@@ -136,9 +136,9 @@ def plan(
 
 def _plan(
     goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
-) -> tuple[list[Copy], list[tuple[Goal, list[Box]]]]:
+) -> tuple[list[BoxRead], list[tuple[Goal, list[Box]]]]:
     """The copies, and what is left of which goals."""
-    copies: list[Copy] = []
+    copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
     # By the goal and the box that a file has: of which mesh it is. What two ranks of one mesh have
@@ -159,7 +159,7 @@ def _plan(
                 mesh = local.position.mesh if local.position is not None else None
                 known = meshes.setdefault((number, box), mesh)
                 if None not in {known, mesh} and known != mesh:
-                    copies.append(Copy(goal, file, dtype, (box, local), part, compares=True))
+                    copies.append(BoxRead(goal, file, dtype, (box, local), part, compares=True))
                     continue
                 boxes, left[number] = left[number], []
                 for wanted in boxes:
@@ -167,7 +167,7 @@ def _plan(
                     if taken is None:
                         left[number].append(wanted)
                         continue
-                    copies.append(Copy(goal, file, dtype, (box, local), taken))
+                    copies.append(BoxRead(goal, file, dtype, (box, local), taken))
                     left[number].extend(without(wanted, taken))
     # Of tied tensors a full state dict may have one name alone.
     filled = {_place(goal) for goal in goals if goal.name in seen and goal.box.size}
@@ -219,7 +219,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 @torch.no_grad()
-def fill(copies: Sequence[Copy], files: SavedFiles, *, checked: Sequence[int]) -> int:
+def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]) -> int:
     """Fill the goals.
 
     Args:
@@ -249,13 +249,13 @@ def fill(copies: Sequence[Copy], files: SavedFiles, *, checked: Sequence[int]) -
     return read
 
 
-def _span(copy: Copy) -> int:
+def _span(copy: BoxRead) -> int:
     box, local = copy.held
     return extent(box, copy.part).length * ITEMSIZE[local.dtype]
 
 
 def _copy(
-    copy: Copy, reader: SourceReader, number: int, buffer: memoryview, files: SavedFiles
+    copy: BoxRead, reader: SourceReader, number: int, buffer: memoryview, files: SavedFiles
 ) -> int:
     (box, local), dtype = copy.held, copy.dtype
     steps = strides(box.shape)

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from trainer_hooks.resuming.filling import Copy, fill, goals_of, plan
+from trainer_hooks.resuming.filling import BoxRead, fill, goals_of, plan
 from trainer_hooks.resuming.saved_files import Held, SavedFiles, names_in, told_names
 from trainer_hooks.state.full_checkpoint import GROUPS, RAW, STATE, torch_optimizer_state
 from trainer_hooks.state.lora import PeftState
@@ -39,7 +39,7 @@ class Loading(ABC):
     def __init__(self, files: SavedFiles, whose: str) -> None:
         self.files = files
         self.whose = whose
-        self._copies: list[Copy] = []
+        self._copies: list[BoxRead] = []
 
     @abstractmethod
     def prepare(self) -> None:

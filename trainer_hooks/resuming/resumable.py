@@ -1,4 +1,4 @@
-"""Which full checkpoint to resume from, as the files say.
+"""The choice of the full checkpoint to resume from, by the files on storage.
 
 The order in which a full save is written (:mod:`~trainer_hooks.writing.writer`), and what a crash
 before each of its steps leaves::
@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from syncd.checkpoint.save import RANK_LIMIT, look_at_save
-from syncd.protocol.errors import JobUnavailableError, RecordError
-from syncd.protocol.layout import JobLayout
+from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     ACTOR,
     CRITIC,
@@ -48,6 +47,7 @@ from syncd.protocol.names import (
 from syncd.protocol.records import Receipt, ReceiptFile, parse
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job, no_folder
 from trainer_hooks.writing.retire import full_steps, pointed_step
 
 log = logging.getLogger(__name__)
@@ -84,8 +84,8 @@ class FullCheckpoint:
         return tuple(optimizer_name(self.world_size, rank) for rank in range(self.world_size))
 
 
-class Found(NamedTuple):
-    """What was found in a job.
+class FoundSteps(NamedTuple):
+    """The full checkpoints found in a job.
 
     Attributes:
         checkpoint: the one to resume from; None where there is none.
@@ -97,7 +97,7 @@ class Found(NamedTuple):
 
 
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
-    """The step to resume from: a whole full checkpoint, never one that a crash cut off.
+    """The step to resume from: a complete full checkpoint, never one that a crash interrupted.
 
     It is the one that ``latest_checkpointed_iteration.txt`` names, also where a newer one is whole;
     the newest whole one where that one is not.
@@ -118,59 +118,53 @@ def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) ->
         JobUnavailableError: the job directory is not there.
         OSError: it cannot be read now.
     """
-    layout = JobLayout(Path(job_dir).absolute())
-    found = find_checkpoint(storage or Storage(layout.root), layout)
+    found = find_checkpoint(Job.at(Path(job_dir).absolute(), storage))
     return None if found.checkpoint is None else found.checkpoint.step
 
 
-def find_checkpoint(storage: Storage, layout: JobLayout) -> Found:
+def find_checkpoint(job: Job) -> FoundSteps:
     """Look for the full checkpoint to resume from.
 
     Raises:
         JobUnavailableError: the job directory is not there: it must not count as empty.
         OSError: it cannot be read now.
     """
-    if not storage.exists(layout.root):
-        raise JobUnavailableError(
-            f"the job directory {layout.root} is not there: create it, or mount its storage"
-        )
-    pointed = pointed_step(storage, layout)
-    others = (step for step in reversed(full_steps(storage, layout)) if step != pointed)
+    if not job.storage.exists(job.layout.root):
+        raise no_folder(job.layout.root)
+    pointed = pointed_step(job)
+    others = (step for step in reversed(full_steps(job)) if step != pointed)
     reasons: list[str] = []
     for step in (*(() if pointed is None else (pointed,)), *others):
-        checkpoint = look_at_checkpoint(storage, layout, step, is_pointed=step == pointed)
+        checkpoint = look_at_checkpoint(job, step, is_pointed=step == pointed)
         if isinstance(checkpoint, FullCheckpoint):
             if reasons:
                 log.warning("resuming from step %d: %s", step, "; ".join(reasons))
-            return Found(checkpoint, tuple(reasons))
+            return FoundSteps(checkpoint, tuple(reasons))
         reasons.append(checkpoint)
     if reasons:
-        log.warning("nothing can be resumed from: %s", "; ".join(reasons))
-    return Found(None, tuple(reasons))
+        log.warning("there is no checkpoint to resume from: %s", "; ".join(reasons))
+    return FoundSteps(None, tuple(reasons))
 
 
-def look_at_checkpoint(
-    storage: Storage, layout: JobLayout, step: int, *, is_pointed: bool
-) -> FullCheckpoint | str:
-    """A step's full checkpoint, if it is whole; else why it is not.
+def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoint | str:
+    """A step's full checkpoint if it is complete; else the reason why not.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         step: which.
         is_pointed: whether the checkpoint pointer names it.
     """
-    folder, actor = layout.step(step), layout.actor(step)
-    names = storage.names(folder)
+    folder, actor = job.layout.step(step), job.layout.actor(step)
+    names = job.storage.names(folder)
     if not names:
         return f"{folder} is not there, or empty"
-    if RECEIPTS not in storage.names(actor):
-        return _foreign(storage, layout, step, names, is_marked=is_pointed or FULL in names)
+    if RECEIPTS not in job.storage.names(actor):
+        return _foreign(job, step, names, is_marked=is_pointed or FULL in names)
     if FULL not in names:
         what = "its trainer has retired it" if RETIRED in names else "its save was cut off"
         return f"{folder} has no {FULL}: it holds no full checkpoint, or {what}"
     try:
-        receipts = _full_receipts(storage, actor)
+        receipts = _full_receipts(job.storage, actor)
     except RecordError as error:
         return str(error)
     world_size, save_id = _identity(receipts[0])
@@ -187,13 +181,11 @@ def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ..
     return shards
 
 
-def _foreign(
-    storage: Storage, layout: JobLayout, step: int, names: list[str], *, is_marked: bool
-) -> FullCheckpoint | str:
+def _foreign(job: Job, step: int, names: list[str], *, is_marked: bool) -> FullCheckpoint | str:
     """A checkpoint of another trainer, which has no receipts."""
     if not is_marked or SAVING in names:
-        return f"{layout.step(step)} is being written, or is not a full checkpoint"
-    save = look_at_save(storage, layout.actor(step), step)
+        return f"{job.layout.step(step)} is being written, or is not a full checkpoint"
+    save = look_at_save(job.storage, job.layout.actor(step), step)
     if save.identity is None:
         return save.reason
     return FullCheckpoint(step, len(save.weights), None, save.weights)

@@ -16,9 +16,9 @@ from torch import nn
 from syncd.checkpoint.adapter import are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import ACTOR, CRITIC, extra_state_name
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.resuming.loading import (
     Loading,
@@ -53,7 +53,7 @@ class Resumable(Protocol):
     """An optimizer or a scheduler, for our purposes."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to resume."""
+        """The state needed to resume."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
         """Resume."""
@@ -61,7 +61,7 @@ class Resumable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What was resumed from.
+    """The checkpoint that was resumed from.
 
     Attributes:
         step: that was saved: training goes on with the one after it.
@@ -129,10 +129,10 @@ def load_checkpoint(
         JobUnavailableError: the job directory is not there.
         OSError: it cannot be read now.
     """
-    layout = JobLayout(Path(job_dir).absolute())
-    storage = storage or Storage(layout.root)
+    job = Job.at(Path(job_dir).absolute(), storage)
+    layout = job.layout
     ranks = Ranks()
-    chosen = ranks.of_first(lambda: _chosen(storage, layout, step))
+    chosen = ranks.of_first(lambda: _chosen(job, step))
     if chosen is None:
         return None
     is_exact = chosen.world_size == ranks.world_size
@@ -148,16 +148,16 @@ def load_checkpoint(
             ):
                 if module is None:
                     continue
-                part = _model_part(storage, layout, chosen, folder, module)
+                part = _model_part(job, chosen, folder, module)
                 parts.append(part)
                 stack.enter_context(part.files)
                 part.files.check_there([n for n in checked if n < len(part.files)])
                 if its is None:
                     continue
-                parts.insert(0, _optimizer_part(storage, layout, chosen, folder, module, its, own))
+                parts.insert(0, _optimizer_part(job, chosen, folder, module, its, own))
                 stack.enter_context(parts[0].files)
                 parts[0].files.check_there(checked)
-            extra = _extra_state(storage, layout, chosen, own)
+            extra = _extra_state(job, chosen, own)
             _check_base(extra, model, layout.step(chosen.step))
             return extra
 
@@ -190,28 +190,26 @@ def _each(parts: Iterable[Loading], work: Callable[[Loading], None]) -> None:
         work(part)
 
 
-def _chosen(storage: Storage, layout: JobLayout, step: int | None) -> FullCheckpoint | None:
+def _chosen(job: Job, step: int | None) -> FullCheckpoint | None:
     if step is None:
-        found = find_checkpoint(storage, layout)
+        found = find_checkpoint(job)
         if found.checkpoint is None and found.reasons:
             raise CheckpointError(
-                f"{layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}): bring "
-                "one back; to train from the beginning, use another job directory"
+                f"{job.layout.root} has no whole full checkpoint ({'; '.join(found.reasons)}): "
+                "bring one back; to train from the beginning, use another job directory"
             )
         return found.checkpoint
-    is_pointed = pointed_step(storage, layout) == step
-    checkpoint = look_at_checkpoint(storage, layout, step, is_pointed=is_pointed)
+    is_pointed = pointed_step(job) == step
+    checkpoint = look_at_checkpoint(job, step, is_pointed=is_pointed)
     if isinstance(checkpoint, str):
         raise CheckpointError(f"step {step} cannot be resumed from: {checkpoint}")
     return checkpoint
 
 
-def _model_part(
-    storage: Storage, layout: JobLayout, chosen: FullCheckpoint, folder: str, module: nn.Module
-) -> ModelLoading:
+def _model_part(job: Job, chosen: FullCheckpoint, folder: str, module: nn.Module) -> ModelLoading:
     files = SavedFiles(
-        storage,
-        layout.step(chosen.step) / folder,
+        job.storage,
+        job.layout.step(chosen.step) / folder,
         chosen.weights_in(folder),
         chosen.vouched.get(folder),
     )
@@ -219,8 +217,7 @@ def _model_part(
 
 
 def _optimizer_part(
-    storage: Storage,
-    layout: JobLayout,
+    job: Job,
     chosen: FullCheckpoint,
     folder: str,
     module: nn.Module,
@@ -228,8 +225,8 @@ def _optimizer_part(
     own: int | None,
 ) -> Loading:
     files = SavedFiles(
-        storage,
-        layout.step(chosen.step) / folder,
+        job.storage,
+        job.layout.step(chosen.step) / folder,
         chosen.optimizers,
         chosen.vouched.get(folder),
         is_optimizer=True,
@@ -257,13 +254,11 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
             raise part.too_many(sorted(left))
 
 
-def _extra_state(
-    storage: Storage, layout: JobLayout, chosen: FullCheckpoint, own: int | None
-) -> dict[str, Any]:
+def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str, Any]:
     """A rank's own extra state; of another number of ranks, rank 0's."""
     name = extra_state_name(chosen.world_size, own or 0)
-    folder = layout.actor(chosen.step)
-    found = SavedFiles(storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
+    folder = job.layout.actor(chosen.step)
+    found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
     if not isinstance(found, dict) or RNG not in found:
         raise CheckpointError(
             f"{folder / name} is not the extra state of trainer_hooks: load from another save"

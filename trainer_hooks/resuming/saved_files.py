@@ -11,13 +11,13 @@ from typing import Any, Final, Self
 import torch
 
 from syncd.checkpoint.boxes import Box, whole
-from syncd.checkpoint.pieces import Piece, Pieces, read_pieces
+from syncd.checkpoint.merging.source_reader import SourceReader, record_checks
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
-from syncd.checkpoint.shard_file import ShardFile
-from syncd.checkpoint.source_reader import SourceReader, record_checks
 from syncd.checkpoint.tensor_rules import DTYPES, shown
-from syncd.checkpoint.torch_zip import Record
+from syncd.checkpoint.torch_files.pieces import Piece, Pieces, read_pieces
+from syncd.checkpoint.torch_files.shard_file import ShardFile
+from syncd.checkpoint.torch_files.torch_zip import ZipRecord
 from syncd.protocol.errors import CheckpointError, ShardFormatError
 from syncd.protocol.names import FULL_STATE_DICT
 from syncd.protocol.records import ReceiptFile
@@ -75,7 +75,7 @@ class OpenFile:
     """One of the files, open.
 
     Attributes:
-        path, fd, has_crc, records: as :class:`~syncd.checkpoint.source_reader.Source` has them.
+        path, fd, has_crc, records: as ``Source`` has them.
         tensors: what it holds, by the names of the tensors.
         plain: its values that are no tensors, of an optimizer's file.
     """
@@ -83,7 +83,7 @@ class OpenFile:
     path: Path
     fd: int
     has_crc: bool
-    records: Mapping[str, Record]
+    records: Mapping[str, ZipRecord]
     tensors: Mapping[str, Held] = field(default_factory=dict)
     plain: dict[str, object] = field(default_factory=dict)
 
@@ -238,7 +238,7 @@ class SavedFiles:
             opened = OpenFile(path, shard.fd, shard.has_crc, shard.records)
             plain = opened.plain if self._is_optimizer else None
 
-            def parse(data: bytes, where: str, *, intact: bool) -> Mapping[str, Piece | Pieces]:
+            def parse(data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
                 return read_pieces(data, where, intact=intact, plain=plain)
 
             found = shard.tensors(parse=parse)

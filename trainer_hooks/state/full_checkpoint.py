@@ -1,4 +1,4 @@
-"""What a full checkpoint holds beside the weights: the optimizer, and what else resuming needs.
+"""A full checkpoint's parts beside the weights: the optimizer, and all else for resuming.
 
 Files are read without running what is in them (``torch.load(weights_only=True)``, and the parser of
 the merge), so what could not be read that way is refused here, when it is saved.
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from syncd.checkpoint.pieces import is_plain
+from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.protocol.errors import InvalidSettingsError
 
 #: What begins the names of an optimizer's file: tensors of parameters, and options of their groups.
@@ -111,8 +111,8 @@ def torch_optimizer_state(
         raise InvalidSettingsError(f"the state of {kind} cannot be saved: {error}") from error
     except KeyError as error:
         raise InvalidSettingsError(
-            f"{kind} updates a parameter (number {error}) that the model has not: give the model "
-            "that the optimizer was made for"
+            f"{kind} updates a parameter (number {error}) that the model does not have: give the "
+            "model that the optimizer was made for"
         ) from error
     return found
 

@@ -1,4 +1,4 @@
-"""Which tensors of a full state dict are gathered, in which order; all ranks agree on it."""
+"""The order in which the tensors of a full state dict are gathered; all ranks agree on it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor, header_entries, plan_merge
 from syncd.checkpoint.placement import Local
-from syncd.checkpoint.plan import PlannedFile, PlannedTensor, header_entries, plan_merge
 from syncd.checkpoint.safetensors_file import CONTENT
 from syncd.checkpoint.safetensors_header import header_bytes
 from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, name_fault, shown

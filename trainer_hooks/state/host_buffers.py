@@ -18,6 +18,8 @@ from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
 
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
+from trainer_hooks.state.finite import Looked, is_finite
+from trainer_hooks.state.state_dict import tensors_of
 
 #: Where a value is in a nesting of dicts, lists and tuples.
 Place = tuple[object, ...]
@@ -36,6 +38,40 @@ def host_copy(value: Any) -> Any:
         return _mapped(value, copied, ())
 
 
+class HostCopy(dict[str, Any]):
+    """A state that was copied to host memory.
+
+    Attributes:
+        finite: name → whether this rank's part is without NaN and Inf, of the tensors that were
+            looked at before they were copied.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self.finite: dict[str, bool] = {}
+
+
+def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
+    """The names of the weights of which this rank's part holds NaN or Inf.
+
+    Reads each tensor that was not looked at yet. Of a tensor subclass or a sparse tensor nothing is
+    known: it counts as finite.
+
+    Args:
+        state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
+    """
+    known = state.finite if isinstance(state, HostCopy) else {}
+    return [
+        name
+        for name, value in tensors_of(state).items()
+        if not (known[name] if name in known else _is_finite(value))
+    ]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(is_finite(part) for part in _parts(tensor) if _is_ordinary(part))
+
+
 class HostBuffers:
     """A set of host buffers that one state after the other is copied into.
 
@@ -50,8 +86,10 @@ class HostBuffers:
         self._kept: dict[Place, _Kept] = {}
 
     @torch.no_grad()
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def copy(self, state: Mapping[str, Any]) -> HostCopy:
         """The same state with each tensor copied to contiguous host memory, complete on return.
+
+        Tensors of a GPU are looked at there for NaN and Inf, before they are copied.
 
         DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
         that are the same memory (tied weights) share one copy. What is no tensor is not copied.
@@ -62,15 +100,22 @@ class HostBuffers:
         before, self._kept = self._kept, {}
         shared: dict[object, _Buffer] = {}
         devices: set[torch.device] = set()
+        looked = Looked()
 
         def copied(place: Place, tensor: Tensor) -> Tensor:
             old = before.pop(place, None)
-            kept = self._kept[place] = _kept(tensor, old, shared)
+            kept = self._kept[place] = _kept(tensor, old, shared, looked)
             devices.update(buffer.source for buffer in kept.buffers)
             return kept.value
 
-        found = {name: _mapped(value, copied, (name,)) for name, value in state.items()}
+        found = HostCopy({name: _mapped(value, copied, (name,)) for name, value in state.items()})
+        looked.fetch()
         wait_for_copies(devices)
+        if any(map(_looks_at, devices)):
+            nonfinite = looked.nonfinite()
+            for place, kept in self._kept.items():
+                if len(place) == 1 and kept.was_looked_at:
+                    found.finite[str(place[0])] = nonfinite.isdisjoint(kept.buffers)
         return found
 
     @property
@@ -110,8 +155,20 @@ class _Kept:
     layout: object
     value: Tensor
 
+    @property
+    def was_looked_at(self) -> bool:
+        """Whether all of it was looked at on its device."""
+        return bool(self.buffers) and all(_looks_at(buffer.source) for buffer in self.buffers)
 
-def _kept(tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer]) -> _Kept:
+
+def _looks_at(device: torch.device) -> bool:
+    """Whether tensors are looked at before they are copied: on a CPU that would stop training."""
+    return device.type == "cuda"  # other accelerators may not have aminmax of every dtype
+
+
+def _kept(
+    tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer], looked: Looked
+) -> _Kept:
     """Copy one value, into what it was copied to the last time where that is possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
@@ -127,6 +184,8 @@ def _kept(tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer]) -> _
             if buffer is None or buffer in shared or not buffer.takes(part):
                 buffer = _Buffer(part)
             shared[key] = shared[buffer] = buffer
+            if _looks_at(part.device):
+                looked.add(buffer, part)
             buffer.fill(part)
         buffers.append(buffer)
     layout = _layout(tensor)

@@ -1,4 +1,4 @@
-"""What a PEFT model's state dict is made of: its adapter, its frozen base, all else.
+"""The parts of a PEFT model's state dict: its adapter, its frozen base, all else.
 
 What belongs to an adapter, and by which names, is asked of PEFT itself, and never of the network.
 """
@@ -107,7 +107,7 @@ class PeftState:
         left = [min(names) for names in self._trained if not names & adapter]
         if left:
             more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            return f"{shown(min(left))}{more} is trained and in no file of the adapter"
+            return f"{shown(min(left))}{more} is trained, but no file of the adapter holds it"
         return None
 
     @property

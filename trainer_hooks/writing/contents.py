@@ -1,4 +1,4 @@
-"""What one rank writes in one save."""
+"""``RankContents``: all that one rank writes in one save."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer_hooks.writing.spool import Spool
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class RankContents:
     """What one rank writes in one save; every tensor is in host memory and nobody changes it.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What the ranks have said of a save in its ``.receipts/``: who has written it, and who could not.
+"""A save's receipts and failures, as its ranks leave them in ``.receipts/``.
 
 Any rank reads them; each writes its own alone.
 """
@@ -11,8 +11,7 @@ from pathlib import Path
 from syncd.protocol.names import RECEIPTS, failure_name
 from syncd.protocol.records import Receipt, SaveId, encode
 from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import Storage
-from syncd.storage.reading import read_if_there
+from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -21,12 +20,12 @@ class Notes:
     """The receipts and failures in the ``actor/``, or the ``critic/``, of one step.
 
     Args:
-        storage: the shared storage.
+        job: the job.
         part: that folder.
     """
 
-    def __init__(self, storage: Storage, part: Path) -> None:
-        self._storage = storage
+    def __init__(self, job: Job, part: Path) -> None:
+        self._job = job
         self._part = part
         self.folder = part / RECEIPTS
 
@@ -36,7 +35,7 @@ class Notes:
         Raises:
             OSError: storage failed.
         """
-        return read_if_there(self._storage, Receipt, self.folder / name)
+        return self._job.read(Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
         """The save that a receipt is of.
@@ -54,7 +53,7 @@ class Notes:
             OSError: storage failed.
         """
         try:
-            content = self._storage.read(self.folder / failure_name(rank))
+            content = self._job.storage.read(self.folder / failure_name(rank))
         except OSError as error:
             if is_gone(error):
                 return None
@@ -63,12 +62,12 @@ class Notes:
 
     def write_receipt(self, name: str, receipt: Receipt) -> None:
         """Say what this rank has written, whole and durable."""
-        self._storage.replace(self.folder / name, encode(receipt))
+        self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
         """Let nobody wait for this rank; where that cannot be said, they wait in vain."""
         try:
-            self._storage.make_folder(self.folder, below=self._part.parent)
-            self._storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())
+            self._job.storage.make_folder(self.folder, below=self._part.parent)
+            self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())
         except OSError as error:
-            log.warning("rank %d cannot tell the others that it failed: %s", rank, error)
+            log.warning("rank %d cannot tell the other ranks that it failed: %s", rank, error)

@@ -1,4 +1,4 @@
-"""When a rank writes its part of a save: at once, alone on its host, or when its turn has come."""
+"""A rank's turn to write: at once, alone on its host, or after the rank before it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from typing import Final
 from filelock import FileLock, Timeout
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import SaveId
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.writing.notes import Notes
 
@@ -45,8 +44,7 @@ class Pace:
     def __init__(
         self,
         concurrency: WriteConcurrency,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         rank: int,
         world_size: int,
         *,
@@ -55,8 +53,7 @@ class Pace:
         hosts_folder: Path | None = None,
     ) -> None:
         self._concurrency = concurrency
-        self._storage = storage
-        self._layout = layout
+        self._job = job
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -90,7 +87,7 @@ class Pace:
 
     @contextmanager
     def _alone_here(self, save_id: SaveId) -> Iterator[None]:
-        job = hashlib.sha256(os.fsencode(self._layout.root)).hexdigest()[:16]
+        job = hashlib.sha256(os.fsencode(self._job.layout.root)).hexdigest()[:16]
         # Of this user: another's lock in a shared temporary folder could not be opened.
         lock = FileLock(self._hosts_folder / f"syncd-{os.geteuid()}-{job}.lock")
         until = time.monotonic() + self._timeout
@@ -112,7 +109,7 @@ class Pace:
             lock.release()
 
     def _wait_for(self, before: int, save_id: SaveId, receipt_of: Callable[[int], str]) -> None:
-        notes = Notes(self._storage, self._layout.actor(save_id.step))
+        notes = Notes(self._job, self._job.layout.actor(save_id.step))
         # Each of those before it may take the timeout; so may those after it, which are still
         # at the weights when it has come to the rest, or at the save before this one.
         until = time.monotonic() + self._timeout * self._world_size

@@ -1,4 +1,7 @@
-"""The files of a save, each written whole and durable before it has its name."""
+"""The files of a save, each written whole and durable before it has its name.
+
+``torch.save`` writes every CRC-32, and large tensors where pages begin, as the merge likes it best.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +9,26 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Final, cast
 
+import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from syncd.checkpoint.torch_zip import central_directory_digest
+from syncd.checkpoint.safetensors_header import PAGE
+from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
-from trainer_hooks.writing.torch_file import save_state_dict
 
-
-@contextmanager
-def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
-    """Let an error name its file, and on a full disk how much was needed and how much is free.
-
-    A refused write has a descriptor and no name.
-
-    Args:
-        storage: where it is written.
-        path: the file.
-        needed: how many bytes it has; asked for on a full disk alone.
-
-    Raises:
-        OSError: the same, saying more.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
-            told = f"{os.strerror(error.errno)}: {needed()} bytes are needed{_free(storage, path)}"
-        elif error.filename is None and error.errno is not None:
-            told = error.strerror or os.strerror(error.errno)
-        else:
-            raise
-        raise OSError(error.errno, told, str(path)) from error
-
-
-def _free(storage: Storage, path: Path) -> str:
-    try:
-        free = storage.free(path.parent)
-    except OSError:
-        return ""
-    if free.inodes == 0:
-        return ", and no file more can be made: it has no inodes left"
-    return "" if free.bytes is None else f", {free.bytes} are free"
+#: Padding to pages, half of one on average, is then less than a hundredth of the file.
+_LARGE: Final = 256 * 1024
 
 
 def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> ReceiptFile:
@@ -93,8 +65,8 @@ def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) 
     write()
     if not storage.exists(path):
         raise SaveFailedError(
-            f"{path} was not written by what was to write it: it must torch.save this rank's part "
-            "of the state dict to that path"
+            f"the writer did not write {path}: it must torch.save this rank's part of the state "
+            "dict to that path"
         )
     with storage.closing(storage.open_read(path)) as file:
         storage.fsync(file)
@@ -176,6 +148,114 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
             draft.commit()
     finally:
         storage.release(reading)
+
+
+@contextmanager
+def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
+    """Let an error name its file, and on a full disk how much was needed and how much is free.
+
+    A refused write has a descriptor and no name.
+
+    Args:
+        storage: where it is written.
+        path: the file.
+        needed: how many bytes it has; asked for on a full disk alone.
+
+    Raises:
+        OSError: the same, saying more.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            told = f"{os.strerror(error.errno)}: {needed()} bytes are needed{_free(storage, path)}"
+        elif error.filename is None and error.errno is not None:
+            told = error.strerror or os.strerror(error.errno)
+        else:
+            raise
+        raise OSError(error.errno, told, str(path)) from error
+
+
+def _free(storage: Storage, path: Path) -> str:
+    try:
+        free = storage.free(path.parent)
+    except OSError:
+        return ""
+    if free.inodes == 0:
+        return ", and no inodes are left, so no file can be created"
+    return "" if free.bytes is None else f", {free.bytes} are free"
+
+
+def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
+    """``torch.save``; where a write is refused, that error and not torch's about its zip.
+
+    Receipts bind the CRC-32 of the records. Where blocks can be shared between files (XFS, btrfs,
+    NFS 4.2), records that begin at pages make the merge share them instead of copying.
+
+    Raises:
+        OSError: the storage refused a write.
+    """
+    sink = _Sink(draft)
+    try:
+        with _with_crc32(), _on_pages() if _is_large(state) else nullcontext():
+            # Of a file object torch.save uses write and flush alone.
+            torch.save(dict(state), cast("IO[bytes]", sink))
+    except RuntimeError as error:
+        if sink.refused is not None:
+            raise sink.refused from error
+        raise
+
+
+@contextmanager
+def _with_crc32() -> Iterator[None]:
+    """A setting of the whole process, for the time of a save."""
+    before = get_crc32_options()
+    set_crc32_options(compute_crc32=True)
+    try:
+        yield
+    finally:
+        set_crc32_options(compute_crc32=before)
+
+
+def _on_pages() -> AbstractContextManager[object]:
+    """Another one: where records begin."""
+    try:
+        from torch.utils.serialization import config  # noqa: PLC0415 - torch 2.6 has none
+    except ImportError:
+        return nullcontext()
+    patched: AbstractContextManager[object] = config.patch(  # type: ignore[attr-defined]  # put there at run time
+        {"save.storage_alignment": PAGE}
+    )
+    return patched
+
+
+def _is_large(state: Mapping[str, Any]) -> bool:
+    """Whether the tensors are so large that padding them to pages costs next to nothing."""
+    sizes = [
+        (value.to_local() if isinstance(value, DTensor) else value).nbytes
+        for value in state.values()
+        # What is no plain tensor, a ShardedTensor say, may not know its bytes.
+        if type(value) in {Tensor, nn.Parameter, DTensor} and value.layout is torch.strided
+    ]
+    return sum(sizes) >= _LARGE * max(1, len(sizes))
+
+
+class _Sink:
+    """The file object that torch.save writes to; it keeps what storage refused."""
+
+    def __init__(self, draft: Draft) -> None:
+        self._draft = draft
+        self.refused: OSError | None = None
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            return self._draft.write(data)
+        except OSError as error:
+            self.refused = error
+            raise
+
+    def flush(self) -> None:
+        """Nothing is buffered here."""
 
 
 def tensor_bytes(value: Any) -> int:

@@ -1,20 +1,18 @@
-"""The files that one rank writes of a save, in the order of the protocol.
+"""One rank's files of a save, each step of their order a method.
 
-``.saving``; the old receipt away; the weights under a temporary name, fsync, rename; receipt. Of a
-full checkpoint then: what was trained, where the weights are not what is resumed from; optimizer,
-extra state, critic, Hugging Face weights; the full receipt.
+The order itself is in :mod:`~trainer_hooks.writing.writer`.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from syncd.checkpoint.save import ADAPTER
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     CRITIC,
     FSDP_CONFIG,
@@ -23,6 +21,7 @@ from syncd.protocol.names import (
     HUGGINGFACE,
     LORA_ADAPTER,
     MANIFEST,
+    RETIRED,
     SAVING,
     extra_state_name,
     failure_name,
@@ -33,12 +32,11 @@ from syncd.protocol.names import (
     receipt_name,
     shard_name,
 )
-from syncd.protocol.records import Receipt, ReceiptFile, SaveId
-from syncd.storage.fsio import Storage
-from syncd.storage.steps import make_step_folder
-from trainer_hooks.writing.contents import Contents
+from syncd.protocol.records import NonFinite, Receipt, ReceiptFile, SaveId
+from syncd.storage.job import Job
+from syncd.storage.step_folders import make_step_folder
+from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.notes import Notes
-from trainer_hooks.writing.pace import Pace
 from trainer_hooks.writing.parts import (
     link_or_copy,
     make_mark,
@@ -47,8 +45,9 @@ from trainer_hooks.writing.parts import (
     write_small,
     write_tensors,
 )
-from trainer_hooks.writing.remains import Remains
 from trainer_hooks.writing.spool import Spool
+
+log = logging.getLogger(__name__)
 
 
 class RankFiles:
@@ -57,81 +56,96 @@ class RankFiles:
     Args:
         storage, layout: the job's.
         rank, world_size: whose.
-        pace: when this rank may write.
-        remains: removes what it left half written.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        layout: JobLayout,
-        rank: int,
-        world_size: int,
-        *,
-        pace: Pace,
-        remains: Remains,
-    ) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, rank: int, world_size: int) -> None:
+        self._job = job
         self._rank = rank
         self._world_size = world_size
-        self._pace = pace
-        self._remains = remains
 
-    def write_weights(self, save_id: SaveId, contents: Contents) -> list[ReceiptFile]:
-        """Replace what the step's folder holds of this rank's by the weights of a save.
+    def add_saving(self, save_id: SaveId) -> None:
+        """Make the step's folders, and ``.saving``, which keeps the pruner away."""
+        folder, actor, notes = self._places(save_id)
+        make_step_folder(self._job, save_id.step, mark=SAVING)
+        # One by one: a client that remembers a folder by its handle could go on inside one that the
+        # pruner has set aside.
+        for made in (actor, notes.folder):
+            self._job.storage.make_folder(made, below=folder)
+        make_mark(self._job.storage, folder / SAVING)
+
+    def remove_full_mark(self, save_id: SaveId) -> None:
+        """Remove ``.full_checkpoint``: nobody may resume from files that are about to be replaced.
+
+        The mark of another trainer, beside no full receipts, stays: Trinity deletes a step without.
+        """
+        folder, actor, notes = self._places(save_id)
+        if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
+            self._job.storage.unlink_if_there(folder / FULL)
+            if self._rank == 0:
+                self._drop_hugging_face(actor / HUGGINGFACE)
+        # Also where it was gone: whoever removed it may not have come to this.
+        self._job.storage.sync_folder(folder)
+
+    def remove_receipts(self, save_id: SaveId) -> None:
+        """Remove this rank's receipts of the save before, which its new files would contradict."""
+        _, _, notes = self._places(save_id)
+        names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
+        self._unlink_all(notes.folder, *names)
+        self._job.storage.sync_folder(notes.folder)
+
+    def remove_full_receipt(self, save_id: SaveId) -> None:
+        """Remove the receipt, or the failure, of an earlier try to complete this save."""
+        _, _, notes = self._places(save_id)
+        self._unlink_all(notes.folder, full_receipt_name(self._rank), failure_name(self._rank))
+
+    def write_weights(
+        self, save_id: SaveId, contents: RankContents, nonfinite: NonFinite
+    ) -> list[ReceiptFile]:
+        """Write this rank's part of the weights: a temporary name, fsync, rename.
+
+        Args:
+            save_id: of the save.
+            contents: of this rank.
+            nonfinite: the tensors of its shard that hold NaN or Inf.
 
         Returns:
             The files, as the receipt tells of them.
 
         Raises:
-            SaveFailedError: it was not this rank's turn in time.
             OSError: storage refused; names the file.
         """
-        step, rank, world_size = save_id.step, self._rank, self._world_size
-        folder, actor, notes = self._places(save_id)
-        make_step_folder(self._storage, self._layout, step, mark=SAVING)
-        # One by one: a client that remembers a folder by its handle could go on inside one that the
-        # pruner has set aside.
-        for made in (actor, notes.folder):
-            self._storage.make_folder(made, below=folder)
-        make_mark(self._storage, folder / SAVING)
-        # What is about to be replaced is not whole any more: nobody may resume from it. The mark of
-        # another trainer, beside no full receipts, is its own: Trinity's deletes what has none.
-        if any(map(is_full_receipt_name, self._storage.names(notes.folder))):
-            self._storage.unlink_if_there(folder / FULL)
-            if rank == 0:
-                self._drop_hugging_face(actor / HUGGINGFACE)
-        # Also where it was gone: whoever removed it may not have come to this.
-        self._storage.sync_folder(folder)
-        self._unlink_all(
-            notes.folder, receipt_name(rank), full_receipt_name(rank), failure_name(rank)
-        )
-        self._storage.sync_folder(notes.folder)
-        for place in (actor, folder / CRITIC):
-            self._remains.remove_temporaries(place)
-        with self._pace.turn(save_id, receipt_name):
-            files: list[ReceiptFile] = []
-            if contents.adapter_files:
-                adapter = actor / LORA_ADAPTER
-                files += write_model_files(self._storage, adapter, contents.adapter_files)
-            if contents.full_model is not None:
-                files.append(contents.full_model.commit())
-            elif contents.model is not None:
-                path = actor / shard_name(world_size, rank)
-                files.append(write_tensors(self._storage, path, contents.model))
-            elif contents.written_by is not None:
-                path = actor / shard_name(world_size, rank)
-                files.append(shard_written_by(self._storage, path, contents.written_by))
-            if rank == 0:
-                config: dict[str, int] = {"world_size": world_size}
-                if contents.fsdp_version is not None:
-                    config["FSDP_version"] = contents.fsdp_version
-                write_small(self._storage, actor / FSDP_CONFIG, json.dumps(config).encode())
-                files.extend(
-                    write_model_files(self._storage, actor / HUGGINGFACE, contents.model_files)
+        _, actor, _ = self._places(save_id)
+        shard = actor / shard_name(self._world_size, self._rank)
+        files: list[ReceiptFile] = []
+        if contents.adapter_files:
+            adapter = actor / LORA_ADAPTER
+            files += write_model_files(self._job.storage, adapter, contents.adapter_files)
+        if contents.full_model is not None:
+            files.append(contents.full_model.commit())
+        elif contents.model is not None:
+            file = write_tensors(self._job.storage, shard, contents.model)
+            files.append(file.model_copy(update={"nonfinite": nonfinite}))
+        elif contents.written_by is not None:
+            files.append(shard_written_by(self._job.storage, shard, contents.written_by))
+        for file in files:
+            if file.nonfinite is not None and file.nonfinite.count:
+                log.warning(
+                    "rank %d: %s of step %d has %s",
+                    self._rank,
+                    file.name,
+                    save_id.step,
+                    file.nonfinite,
                 )
         return files
+
+    def write_configs(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
+        """Write ``fsdp_config.json`` and ``huggingface/``, as :meth:`write_weights`; on rank 0."""
+        _, actor, _ = self._places(save_id)
+        config: dict[str, int] = {"world_size": self._world_size}
+        if contents.fsdp_version is not None:
+            config["FSDP_version"] = contents.fsdp_version
+        write_small(self._job.storage, actor / FSDP_CONFIG, json.dumps(config).encode())
+        return write_model_files(self._job.storage, actor / HUGGINGFACE, contents.model_files)
 
     def vouch(self, save_id: SaveId, name: str, files: list[ReceiptFile]) -> None:
         """Say by a receipt of this name that these files are whole and durable.
@@ -161,8 +175,8 @@ class RankFiles:
         """
         folder, _, notes = self._places(save_id)
         try:
-            make_mark(self._storage, folder / SAVING)
-            self._storage.sync_folder(folder)
+            make_mark(self._job.storage, folder / SAVING)
+            self._job.storage.sync_folder(folder)
             receipt = notes.receipt(receipt_name(self._rank))
         except FileNotFoundError:
             receipt = None
@@ -173,65 +187,68 @@ class RankFiles:
             )
         return list(receipt.files)
 
-    def write_rest(self, save_id: SaveId, contents: Contents) -> list[ReceiptFile]:
-        """What is needed to resume, beside the model's part.
+    def write_rest(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
+        """Write what is needed to resume, beside the model's part: as :meth:`write_weights`.
 
         Returns:
             The files that were written now, the weights for ``huggingface/`` aside.
 
         Raises:
-            SaveFailedError: it was not this rank's turn in time.
             OSError: storage refused; names the file.
         """
         rank, world_size = self._rank, self._world_size
-        _, actor, notes = self._places(save_id)
-        if contents.completes:
-            self._unlink_all(notes.folder, full_receipt_name(rank), failure_name(rank))
-            self._remains.remove_temporaries(actor)
+        _, actor, _ = self._places(save_id)
         rest: list[ReceiptFile] = []
-        with self._pace.turn(save_id, full_receipt_name):
-            for name, part in (
-                (shard_name(world_size, rank), contents.trained),
-                (optimizer_name(world_size, rank), contents.optimizer),
-                (extra_state_name(world_size, rank), contents.extra),
-            ):
-                if part is not None:
-                    rest.append(write_tensors(self._storage, actor / name, part))
-            if contents.critic is not None:
-                rest += self._write_critic(save_id, contents.critic, contents.critic_optimizer)
-            self._write_hugging_face(save_id, contents)
+        for name, part in (
+            (shard_name(world_size, rank), contents.trained),
+            (optimizer_name(world_size, rank), contents.optimizer),
+            (extra_state_name(world_size, rank), contents.extra),
+        ):
+            if part is not None:
+                rest.append(write_tensors(self._job.storage, actor / name, part))
+        if contents.critic is not None:
+            rest += self._write_critic(save_id, contents.critic, contents.critic_optimizer)
+        self._write_hugging_face(save_id, contents)
         return rest
+
+    def add_full_mark(self, save_id: SaveId) -> None:
+        """Make ``.full_checkpoint``: it can be resumed from; the mark of a retired one goes."""
+        folder = self._job.layout.step(save_id.step)
+        # Of an earlier full checkpoint of this step.
+        self._job.storage.unlink_if_there(folder / RETIRED)
+        make_mark(self._job.storage, folder / FULL)
+        self._job.storage.sync_folder(folder)
 
     def _write_critic(
         self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
     ) -> list[ReceiptFile]:
         """Another model; its files are named as seen from the step's folder."""
-        folder = self._layout.step(save_id.step)
+        folder = self._job.layout.step(save_id.step)
         critic = folder / CRITIC
-        self._storage.make_folder(critic, below=folder)
+        self._job.storage.make_folder(critic, below=folder)
         parts = [(shard_name(self._world_size, self._rank), model)]
         if optimizer is not None:
             parts.append((optimizer_name(self._world_size, self._rank), optimizer))
-        files = [write_tensors(self._storage, critic / name, state) for name, state in parts]
+        files = [write_tensors(self._job.storage, critic / name, state) for name, state in parts]
         return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
 
-    def _write_hugging_face(self, save_id: SaveId, contents: Contents) -> None:
+    def _write_hugging_face(self, save_id: SaveId, contents: RankContents) -> None:
         """The full weights beside config and tokenizer. The daemon publishes none from there."""
         folder, actor, _ = self._places(save_id)
         if contents.hugging_face is not None:
-            self._storage.make_folder(actor / HUGGINGFACE, below=folder)
+            self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
             contents.hugging_face.commit()
         elif contents.links_hugging_face:
-            self._storage.make_folder(actor / HUGGINGFACE, below=folder)
+            self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
             target = actor / HUGGINGFACE / FULL_STATE_DICT
-            link_or_copy(self._storage, actor / FULL_STATE_DICT, target)
+            link_or_copy(self._job.storage, actor / FULL_STATE_DICT, target)
 
     def _drop_hugging_face(self, folder: Path) -> None:
         """Remove the full weights of the full checkpoint that is replaced; what names them last.
 
         The new one may get none: then nothing would say that these are of the one before.
         """
-        weights = filter(is_weights_name, self._storage.names(folder))
+        weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
@@ -241,11 +258,11 @@ class RankFiles:
             OSError: storage refused.
         """
         folder, actor, _ = self._places(save_id)
-        make_mark(self._storage, folder / SAVING)
-        self._storage.sync_folder(folder)
-        self._storage.make_folder(actor / HUGGINGFACE, below=folder)
+        make_mark(self._job.storage, folder / SAVING)
+        self._job.storage.sync_folder(folder)
+        self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
         weights.commit()
-        self._storage.unlink_if_there(folder / SAVING)
+        self._job.storage.unlink_if_there(folder / SAVING)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
         """Whether all ranks' weights of a save that was announced are there, by their names.
@@ -258,10 +275,13 @@ class RankFiles:
         if receipt is None or receipt.save_id != str(save_id):
             return False
         ranks = range(self._world_size)
-        names, receipts = set(self._storage.names(actor)), set(self._storage.names(notes.folder))
+        names, receipts = (
+            set(self._job.storage.names(actor)),
+            set(self._job.storage.names(notes.folder)),
+        )
         shards = {shard_name(self._world_size, rank) for rank in ranks}
         if any(file.name == ADAPTER for file in receipt.files):
-            weights_are = self._storage.exists(actor / ADAPTER)
+            weights_are = self._job.storage.exists(actor / ADAPTER)
         else:
             weights_are = shards <= names or FULL_STATE_DICT in names
         return weights_are and {receipt_name(rank) for rank in ranks} <= receipts
@@ -271,12 +291,12 @@ class RankFiles:
     def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
         """The step's folder, ``actor/`` in it, and what the ranks say in there."""
         step = save_id.step
-        actor = self._layout.actor(step)
-        return self._layout.step(step), actor, Notes(self._storage, actor)
+        actor = self._job.layout.actor(step)
+        return self._job.layout.step(step), actor, Notes(self._job, actor)
 
     def _unlink_all(self, folder: Path, *names: str) -> None:
         for name in names:
-            self._storage.unlink_if_there(folder / name)
+            self._job.storage.unlink_if_there(folder / name)
 
     def _receipt(self, save_id: SaveId, files: list[ReceiptFile]) -> Receipt:
         return Receipt(

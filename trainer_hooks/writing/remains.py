@@ -1,4 +1,4 @@
-"""What a save leaves that does not become whole, and how each rank removes its own."""
+"""Removing a save that does not become whole: each rank removes its own files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     CRITIC,
     FULL_STATE_DICT,
@@ -21,7 +20,7 @@ from syncd.protocol.names import (
     shard_name,
 )
 from syncd.protocol.records import SaveId
-from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,8 @@ class Remains:
         rank, world_size: whose.
     """
 
-    def __init__(self, storage: Storage, layout: JobLayout, rank: int, world_size: int) -> None:
-        self._storage = storage
-        self._layout = layout
+    def __init__(self, job: Job, rank: int, world_size: int) -> None:
+        self._job = job
         self._rank = rank
         self._world_size = world_size
 
@@ -65,7 +63,7 @@ class Remains:
         from a folder that has had some.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
-        actor, critic = self._layout.actor(step), self._layout.step(step) / CRITIC
+        actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC
         receipts = actor / RECEIPTS
         paths: list[Path] = []
         if not attempt.weights_stay:
@@ -92,9 +90,9 @@ class Remains:
 
     def unprotect(self, step: int) -> None:
         """Take ``.saving`` away: the save is over, and what is left of it is for the pruner."""
-        self._remove(self._layout.step(step) / SAVING)
+        self._remove(self._job.layout.step(step) / SAVING)
 
-    def remove_temporaries(self, folder: Path) -> None:
+    def remove_temporaries(self, *folders: Path) -> None:
         """What this rank left half written when it was killed in an earlier save of this step.
 
         Raises:
@@ -104,19 +102,20 @@ class Remains:
             f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
             for name_of in (shard_name, optimizer_name, extra_state_name)
         )
-        for found in self._storage.names(folder):
-            if found.startswith(ours):
-                self._storage.unlink_if_there(folder / found)
+        for folder in folders:
+            for found in self._job.storage.names(folder):
+                if found.startswith(ours):
+                    self._job.storage.unlink_if_there(folder / found)
 
     def _is_there(self, path: Path) -> bool:
         try:
-            return self._storage.exists(path)
+            return self._job.storage.exists(path)
         except OSError as error:
-            log.warning("%s cannot be looked at, and is taken to be there: %s", path, error)
+            log.warning("cannot access %s, so it counts as present: %s", path, error)
             return True
 
     def _remove(self, path: Path) -> None:
         try:
-            self._storage.unlink_if_there(path)
+            self._job.storage.unlink_if_there(path)
         except OSError as error:
-            log.warning("%s stays, though its save was given up: %s", path, error)
+            log.warning("cannot remove %s, whose save was given up: %s", path, error)

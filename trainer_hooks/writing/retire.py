@@ -1,4 +1,4 @@
-"""Which full checkpoints stay, and saying of the others that they may go.
+"""Choosing the full checkpoints that stay, and marking the others as ready to be pruned.
 
 Nothing is deleted here: the daemon does that, by its own rules (``docs/protocol.md``, "Pruning").
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED, SAVING, parse_pointer
 from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import Storage
-from syncd.storage.steps import step_folders
+from syncd.storage.job import Job
+from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +37,7 @@ def kept_steps(
     return frozenset((newest, *later, *among, *multiples))
 
 
-def retire_old(
-    storage: Storage, layout: JobLayout, *, newest: int, max_to_keep: int, keep_every: int
-) -> list[int]:
+def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> list[int]:
     """Rename ``.full_checkpoint`` to ``.retired`` in the steps that the rules do not keep.
 
     The list is read from disk, so that a trainer that starts anew forgets nothing. Called by rank 0
@@ -51,8 +48,7 @@ def retire_old(
     Not promised: that what is retired goes. The daemon, or ``syncd prune``, decides that.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         newest: the step that was just saved.
         max_to_keep: as in :func:`kept_steps`.
         keep_every: as there.
@@ -65,24 +61,24 @@ def retire_old(
     """
     if max_to_keep == 0:
         return []
-    pointed = pointed_step(storage, layout)
+    pointed = pointed_step(job)
     if pointed != newest:
         log.warning(
             "%s names step %s and not %d: no full checkpoint is retired",
-            layout.checkpoint_pointer, pointed, newest,
+            job.layout.checkpoint_pointer, pointed, newest,
         )  # fmt: skip
         return []
-    steps = full_steps(storage, layout)
+    steps = full_steps(job)
     kept = kept_steps(steps, newest=newest, max_to_keep=max_to_keep, keep_every=keep_every)
     retired = []
     for step in sorted(set(steps) - kept):
-        folder = layout.step(step)
+        folder = job.layout.step(step)
         try:
             # All ranks have written a newer one, each after this: the mark is of a trainer that was
             # killed between the last two things that a save does, and would keep it for ever.
-            storage.unlink_if_there(folder / SAVING)
-            storage.rename(folder / FULL, folder / RETIRED)
-            storage.sync_folder(folder)
+            job.storage.unlink_if_there(folder / SAVING)
+            job.storage.rename(folder / FULL, folder / RETIRED)
+            job.storage.sync_folder(folder)
         except OSError as error:
             if not is_gone(error):
                 raise
@@ -92,17 +88,15 @@ def retire_old(
     return retired
 
 
-def full_steps(storage: Storage, layout: JobLayout) -> list[int]:
+def full_steps(job: Job) -> list[int]:
     """The steps that have a ``.full_checkpoint`` on disk, lowest first."""
-    return [
-        step for step in step_folders(storage, layout) if storage.exists(layout.step(step) / FULL)
-    ]
+    return [step for step in step_folders(job) if job.storage.exists(job.layout.step(step) / FULL)]
 
 
-def pointed_step(storage: Storage, layout: JobLayout) -> int | None:
+def pointed_step(job: Job) -> int | None:
     """The step that ``latest_checkpointed_iteration.txt`` names; None where it names none."""
     try:
-        step = parse_pointer(storage.read(layout.checkpoint_pointer))
+        step = parse_pointer(job.storage.read(job.layout.checkpoint_pointer))
     except OSError as error:
         if is_gone(error):
             return None

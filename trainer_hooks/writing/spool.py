@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.records import ReceiptFile
-from syncd.storage.fsio import Draft, Storage
+from syncd.storage.fsio import Draft
+from syncd.storage.job import Job
 from trainer_hooks.writing.parts import saying_which
 
 if TYPE_CHECKING:
@@ -36,14 +36,12 @@ class Spool:
         size: its bytes, about, for the message on a full disk.
     """
 
-    def __init__(
-        self, storage: Storage, layout: JobLayout, path: Path, stream: FullStateStream, *, size: int
-    ) -> None:
+    def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:
         self.path = path
-        self._storage = storage
+        self._job = job
         self._stream = stream
         self._size = size
-        self._draft = Draft(storage, path, room=layout.drafts)
+        self._draft = Draft(job.storage, path, room=job.layout.drafts)
         self._stack = ExitStack()
         self._file: ReceiptFile | None = None
         self._named = False
@@ -54,7 +52,10 @@ class Spool:
     def _write(self) -> None:
         try:
             # Outermost: what is free is asked for once the temporary file is gone.
-            with saying_which(self._storage, self.path, lambda: self._size), ExitStack() as stack:
+            with (
+                saying_which(self._job.storage, self.path, lambda: self._size),
+                ExitStack() as stack,
+            ):
                 draft = stack.enter_context(self._draft)
                 self._file = self._stream.write(draft)
                 draft.finish()
@@ -77,11 +78,11 @@ class Spool:
         if self._file is None:
             raise AssertionError("a stream that was written has a receipt")
         if not self._named:
-            self._storage.rename(self._draft.temporary, self.path)
+            self._job.storage.rename(self._draft.temporary, self.path)
             self._named = True
-        elif not self._storage.exists(self.path):
+        elif not self._job.storage.exists(self.path):
             raise SaveFailedError(f"{self.path} is gone, and what was gathered with it")
-        self._storage.sync_folder(self.path.parent)
+        self._job.storage.sync_folder(self.path.parent)
         return self._file
 
     def close(self) -> None:

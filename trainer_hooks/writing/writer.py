@@ -1,36 +1,33 @@
-"""One rank's files of a save, and rank 0's announcements.
+"""``RankWriter``: one rank's saves, and on rank 0 their announcement.
 
-The order is the protocol's (``docs/protocol.md``, "When a save is complete"): ``.saving``, the old
-receipt away, the weights under a temporary name, fsync, rename, receipt; on rank 0 the receipts of
-all ranks, and the state pointer. Then, of a full checkpoint: optimizer, extra state, critic and
-Hugging Face weights, the full receipt; on rank 0 the full receipts of all ranks,
-``.full_checkpoint`` and the checkpoint pointer. Last, ``.saving`` away.
+The whole order of a save is in ``RankWriter._save``, as ``docs/protocol.md`` ("When a save is
+complete", with receipts) tells it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import SAVING, full_receipt_name, receipt_name
-from syncd.protocol.records import ReceiptFile, SaveId
+from syncd.protocol.names import CRITIC, SAVING, full_receipt_name, receipt_name
+from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
-from syncd.storage.fsio import Storage
-from syncd.storage.steps import make_step_folder
+from syncd.storage.job import Job
+from syncd.storage.step_folders import make_step_folder, point
 from trainer_hooks.settings import WriteConcurrency
-from trainer_hooks.writing.announce import Announcer
-from trainer_hooks.writing.contents import Contents
+from trainer_hooks.state.host_buffers import nonfinite_names
+from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.notes import Notes
-from trainer_hooks.writing.pace import Pace
+from trainer_hooks.writing.pace import POLL, Pace
 from trainer_hooks.writing.rank_files import RankFiles
 from trainer_hooks.writing.remains import Attempt, Remains
 from trainer_hooks.writing.spool import Spool
 
-__all__ = ["Contents", "RankWriter"]
+__all__ = ["RankContents", "RankWriter"]
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +48,7 @@ class RankWriter:
     that what they wrote is removed before they begin the next save: until then they do not know.
 
     Args:
-        storage: the shared storage.
-        layout: the job.
+        job: the job.
         rank: this rank.
         world_size: how many there are.
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
@@ -65,8 +61,7 @@ class RankWriter:
 
     def __init__(
         self,
-        storage: Storage,
-        layout: JobLayout,
+        job: Job,
         rank: int,
         world_size: int,
         *,
@@ -77,32 +72,23 @@ class RankWriter:
         pauses: tuple[float, ...] = (0.2, 2.0),
         stopped: threading.Event | None = None,
     ) -> None:
-        self._storage = storage
-        self._layout = layout
+        self._job = job
         self._rank = rank
+        self._world_size = world_size
+        self._timeout = save_timeout
         self._pauses = pauses
         self._stopped = stopped or threading.Event()
         self._weights_announced = weights_announced
         self._checkpoint_announced = checkpoint_announced
         self._pace = Pace(
-            concurrency, storage, layout, rank, world_size,
+            concurrency, job, rank, world_size,
             timeout=save_timeout, stopped=self._stopped,
         )  # fmt: skip
-        self._announcer = Announcer(
-            storage,
-            layout,
-            world_size,
-            timeout=save_timeout,
-            in_turns=self._pace.in_turns,
-            stopped=self._stopped,
-        )
-        self._remains = Remains(storage, layout, rank, world_size)
-        self._files = RankFiles(
-            storage, layout, rank, world_size, pace=self._pace, remains=self._remains
-        )
+        self._remains = Remains(job, rank, world_size)
+        self._files = RankFiles(job, rank, world_size)
         self._last: Attempt | None = None
 
-    def save(self, save_id: SaveId, contents: Contents) -> int:
+    def save(self, save_id: SaveId, contents: RankContents) -> int:
         """Write this rank's files; on rank 0 also wait for the others and move the pointers.
 
         Returns:
@@ -124,7 +110,7 @@ class RankWriter:
             self._after_failure(attempt)
             raise SaveFailedError(
                 f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
-                "what of it was not announced is never served, and the version before it stays"
+                "unannounced parts of it are never served, and the previous version stays"
             ) from error
         except BaseException:
             self._after_failure(attempt)  # a tokenizer that cannot be saved, say
@@ -143,17 +129,17 @@ class RankWriter:
             if not isinstance(error, OSError):
                 raise
             raise SaveFailedError(
-                f"the weights of step {save_id.step} could not be written as a Hugging Face model: "
-                f"{error}; its full checkpoint is whole all the same"
+                f"the weights of step {save_id.step} could not be written as a Hugging Face "
+                f"model: {error}; its full checkpoint is complete nevertheless"
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
         """Let nobody wait for this rank's part of a save that it could not even begin."""
         try:
             # No rank may have begun to write it yet.
-            make_step_folder(self._storage, self._layout, save_id.step)
+            make_step_folder(self._job, save_id.step)
         except OSError as error:
-            log.warning("the folder of step %d cannot be made: %s", save_id.step, error)
+            log.warning("cannot create the folder of step %d: %s", save_id.step, error)
         self._give_up(Attempt(save_id, weights_stay=True, rest_stays=True))
 
     def are_weights_there(self, save_id: SaveId) -> bool:
@@ -185,59 +171,84 @@ class RankWriter:
 
     # -- the order of a save ---------------------------------------------------------------------
 
-    def _save(self, attempt: Attempt, contents: Contents) -> int:
-        save_id = attempt.save_id
-        if contents.completes:
-            files = self.again(save_id, lambda: self._files.begin_rest(save_id))
-            written = 0
+    def _save(self, attempt: Attempt, contents: RankContents) -> int:
+        """Write a save, in the order of the protocol; every file is durable before its receipt is.
+
+        Each call of :meth:`again` is one unit: if storage refuses, it is done from its start.
+        """
+        save_id, step, rank = attempt.save_id, attempt.save_id.step, self._rank
+        layout, files = self._job.layout, self._files
+        actor, critic = layout.actor(step), layout.step(step) / CRITIC
+
+        def write_weights() -> list[ReceiptFile]:
+            files.add_saving(save_id)
+            files.remove_full_mark(save_id)
+            files.remove_receipts(save_id)
+            self._remains.remove_temporaries(actor, critic)
+            # It reads tensors: not while others wait for this rank's turn to end.
+            nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
+            with self._pace.turn(save_id, receipt_name):
+                # Each file: a temporary name, fsync, rename.
+                written = files.write_weights(save_id, contents, nonfinite)
+                if rank == 0:
+                    written += files.write_configs(save_id, contents)
+            self._write_receipt(attempt, written)
+            return written
+
+        def write_rest() -> list[ReceiptFile]:
+            if contents.completes:
+                files.remove_full_receipt(save_id)
+                self._remains.remove_temporaries(actor)
+            with self._pace.turn(save_id, full_receipt_name):
+                written = files.write_rest(save_id, contents)
+            self._write_receipt(attempt, [*weights, *written], is_full=True)
+            return written
+
+        def announce_checkpoint() -> None:
+            files.add_full_mark(save_id)
+            point(self._job, layout.checkpoint_pointer, step)
+
+        size = 0
+        if contents.completes:  # all of the first half is there, but for .saving
+            weights = self.again(save_id, lambda: files.begin_rest(save_id))
         else:
-            files = self.again(save_id, lambda: self._write_weights(attempt, contents))
-            written = sum(file.size for file in files)
-            if self._rank > 0:
-                attempt.weights_stay = True
-            elif not self._announce_weights(attempt):
-                return written
-        if contents.is_full:
-            rest = self.again(save_id, lambda: self._write_rest(attempt, contents, files))
-            written += sum(file.size for file in rest)
-        if self._rank == 0:
-            if contents.is_full and not self._announce_checkpoint(attempt):
-                return written
-            saving = self._layout.step(save_id.step) / SAVING
-            try:
-                self.again(save_id, lambda: self._storage.unlink_if_there(saving))
-            except OSError as error:
-                # All is whole and pointed to: who took that for a failure would write it again.
-                log.warning("%s stays, and keeps the pruner away: %s", saving, error)
-        return written
-
-    def _write_weights(self, attempt: Attempt, contents: Contents) -> list[ReceiptFile]:
-        files = self._files.write_weights(attempt.save_id, contents)
-        if not self._vouch(attempt, receipt_name(self._rank), files):
+            weights = self.again(save_id, write_weights)
+            size += sum(file.size for file in weights)
+            if rank == 0 and not self.again(
+                save_id, lambda: self._wait_for_all(save_id, receipt_name)
+            ):
+                return size
             attempt.weights_stay = True
-            raise self._not_durable(attempt)
-        return files
+            if rank == 0:
+                self.again(save_id, lambda: point(self._job, layout.state_pointer, step))
+                self._weights_announced(save_id)
 
-    def _write_rest(
-        self, attempt: Attempt, contents: Contents, files: list[ReceiptFile]
-    ) -> list[ReceiptFile]:
-        rest = self._files.write_rest(attempt.save_id, contents)
-        if not self._vouch(attempt, full_receipt_name(self._rank), [*files, *rest]):
-            attempt.rest_stays = True
-            raise self._not_durable(attempt)
-        return rest
+        if contents.is_full:
+            rest = self.again(save_id, write_rest)
+            size += sum(file.size for file in rest)
+            if rank == 0:
+                if not self.again(save_id, lambda: self._wait_for_all(save_id, full_receipt_name)):
+                    return size
+                attempt.rest_stays = True
+                self.again(save_id, announce_checkpoint)
+                self._checkpoint_announced(save_id)
 
-    def _vouch(self, attempt: Attempt, name: str, files: list[ReceiptFile]) -> bool:
-        """Write a receipt.
+        if rank == 0:
+            self._remove_saving(save_id)
+        return size
 
-        Returns:
-            False where storage refused to make it durable once others could see it: rank 0 may have
-            announced what it vouches for, of which nothing may be taken back, or written again.
+    def _write_receipt(
+        self, attempt: Attempt, files: list[ReceiptFile], *, is_full: bool = False
+    ) -> None:
+        """Say that these files are whole and durable.
 
         Raises:
-            OSError: storage refused; nobody has seen it.
+            OSError: storage refused; nobody has seen the receipt.
+            SaveFailedError: storage refused to make it durable once others could see it: rank 0 may
+                have announced the files, which must not be removed, or written again.
         """
         save_id = attempt.save_id
+        name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
         try:
             self._files.vouch(save_id, name, files)
         except OSError as error:
@@ -248,32 +259,54 @@ class RankWriter:
                 self.again(save_id, lambda: self._files.vouch(save_id, name, files))
             except OSError as again:
                 log.warning("step %d: %s", save_id.step, again)
-                return False
+                if is_full:
+                    attempt.rest_stays = True
+                else:
+                    attempt.weights_stay = True
+                raise SaveFailedError(
+                    f"rank {self._rank} has written its part of the save of step {save_id.step}, "
+                    "but storage does not make its receipt durable: see the log"
+                ) from None
+
+    def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
+        """Wait for the receipts of all ranks.
+
+        Returns:
+            False if some rank is at a newer save of this step already.
+
+        Raises:
+            SaveFailedError: one of them failed, or took too long.
+            OSError: storage failed.
+        """
+        notes = Notes(self._job, self._job.layout.actor(save_id.step))
+        until = time.monotonic() + self._timeout
+        for rank in range(self._world_size):
+            if self._pace.in_turns:
+                until = time.monotonic() + self._timeout
+            while (found := notes.written(name_of(rank))) != save_id:
+                if found is not None and found.is_newer_than(save_id):
+                    log.info("save %s was overtaken by %s", save_id, found)
+                    return False
+                missing = f"rank {rank} of {self._world_size} has not written its part of the save"
+                if notes.failed(rank) == save_id:
+                    raise SaveFailedError(f"{missing} of step {save_id.step}: it failed there")
+                if time.monotonic() >= until:
+                    raise SaveFailedError(
+                        f"{missing} of step {save_id.step} within {self._timeout:g} s; it was not "
+                        "announced"
+                    )
+                # Another host writes it, over storage that sends no events.
+                if self._stopped.wait(POLL):
+                    raise SaveFailedError(f"{missing} of step {save_id.step}, and training ended")
         return True
 
-    def _not_durable(self, attempt: Attempt) -> SaveFailedError:
-        return SaveFailedError(
-            f"rank {self._rank} has written its part of the save of step {attempt.save_id.step}, "
-            "and storage does not make its receipt durable: see the log"
-        )
-
-    def _announce_weights(self, attempt: Attempt) -> bool:
-        save_id = attempt.save_id
-        if not self.again(save_id, lambda: self._announcer.wait_for_weights(save_id)):
-            return False
-        attempt.weights_stay = True
-        self.again(save_id, lambda: self._announcer.announce_weights(save_id))
-        self._weights_announced(save_id)
-        return True
-
-    def _announce_checkpoint(self, attempt: Attempt) -> bool:
-        save_id = attempt.save_id
-        if not self.again(save_id, lambda: self._announcer.wait_for_rest(save_id)):
-            return False
-        attempt.rest_stays = True
-        self.again(save_id, lambda: self._announcer.announce_checkpoint(save_id))
-        self._checkpoint_announced(save_id)
-        return True
+    def _remove_saving(self, save_id: SaveId) -> None:
+        saving = self._job.layout.step(save_id.step) / SAVING
+        try:
+            self.again(save_id, lambda: self._job.storage.unlink_if_there(saving))
+        except OSError as error:
+            # All is whole and pointed to: who took that for a failure would write it again.
+            log.warning("cannot remove %s, so the step is not pruned: %s", saving, error)
 
     # -- what fails ------------------------------------------------------------------------------
 
@@ -288,7 +321,7 @@ class RankWriter:
         """Remove what this rank wrote and is not announced, and let nobody wait for it."""
         step = attempt.save_id.step
         self._remains.discard(attempt)
-        notes = Notes(self._storage, self._layout.actor(step))
+        notes = Notes(self._job, self._job.layout.actor(step))
         notes.say_failed(self._rank, attempt.save_id)
         if self._rank == 0:
             self._remains.unprotect(step)
@@ -298,14 +331,16 @@ class RankWriter:
         last, self._last = self._last, attempt
         if last is None or last.save_id == attempt.save_id or self._rank == 0:
             return
-        notes = Notes(self._storage, self._layout.actor(last.save_id.step))
+        notes = Notes(self._job, self._job.layout.actor(last.save_id.step))
         try:
             if notes.failed(0) != last.save_id:
                 return
             # Rank 0's receipt goes before it says so, where the weights were not announced.
             last.weights_stay = notes.written(receipt_name(0)) == last.save_id
         except OSError as error:
-            log.warning("what became of the save of step %d: %s", last.save_id.step, error)
+            log.warning(
+                "cannot read the outcome of the save of step %d: %s", last.save_id.step, error
+            )
             return
         self._remains.discard(last)
         if last.save_id.step != attempt.save_id.step:

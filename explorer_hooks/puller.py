@@ -1,0 +1,271 @@
+"""Waiting for what is newer, as files or by broadcast, and taking it: one thread at a time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from explorer_hooks.fast_path import ExplorerBroadcasts
+from explorer_hooks.pipeline import Pipeline
+from syncd.coordination.explorer import ExplorerSynchronizer
+from syncd.coordination.waiting import Cancellation
+from syncd.protocol.errors import (
+    BroadcastError,
+    EngineBrokenError,
+    JobUnavailableError,
+    VersionGoneError,
+    WaitTimeoutError,
+)
+from syncd.protocol.participants import Offer
+from syncd.protocol.policy import Version
+
+log = logging.getLogger(__name__)
+
+
+class Puller:
+    """Waits as one is asked to, and lets the pipeline take what comes.
+
+    A version that is retired, or not visible yet, when it is to be held is waited for anew. Where
+    the engine is broken, it is first given back what it had; by :meth:`newest` only where nothing
+    newer is there, or that does not heal it. All methods raise what
+    :meth:`~explorer_hooks.pipeline.Pipeline.take` does, and CancelledError.
+
+    Args:
+        sync: this explorer.
+        pipeline: what takes versions.
+        fast_path: how broadcasts are taken part in; None where they are not.
+        cancel: ends everything, now and from now on.
+        poll: seconds between two looks.
+    """
+
+    def __init__(
+        self,
+        sync: ExplorerSynchronizer,
+        pipeline: Pipeline,
+        fast_path: ExplorerBroadcasts | None,
+        cancel: Cancellation,
+        poll: float,
+    ) -> None:
+        self._sync = sync
+        self._pipeline = pipeline
+        self._fast_path = fast_path
+        self._cancel = cancel
+        self._poll = poll
+        #: Had by whoever pulls. Of a thread: whose signal handler may close what it waits for.
+        self.lock = threading.RLock()
+
+    def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
+        """Wait for a newer version, whatever the trainer says, and take it.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+            asks: whether a sync is required meanwhile.
+            cancel: ends it.
+
+        Raises:
+            WaitTimeoutError: nothing newer in time.
+        """
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        with self._turn(deadline, cancel):
+            self._pipeline.ends_bench()
+            while True:
+                left = None if timeout is None else max(0.0, deadline - time.monotonic())
+                newest = self._wait(left, asks=asks, cancel=cancel)
+                was_broken = self._pipeline.is_broken
+                try:
+                    if self._take(newest, cancel):
+                        return self._served()
+                except VersionGoneError as error:
+                    self._look_again(error, deadline, cancel)
+                except Exception:
+                    if was_broken and not (self._cancel.is_done or cancel.is_done):
+                        self._give_back()
+                    raise
+
+    def sync(self, timeout: float) -> None:
+        """Wait until the trainer has something newer, which is taken, or says that it has not.
+
+        Raises:
+            WaitTimeoutError: neither in time.
+        """
+        deadline = time.monotonic() + timeout
+        with self._turn(deadline, self._cancel):
+            self._restore()
+            self._pipeline.ends_bench()
+            while True:
+                left = max(0.0, deadline - time.monotonic())
+                try:
+                    newest = self._wait_until_told(left)
+                    if newest is None or self._take(newest, self._cancel):
+                        return
+                except (VersionGoneError, JobUnavailableError) as error:
+                    self._look_again(error, deadline, self._cancel)
+
+    def what_is_there(self) -> None:
+        """Take what is newer, if anything is there now.
+
+        Raises:
+            WaitTimeoutError: nothing is.
+        """
+        with self._turn(time.monotonic(), self._cancel):
+            self._restore()
+            self.newest(0, asks=False, cancel=self._cancel)
+
+    def step(self, step: int, timeout: float) -> Version:
+        """Have a step published, and take its version.
+
+        Raises:
+            WaitTimeoutError: it was not published in time.
+            SyncdError: as ``set_model_state_dict_with_step_num``.
+        """
+        deadline = time.monotonic() + timeout
+        with self._turn(deadline, self._cancel):
+            self._restore()
+            while True:
+                version = self._sync.set_model_state_dict_with_step_num(
+                    step, timeout=max(0.0, deadline - time.monotonic()), cancel=self._cancel
+                )
+                assert version is not None  # noqa: S101 - a step was asked for
+                if version == self._pipeline.version:
+                    return version
+                try:
+                    self._pipeline.take(version, self._cancel, exactly=True)
+                    return self._served()
+                except VersionGoneError as error:
+                    self._look_again(error, deadline, self._cancel)
+
+    def step_alone(self, step: int, timeout: float) -> Version:
+        """Hold a step, without anyone else being moved, and take it.
+
+        Raises:
+            WaitTimeoutError: it was not to be had in time.
+            SyncdError: as ``hold_step``.
+        """
+        deadline = time.monotonic() + timeout
+        with self._turn(deadline, self._cancel):
+            self._restore()
+            serves = self._pipeline.serves_of_files
+            left = max(0.0, deadline - time.monotonic())
+            held = self._sync.hold_step(step, serves=serves, timeout=left, cancel=self._cancel)
+            if held is not serves:
+                self._pipeline.take_step(held, self._cancel)
+            return self._served()
+
+    # -- what is waited for ----------------------------------------------------------------------
+
+    def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
+        """Wait for a newer version, or a transfer, whatever the trainer says."""
+        floor = self._pipeline.floor
+        if self._fast_path is None or timeout == 0:
+            return self._sync.wait_for_newer(
+                floor, asks=asks, timeout=timeout, cancel=cancel, look=self._look
+            )
+        newest = self._sync.wait_for_weights(
+            floor,
+            joins=self._joins,
+            ends_with_trainer=False,
+            timeout=timeout,
+            cancel=cancel,
+            look=self._look,
+        )
+        assert newest is not None  # noqa: S101 - it does not end with the trainer
+        return newest
+
+    def _wait_until_told(self, timeout: float) -> Version | Offer | None:
+        """Wait for either; None where the trainer has stopped, or says that nothing comes."""
+        floor = self._pipeline.floor
+        if self._fast_path is None:
+            newest = self._sync.wait_new_model_state_dict(
+                floor, timeout=timeout, cancel=self._cancel
+            )
+            return None if newest == floor else newest
+        return self._sync.wait_for_weights(
+            floor,
+            joins=self._joins,
+            ends_with_trainer=True,
+            timeout=timeout,
+            cancel=self._cancel,
+        )
+
+    def _joins(self) -> bool:
+        return self._pipeline.joins
+
+    def _take(self, newest: Version | Offer, cancel: Cancellation) -> bool:
+        """Take what was waited for; whether the engine has other weights now."""
+        if isinstance(newest, Version):
+            return self._pipeline.take(newest, cancel)
+        assert self._fast_path is not None  # noqa: S101 - nobody else joins
+        try:
+            self._pipeline.receive(self._fast_path.meet(cancel))
+        except BroadcastError as error:
+            log.warning("step %d did not come by broadcast: %s", newest.step, error)
+            return False
+        return True
+
+    def _served(self) -> Version:
+        version = self._pipeline.version
+        assert version is not None  # noqa: S101 - it was just taken
+        return version
+
+    @contextmanager
+    def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
+        """Be the only one who pulls.
+
+        Raises:
+            WaitTimeoutError: another thread pulled all the time.
+        """
+        while not self.lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), self._poll))):
+            self._check(cancel)
+            if time.monotonic() >= deadline:
+                raise WaitTimeoutError(f"another thread of {self._sync.name} pulled all the time")
+        try:
+            self._check(cancel)
+            yield
+        finally:
+            self.lock.release()
+
+    def _restore(self) -> None:
+        """Let a broken engine serve again what it had, or go on where something newer is there.
+
+        One that has lost it, a server that was restarted say, is broken.
+
+        Raises:
+            EngineBrokenError: it is still broken, and there is nothing newer.
+        """
+        if not self._pipeline.is_broken:
+            try:
+                self._pipeline.look()
+            except EngineBrokenError as error:
+                log.warning("%s", error)
+        try:
+            self._pipeline.restore()
+        except EngineBrokenError as error:
+            # What it had may be gone for good.
+            newest, floor = self._sync.get_latest_model_version(), self._pipeline.floor
+            if newest is None or (floor is not None and newest.sequence <= floor.sequence):
+                raise
+            log.warning("%s; taking version %d instead", error, newest.sequence)
+
+    def _check(self, cancel: Cancellation) -> None:
+        self._cancel.check()
+        cancel.check()
+
+    def _look(self) -> None:
+        self._pipeline.restore()
+        self._pipeline.look()
+
+    def _give_back(self) -> None:
+        try:
+            self._pipeline.restore()
+        except EngineBrokenError as error:
+            log.warning("%s", error)
+
+    def _look_again(self, error: Exception, deadline: float, cancel: Cancellation) -> None:
+        if time.monotonic() >= deadline:
+            raise WaitTimeoutError(str(error)) from error
+        log.info("%s; looking again", error)
+        cancel.pause(self._poll)

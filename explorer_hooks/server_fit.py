@@ -1,0 +1,142 @@
+"""Comparing a version with the model that a server serves, which the server itself cannot tell.
+
+An engine in this process compares a version with its module. A server is known by what it was
+started with, a model folder, and by the manifest of the version that it took last.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from explorer_hooks.engines.fitting import TensorSpec, differences, named, refuse, tensor_specs
+from explorer_hooks.reader import LeasedVersion
+from syncd.checkpoint.merging.plan import is_output_embedding
+from syncd.checkpoint.model_folder import INDEX, says_tied
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.version import WEIGHTS
+from syncd.protocol.errors import CheckpointError, InvalidSettingsError, ShardFormatError
+from syncd.protocol.names import MODEL_CONFIG
+from syncd.protocol.records import Manifest
+from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
+
+log = logging.getLogger(__name__)
+
+_FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+class Fits:
+    """What a server takes: compares versions with it, and touches nothing.
+
+    Args:
+        of: the manifest of a version that it serves, or the folder of the model that it was started
+            with: its headers are read now, and never again.
+        casts: whether the server casts what it loads, as vLLM does: then floating dtypes may differ
+            among each other.
+        whose: the server, for messages.
+
+    Raises:
+        InvalidSettingsError: the folder holds no model that can be read.
+    """
+
+    def __init__(
+        self, of: Manifest | str | Path, *, casts: bool = False, whose: str = "the server"
+    ) -> None:
+        self._casts = casts
+        self._whose = whose
+        self._ties = False
+        if isinstance(of, Manifest):
+            self._wanted = self._alike(tensor_specs(of))
+        else:
+            folder = Path(of).absolute()
+            self._ties = _ties(folder)
+            self._wanted = self._alike(model_tensors(folder))
+
+    def check(self, version: LeasedVersion) -> None:
+        """Compare every name, dtype and shape of a full model; of other kinds nothing is known.
+
+        Raises:
+            EngineMismatchError: says which ones differ, and how.
+        """
+        if version.kind == "full":
+            self.check_tensors(tensor_specs(version.manifest), named(version))
+
+    def check_tensors(self, given: Mapping[str, TensorSpec], what: str) -> None:
+        """Compare every name, dtype and shape of what comes from anywhere.
+
+        Args:
+            given: all of its tensors.
+            what: it is, for messages.
+
+        Raises:
+            EngineMismatchError: says which ones differ, and how.
+        """
+        refuse(what, self._whose, differences(self._alike(given), self._wanted, self._whose))
+
+    def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Tensors as far as they count: a tied output embedding may be there or not."""
+        return {
+            name: TensorSpec("floating", spec.shape)
+            if self._casts and spec.dtype in _FLOATING
+            else spec
+            for name, spec in tensors.items()
+            if not (self._ties and is_output_embedding(name))
+        }
+
+
+def fits_if_here(named: str, whose: str) -> Fits | None:
+    """By the model that a server that casts names; None where that is no folder here with weights.
+
+    A relative path is the server's, or a name on the hub, and no folder of ours.
+    """
+    if not (Path(named).is_absolute() and Path(named).is_dir()):
+        return None
+    try:
+        return Fits(named, casts=True, whose=whose)
+    except InvalidSettingsError as error:
+        log.warning("%s: %s", whose, error)
+        return None
+
+
+def model_tensors(folder: Path) -> dict[str, TensorSpec]:
+    """The tensors of a Hugging Face model folder, by the headers of its safetensors files.
+
+    The files are those of its index, where it has one. Links are followed: the hub's cache is made
+    of them.
+
+    Raises:
+        InvalidSettingsError: there is no such file, or one that cannot be read.
+    """
+    storage = Storage()
+    try:
+        names = _weight_files(storage, folder)
+        found: dict[str, TensorSpec] = {}
+        for name in names:
+            with SafetensorsFile.open(storage, (folder / name).resolve()) as opened:
+                found |= {e.name: TensorSpec(e.dtype, tuple(e.shape)) for e in opened.entries}
+    except (OSError, ValueError, CheckpointError) as error:
+        raise InvalidSettingsError(f"{folder} is not a model folder: {error}") from error
+    if not found:
+        raise InvalidSettingsError(f"{folder} holds no *.safetensors to compare versions with")
+    return found
+
+
+def _weight_files(storage: Storage, folder: Path) -> list[str]:
+    names = [name for name in storage.names(folder) if name.endswith(WEIGHTS)]
+    if INDEX not in storage.names(folder):
+        return names
+    index = json.loads(storage.read((folder / INDEX).resolve(), LONG_RECORD_LIMIT))
+    told = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(told, dict):
+        raise ShardFormatError(f"{INDEX} has no weight_map")
+    return sorted({str(name) for name in told.values()})
+
+
+def _ties(folder: Path) -> bool:
+    try:
+        return says_tied(json.loads((folder / MODEL_CONFIG).read_bytes()))
+    except (OSError, ValueError):
+        return False

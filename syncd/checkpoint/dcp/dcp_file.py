@@ -1,0 +1,195 @@
+"""An open ``.distcp`` file: a row of ``torch.save`` zips, of a tensor each."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol, Self
+
+from zlib_ng.zlib_ng import crc32
+
+from syncd.checkpoint.dcp.dcp_metadata import Chunk
+from syncd.checkpoint.placement import Local, Position, Shape
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.checkpoint.torch_files.pieces import Piece
+from syncd.checkpoint.torch_files.torch_zip import ZipRecord, read_directory, read_records
+from syncd.protocol.errors import CoverageError, ShardFormatError
+from syncd.storage.fsio import Storage
+
+#: A pickle of one tensor has some 200 bytes.
+_PICKLE_LIMIT: Final = 64 * 1024
+#: How many different ones are remembered.
+_KNOWN: Final = 1000
+#: What is read around what is asked for: the directory of an item has some 600 bytes, and what is
+#: before its data some 1,000. The end of one item and the beginning of the next are one read.
+_BEFORE: Final = 2 * 1024
+_AFTER: Final = 3 * 1024
+
+
+class ReadTensor(Protocol):
+    """Makes a piece of the pickle of one tensor: in this process, or in a child."""
+
+    def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
+        """As :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
+
+
+class DcpFile:
+    """A ``.distcp`` file, open, of which items are looked up one by one.
+
+    Owns its descriptor; close it. Everything is read through that descriptor. Not promised: that
+    the tensors' bytes are whole; the merge checks them.
+
+    Attributes:
+        path: its name when it was opened.
+        fd: the descriptor.
+        records: of the items that were looked up: where the bytes of their tensors are.
+        has_crc: False when the trainer switched CRC-32 off: every record's is 0.
+    """
+
+    def __init__(self, storage: Storage, path: Path, fd: int, size: int) -> None:
+        self._size = size
+        self._windows = _Windows(storage, fd)
+        self.path = path
+        self.fd = fd
+        self.records: dict[str, ZipRecord] = {}
+        self.has_crc = False
+
+    @classmethod
+    def open(cls, storage: Storage, path: Path) -> Self:
+        """Open a file.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        fd = storage.open_read(path)
+        try:
+            return cls(storage, path, fd, storage.fstat(fd).st_size)
+        except BaseException:
+            storage.release(fd)
+            raise
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self._windows.storage.release(self.fd)
+
+    def look_up(
+        self, name: str, dtype: str, shape: Shape, chunk: Chunk, *, parse: ReadTensor
+    ) -> Local:
+        """A chunk as bytes of this file.
+
+        Args:
+            name: of its tensor, for messages.
+            dtype: of its tensor, by safetensors' name.
+            shape: of the whole tensor.
+            chunk: where the metadata says that it is.
+            parse: reads the pickle of an item.
+
+        Raises:
+            ShardFormatError: it lies outside the file, is no whole zip of torch.save, not its
+                CRC-32, not contiguous, or asks for code.
+            CoverageError: it is of another dtype or shape than the metadata says.
+            OSError: it cannot be read now.
+        """
+        if chunk.at + chunk.length > self._size:
+            raise self._broken(name, chunk, f"the file has only {self._size} bytes")
+        window = _Item(self._windows, chunk)
+        try:
+            directory = read_directory(window, self.fd, chunk.length, self.path)
+            records = read_records(window, self.fd, directory, self.path)
+        except ShardFormatError as error:
+            raise self._broken(name, chunk, str(error)) from None
+        intact = any(record.crc32 for record in records.values())
+        order = records.get("byteorder")
+        if order and window.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
+            raise self._broken(name, chunk, "it is not little-endian")
+        pickled = records.get("data.pkl")
+        if pickled is None or pickled.size > _PICKLE_LIMIT:
+            raise self._broken(name, chunk, "it has no data.pkl of a tensor")
+        data = window.pread_all(self.fd, pickled.size, pickled.offset)
+        if len(data) != pickled.size or (intact and crc32(data) != pickled.crc32):
+            raise self._broken(name, chunk, "its data.pkl does not match its CRC-32")
+        piece = parse(data, str(self.path), name, intact=intact)
+        if (piece.dtype, piece.shape) != (dtype, chunk.shape):
+            raise CoverageError(
+                f"{self.path}: the chunk of '{shown(name)}' at {chunk.offsets} is "
+                f"{piece.dtype} {piece.shape}, and .metadata says {dtype} {chunk.shape}: the file "
+                "belongs to another save; save again"
+            )
+        key = f"data/{piece.key}"
+        record = records.get(key)
+        begin, nbytes = piece.offset * ITEMSIZE[dtype], math.prod(chunk.shape) * ITEMSIZE[dtype]
+        if record is None or begin + nbytes > record.size:
+            raise self._broken(name, chunk, f"its tensor lies outside its record {key}")
+        self.has_crc = self.has_crc or intact
+        known = f"{key} of '{shown(name)}' at byte {chunk.at}"
+        self.records[known] = record._replace(offset=chunk.at + record.offset)
+        at = chunk.at + record.offset + begin
+        return Local(dtype, chunk.shape, at, nbytes, known, Position(shape, chunk.offsets))
+
+    def _broken(self, name: str, chunk: Chunk, what: str) -> ShardFormatError:
+        at = f"bytes {chunk.at} to {chunk.at + chunk.length}"
+        return ShardFormatError(
+            f"{self.path}: the item of '{shown(name)}' at {at} cannot be read ({what}): the file "
+            "is torn, or of another save than .metadata; save again"
+        )
+
+
+class OneByOne:
+    """Reads the pickles of items, each that is another one once.
+
+    Those of chunks of one dtype and shape are the same bytes: 20,000 tensors have some dozen.
+
+    Args:
+        parse: reads them.
+    """
+
+    def __init__(self, parse: Callable[[bytes, str, str], Piece]) -> None:
+        self._parse = parse
+        self._known: dict[bytes, Piece] = {}
+
+    def __call__(self, data: bytes, where: str, name: str, *, intact: bool) -> Piece:
+        """As :func:`syncd.checkpoint.torch_files.pieces.read_tensor`."""
+        del intact  # the same bytes are the same tensor, checked or not
+        piece = self._known.get(data)
+        if piece is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            piece = self._known[data] = self._parse(data, where, name)
+        return piece
+
+
+class _Windows:
+    """The bytes of a file that were read last: the begins and ends of items, some KB each."""
+
+    def __init__(self, storage: Storage, fd: int) -> None:
+        self.storage = storage
+        self._fd = fd
+        self._windows: deque[tuple[int, bytes]] = deque(maxlen=2)
+
+    def pread_all(self, count: int, offset: int) -> bytes:
+        """``count`` bytes from an offset; fewer only at the end of the file."""
+        for begin, data in self._windows:
+            if begin <= offset and offset + count <= begin + len(data):
+                return data[offset - begin : offset - begin + count]
+        if count > _AFTER:
+            return self.storage.pread_all(self._fd, count, offset)
+        begin = max(offset - _BEFORE, 0)
+        data = self.storage.pread_all(self._fd, offset + count + _AFTER - begin, begin)
+        self._windows.append((begin, data))
+        return data[offset - begin : offset - begin + count]
+
+
+class _Item:
+    """An item as if it were a file by itself."""
+
+    def __init__(self, windows: _Windows, chunk: Chunk) -> None:
+        self._windows = windows
+        self._at, self._length = chunk.at, chunk.length
+
+    def pread_all(self, fd: int, count: int, offset: int) -> bytes:
+        """``count`` bytes from an offset in the item; fewer only at its end."""
+        del fd  # that of the file
+        count = min(count, self._length - offset)
+        return self._windows.pread_all(count, self._at + offset) if count > 0 else b""

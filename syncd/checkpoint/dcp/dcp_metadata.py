@@ -1,0 +1,362 @@
+"""The ``.metadata`` of ``torch.distributed.checkpoint``: which bytes are which tensor. Pure.
+
+It is a pickle, and is read as inert records (``inert_pickle``). An *item* is the result of one
+``torch.save`` by DCP: a *chunk* of a tensor, at an offset in one of the ``.distcp`` files. The
+metadata is checked here as far as it can be without those files.
+
+DCP flattens the state that it saves: ``{"model": model.state_dict(), "optim": …}`` becomes tensors
+``model.layers.0.weight`` and so on, and its metadata keeps the *path* of each: ``("model",
+"layers.0.weight")``. The last part is the key in the dict that held the tensor, and all before it
+that dict's own place, here called its *parent*. A model's tensors come out of one flat
+``state_dict()`` and so have one parent in common; :func:`select_model` finds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, NamedTuple
+
+from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import DTYPES, NUMBER_LIMIT, is_offset, shape_of, shown
+from syncd.checkpoint.torch_files.inert_pickle import DType, Inert, load_inert
+from syncd.checkpoint.torch_files.pieces import check_name
+from syncd.protocol.errors import CheckpointError, CoverageError, ShardFormatError
+
+_FILE: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}\.distcp", re.ASCII)
+
+
+class Chunk(NamedTuple):
+    """A part of a tensor, as one item.
+
+    Attributes:
+        offsets: the part's first index of each dimension of the tensor.
+        shape: of the part.
+        file: the name of the file that it is in.
+        at: where the item begins in that file, in bytes.
+        length: of the item, in bytes.
+    """
+
+    offsets: Shape
+    shape: Shape
+    file: str
+    at: int
+    length: int
+
+
+class Stored(NamedTuple):
+    """A tensor of the model: safetensors' name of its dtype, its whole shape, its chunks.
+
+    Chunks without elements are left out.
+    """
+
+    dtype: str
+    shape: Shape
+    chunks: tuple[Chunk, ...]
+
+
+class StoredModel(NamedTuple):
+    """The model in a checkpoint.
+
+    Attributes:
+        tensors: by their names in the model, in the order of the checkpoint.
+        is_model_only: whether nothing else is in it, as an optimizer's state would be.
+    """
+
+    tensors: Mapping[str, Stored]
+    is_model_only: bool
+
+
+#: The facts known of an item: its file, its offset and its length.
+_Place = tuple[str, int, int]
+
+
+def is_distcp(name: object) -> bool:
+    """True if a name is one of a file in a checkpoint's folder, and leads nowhere else."""
+    return isinstance(name, str) and _FILE.fullmatch(name) is not None
+
+
+def read_metadata(data: bytes, where: str, *, prefix: str | None, intact: bool) -> StoredModel:
+    """The model's tensors that a ``.metadata`` lists.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message, which begins with it.
+        prefix: the beginning of the model's names; None to find out
+            (:func:`select_model`).
+        intact: whether something bounds the memory that a damaged pickle takes.
+
+    Raises:
+        ShardFormatError: the pickle is broken, asks for code, is no metadata of DCP, or says what
+            no checkpoint has: items that overlap or lie in another folder, a transformed one, a
+            dtype or name that safetensors files lack.
+        PlacementError: a tensor is one of FSDP1's flat parameters.
+        CoverageError: a chunk is in no file.
+        CheckpointError: which tensors are the model's cannot be told.
+    """
+    root = load_inert(data, where, intact=intact)
+    said = root.state if isinstance(root, Inert) and type(root).__name__ == "Metadata" else {}
+    stored, places = said.get("state_dict_metadata"), said.get("storage_data")
+    if not isinstance(stored, dict) or not isinstance(places, dict):
+        raise ShardFormatError(
+            f"{where} is no metadata of torch.distributed.checkpoint: save again with dcp.save"
+        )
+    paths = said.get("planner_data")
+    entries = {
+        name: SavedName(_path(name, paths), _dimensions(name, value, where))
+        for name, value in stored.items()
+    }
+    items = _items(places, where)
+    selected = select_model(entries, prefix, where)
+    for name in selected.others:
+        raise ShardFormatError(
+            f"{where}: '{shown(name)}' is among the model's tensors but is no tensor: leave it out"
+        )
+    tensors: dict[str, Stored] = {}
+    for name, own in selected.names.items():
+        if check_name(own, where) in tensors:
+            raise ShardFormatError(f"{where}: '{shown(own)}' is there twice: save again")
+        tensors[own] = _stored(name, stored[name], items, where)
+    return StoredModel(tensors, selected.is_all)
+
+
+def _path(name: object, paths: object) -> tuple[str, ...]:
+    """The path of a tensor in the saved state; without a planner's word, the top level."""
+    told = paths.get(name) if isinstance(paths, dict) else None
+    if isinstance(told, tuple) and told and all(type(part) in {str, int} for part in told):
+        path = tuple(map(str, told))
+        if ".".join(path) == name:
+            return path
+    return (str(name),)
+
+
+def _dimensions(name: object, value: object, where: str) -> int | None:
+    kind = type(value).__name__ if isinstance(value, Inert) else ""
+    if not isinstance(name, str) or kind not in {"TensorStorageMetadata", "BytesStorageMetadata"}:
+        raise ShardFormatError(f"{where}: '{shown(name)}' is of an unknown kind: save again")
+    if kind == "BytesStorageMetadata":
+        return None
+    assert isinstance(value, Inert)  # noqa: S101 - for the type checker
+    shape = shape_of(value.state.get("size"))
+    if shape is None:
+        raise ShardFormatError(f"{where}: '{shown(name)}' has no shape: save again")
+    return len(shape)
+
+
+def _items(places: dict[Any, Any], where: str) -> dict[tuple[str, Shape | None], _Place]:
+    """All items by the name of their tensor and their offsets in it."""
+    found: dict[tuple[str, Shape | None], _Place] = {}
+    for index, place in places.items():
+        if not isinstance(index, Inert) or not isinstance(place, Inert):
+            raise ShardFormatError(f"{where} lists items in an unknown way: save again")
+        name, told = index.state.get("fqn"), index.state.get("offset")
+        offsets = shape_of(told)
+        if not isinstance(name, str) or (told is not None and offsets is None):
+            raise ShardFormatError(f"{where} lists an item of no tensor: save again")
+        if (name, offsets) in found:
+            raise ShardFormatError(f"{where} lists an item of '{shown(name)}' twice: save again")
+        found[name, offsets] = _place(name, place, where)
+    _check_disjoint(((*place, name) for (name, _), place in found.items()), where)
+    return found
+
+
+def _place(name: str, place: Inert, where: str) -> _Place:
+    file, at, length = (place.state.get(key) for key in ("relative_path", "offset", "length"))
+    if place.state.get("transform_descriptors"):
+        raise ShardFormatError(
+            f"{where}: '{shown(name)}' was transformed as it was written (an extension, such as "
+            "compression): save without extensions"
+        )
+    if not is_distcp(file):
+        raise ShardFormatError(
+            f"{where}: '{shown(name)}' lies in {shown(file)!r}, which is no .distcp file of this "
+            "folder: save with torch.distributed.checkpoint's FileSystemWriter"
+        )
+    if not is_offset(at) or not is_offset(length) or at + length >= NUMBER_LIMIT:
+        raise ShardFormatError(f"{where}: '{shown(name)}' lies at an impossible offset: save again")
+    return str(file), at, length
+
+
+def _check_disjoint(places: Iterable[tuple[str, int, int, str]], where: str) -> None:
+    """Items follow each other in a file; those of another format all say that they begin at 0."""
+    before, end, other = "", 0, ""
+    for file, at, length, name in sorted(places):
+        if file == before and at < end:
+            raise ShardFormatError(
+                f"{where}: '{shown(other)}' and '{shown(name)}' overlap in {file}: save again, in "
+                "the default format of FileSystemWriter (TORCH_SAVE)"
+            )
+        if file != before or at + length >= end:
+            before, end, other = file, at + length, name
+
+
+def _stored(
+    name: str, value: Inert, items: Mapping[tuple[str, Shape | None], _Place], where: str
+) -> Stored:
+    """A tensor and where its chunks are."""
+    shape = shape_of(value.state.get("size"))
+    properties, chunks = value.state.get("properties"), value.state.get("chunks")
+    told = properties.state if isinstance(properties, Inert) else {}
+    dtype = told.get(0, told.get("dtype"))
+    if shape is None or not isinstance(dtype, DType) or not isinstance(chunks, list):
+        raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save again")
+    if dtype.name not in DTYPES:
+        raise ShardFormatError(
+            f"{where}: '{shown(name)}' has dtype {dtype.name}, which syncd does not merge"
+        )
+    found: dict[Chunk, None] = {}
+    for chunk in chunks:
+        state = chunk.state if isinstance(chunk, Inert) else {}
+        offsets, sizes = shape_of(state.get("offsets")), shape_of(state.get("sizes"))
+        if offsets is None or sizes is None or not len(offsets) == len(sizes) == len(shape):
+            raise ShardFormatError(f"{where}: '{shown(name)}' has a chunk of another tensor's kind")
+        if 0 in sizes:
+            continue
+        place = items.get((name, offsets))
+        if place is None:
+            raise CoverageError(
+                f"{where}: the chunk of '{shown(name)}' at {offsets} is in no file: save again"
+            )
+        found[Chunk(offsets, sizes, *place)] = None
+    return Stored(DTYPES[dtype.name][0], shape, tuple(found))
+
+
+#: The keys that lead to a value in the saved state.
+Keys = tuple[str, ...]
+
+#: The place of a dict that is no model's.
+_NO_MODEL: Final = re.compile(
+    r"(optim|lr_?sched|sched|data_?loader|train_?state|trainer|rng|random|grad_?scaler|scaler).*"
+    r"|opt|step|meta|metadata|(.*_)?extra_?state",
+    re.IGNORECASE | re.DOTALL,
+)
+#: State that is no weight, and is left out: that of TransformerEngine, say.
+EXTRA_STATE: Final = "_extra_state"
+_TOLD: Final = 5
+
+
+class SavedName(NamedTuple):
+    """The thing that is saved under a name.
+
+    Attributes:
+        path: its path in the saved state.
+        dimensions: of a tensor; None of anything else.
+    """
+
+    path: Keys
+    dimensions: int | None
+
+
+class Selected(NamedTuple):
+    """The model's names.
+
+    Attributes:
+        names: of tensors: in the checkpoint → in the model, in the order of the checkpoint.
+        others: entries of the model's dict that are no tensors, by their names in the checkpoint.
+        is_all: whether nothing besides the model is there.
+    """
+
+    names: Mapping[str, str]
+    others: tuple[str, ...]
+    is_all: bool
+
+
+def select_model(entries: Mapping[str, SavedName], prefix: str | None, where: str) -> Selected:
+    """Tell the model's tensors from all others.
+
+    With a prefix, they are those whose names begin with it, without it; with an empty one, those at
+    the top level. Without, they are the tensors of the one parent that can be a model's: an
+    optimizer, a scheduler, a data loader and the like are told by what their place is called, and
+    what is at the top level beside a dict of tensors must have dimensions. Of several, it is the
+    one called ``model``.
+
+    Args:
+        entries: by name, in the order of the checkpoint.
+        prefix: as the user gave it; None to find out.
+        where: the file, for the message.
+
+    Raises:
+        CheckpointError: there is no such tensor, or several dicts may be the model's.
+    """
+    if prefix:
+        chosen = [name for name in entries if name.startswith(prefix) and name != prefix]
+        found = {name: name.removeprefix(prefix) for name in chosen}
+    else:
+        parent = () if prefix == "" else _parent(entries, where)
+        found = {name: own for name in entries if (own := _own_name(entries[name], parent))}
+    weights = {
+        name: own for name, own in found.items() if _is_tensor(entries[name]) and not _is_extra(own)
+    }
+    if not weights:
+        what = "at its top level" if not prefix else f"whose name begins with {shown(prefix)!r}"
+        raise CheckpointError(
+            f"{where} has no tensor {what}: give another --prefix (dcp_prefix); {_told(entries)}"
+        )
+    others = [name for name, own in found.items() if name not in weights and not _is_extra(own)]
+    return Selected(weights, tuple(others), is_all=len(found) == len(entries))
+
+
+def _own_name(entry: SavedName, parent: Keys) -> str:
+    """The name of something in the model's dict; nothing where it is in another one."""
+    within = entry.path[len(parent) :]
+    own = ".".join(within)
+    if entry.path[: len(parent)] != parent or not within:
+        return ""
+    if len(within) > 1 and not within[0].endswith(EXTRA_STATE):
+        return ""  # in another dict, which may be inside
+    # At the top level there may be a step count and the like, which is none of the model's.
+    return own if parent or _is_tensor(entry) or _is_extra(own) else ""
+
+
+def _is_extra(name: str) -> bool:
+    """True if it is a module's extra state besides tensors, or something in that."""
+    return f"{EXTRA_STATE}." in f"{name}."
+
+
+def _is_tensor(entry: SavedName) -> bool:
+    return entry.dimensions is not None
+
+
+def _parents(entries: Mapping[str, SavedName]) -> dict[Keys, bool]:
+    """The parents of tensors, and whether any of these has dimensions."""
+    found: dict[Keys, bool] = {}
+    for entry in entries.values():
+        if entry.dimensions is not None:
+            parent = entry.path[:-1]
+            found[parent] = found.get(parent, False) or entry.dimensions > 0
+    return found
+
+
+def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
+    """The one dict that can be the model's."""
+    found = {
+        parent: has_dimensions
+        for parent, has_dimensions in _parents(entries).items()
+        if not any(_NO_MODEL.fullmatch(part) for part in parent)
+    }
+    if len(found) > 1 and not found.get((), True):
+        del found[()]
+    named = [parent for parent in found if parent and parent[-1] == "model"]
+    if len(found) > 1 and len(named) == 1 and () not in found:
+        return named[0]
+    if len(found) == 1:
+        return next(iter(found))
+    if not found:
+        raise CheckpointError(
+            f"{where} holds no tensors of a model: save model.state_dict(), or give their place "
+            f"with --prefix (dcp_prefix); {_told(entries)}"
+        )
+    raise CheckpointError(
+        f"{where} holds tensors in several places, and does not say which are the model's: give "
+        f"--prefix (dcp_prefix), such as --prefix model. ; {_told(entries)}"
+    )
+
+
+def _told(entries: Mapping[str, SavedName]) -> str:
+    """The places of tensors, as prefixes, for a message."""
+    places = dict.fromkeys(
+        f"'{shown('.'.join((*parent, '')) if parent else '', 60)}'" for parent in _parents(entries)
+    )
+    cut = list(places)[:_TOLD]
+    more = "…" if len(places) > len(cut) else ""
+    return f"there are tensors under {', '.join(cut)}{more}" if cut else "it has no tensors at all"

@@ -1,0 +1,170 @@
+"""Casting tensors as torch does, in a child process that imports it.
+
+This process never imports torch. Bytes are exchanged through memory that both have mapped. Each
+thread that casts has two slots there, so that one tile is read and another written while the child
+works on a third.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Final, Self
+
+from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
+from syncd.checkpoint.tensor_rules import ITEMSIZE
+
+#: Bytes of the wider of two dtypes that are cast at once.
+TILE: Final = 1024 * 1024
+#: Bytes of a slot: the input of a cast, and its output behind it.
+SLOT: Final = 2 * TILE
+_SLOTS_EACH: Final = 2
+#: How many threads may cast at a time: one child keeps up with two that read and write.
+THREADS: Final = 4
+_SIZE: Final = THREADS * _SLOTS_EACH * SLOT
+#: Which slot, how many elements, from which dtype to which. The answer is the slot, in one byte.
+REQUEST: Final = struct.Struct("<BQ8s8s")
+#: The child's first message, once it has imported torch.
+READY: Final = b"\xff"
+#: Importing torch from slow storage takes long.
+_WALL_SECONDS: Final = 300.0
+
+
+class Caster:
+    """A child that casts, for :data:`THREADS` threads. Close it, or use it as a context manager.
+
+    Args:
+        where: the save that it is started for, for messages.
+        python: the interpreter.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(self, where: str, *, python: str = sys.executable) -> None:
+        self._where = where
+        self._started = False
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(THREADS):
+            self._free.put(number * _SLOTS_EACH)
+        self._asking, self._hearing = threading.Lock(), threading.Lock()
+        self._answered: set[int] = set()
+        with ExitStack() as stack:
+            fd = os.memfd_create("syncd-cast")
+            stack.callback(os.close, fd)
+            os.ftruncate(fd, _SIZE)
+            # It is given back with the last view of it: an error may hold one.
+            self._memory = memoryview(mmap.mmap(fd, _SIZE))
+            self._child = ChildProcess(
+                "merging.cast_child",
+                (fd,),
+                where,
+                task="cast",
+                flags="-I",
+                pass_fds=(fd,),
+                cancel=lambda: None,  # each call brings the one of its thread
+                wall_seconds=_WALL_SECONDS,
+                python=python,
+            )
+            stack.callback(self._child.close)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child."""
+        self._stack.close()
+
+    def cast(
+        self,
+        read: Callable[[memoryview], object],
+        count: int,
+        given: str,
+        wanted: str,
+        *,
+        cancel: Callable[[], None],
+    ) -> Iterator[memoryview]:
+        """Cast elements as they are read.
+
+        Args:
+            read: fills a buffer with the next ones.
+            count: how many there are in all.
+            given: their dtype, by safetensors' name.
+            wanted: what they are to become.
+            cancel: called every 50 ms while the child works; it raises to stop.
+
+        Yields:
+            What has become of them, in order; each is gone with the next one.
+
+        Raises:
+            OSError: the child has ended, or did not work: nothing is known of the file.
+        """
+        before, after = ITEMSIZE[given], ITEMSIZE[wanted]
+        most = TILE // max(before, after)
+        pending: deque[tuple[int, int]] = deque()
+        sent = 0
+        first = self._free.get()
+        while sent < count or pending:
+            if sent < count and len(pending) < _SLOTS_EACH:
+                tile = min(most, count - sent)
+                slot = first + sent // most % _SLOTS_EACH
+                read(self._memory[slot * SLOT : slot * SLOT + tile * before])
+                self._ask(REQUEST.pack(slot, tile, given.encode(), wanted.encode()), cancel)
+                pending.append((slot, tile))
+                sent += tile
+                continue
+            slot, tile = pending.popleft()
+            self._wait(slot, cancel)
+            begin = slot * SLOT + TILE
+            yield self._memory[begin : begin + tile * after]
+        # Not if it was left half way: answers for these slots are still to come.
+        self._free.put(first)
+
+    def _ask(self, request: bytes, cancel: Callable[[], None]) -> None:
+        with self._asking:
+            if not self._started:
+                with self._hearing:
+                    if self._hear(cancel) != READY:
+                        raise self._failed()
+                self._started = True
+            try:
+                self._child.write(request, cancel=cancel)
+            except EndedError:
+                raise self._failed() from None
+
+    def _wait(self, slot: int, cancel: Callable[[], None]) -> None:
+        """Until a slot is answered; answers for other threads that come first are kept for them."""
+        with self._hearing:
+            while slot not in self._answered:
+                answer = self._hear(cancel)
+                if not answer:
+                    raise self._failed()
+                self._answered.add(answer[0])
+            self._answered.remove(slot)
+
+    def _hear(self, cancel: Callable[[], None]) -> bytes:
+        self._child.expect(self._where)
+        try:
+            return self._child.read(1, cancel=cancel)
+        except EndedError:
+            return b""
+
+    def _failed(self) -> OSError:
+        return OSError(
+            errno.EAGAIN,
+            f"the process to cast it ended with {described(self._child.end())}: see that "
+            "'python -c \"import torch\"' works and that there is memory",
+            self._where,
+        )

@@ -1,0 +1,51 @@
+"""The child process that casts tensors: the one module here that imports torch.
+
+Started by ``Caster``. It maps memory that it shares with its parent, and is told over its standard
+input which bytes in it to cast. It is given numbers and nothing else, so that nothing in a file can
+do it harm.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import signal
+import sys
+import warnings
+
+import torch
+
+from syncd.checkpoint.merging.cast import READY, REQUEST, SLOT, TILE
+from syncd.checkpoint.tensor_rules import DTYPES
+
+
+def run() -> None:
+    """Be the child, with the shared memory's descriptor as argument: cast until the input ends."""
+    # What is sent to a whole service, or from a terminal, is for the parent to hear.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # One is faster than storage. Two that share a tile wait for each other, on a busy machine for
+    # many times as long as the cast takes.
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dtypes = {name: getattr(torch, key) for key, (name, _) in DTYPES.items() if hasattr(torch, key)}
+    memory = memoryview(mmap.mmap(int(sys.argv[2]), 0))
+    requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
+    answers.write(READY)
+    try:
+        while len(head := requests.read(REQUEST.size) or b"") == REQUEST.size:
+            slot, count, given, wanted = REQUEST.unpack(head)
+            begin = slot * SLOT
+            source = torch.frombuffer(
+                memory, dtype=dtypes[given.rstrip(b"\0").decode()], count=count, offset=begin
+            )
+            target = torch.frombuffer(
+                memory,
+                dtype=dtypes[wanted.rstrip(b"\0").decode()],
+                count=count,
+                offset=begin + TILE,
+            )
+            target.copy_(source)
+            answers.write(bytes((slot,)))
+    except BrokenPipeError:
+        pass  # the parent has gone

@@ -1,0 +1,362 @@
+"""Writing one planned file: byte ranges of the shards, in order, and the digest of each tensor.
+
+Three ways, the cheapest that is right for a range:
+
+- Where the filesystem can, blocks are *shared* (a reflink: XFS, btrfs, NFS 4.2): nothing is copied.
+  That takes ranges that begin at a page in both files: our trainer hook lays its saves out for it,
+  and so are merged files. A file that a foreign trainer may still be writing is never shared.
+- The kernel copies (``Storage.copy_range``), if a server may do it and nothing is computed of the
+  bytes.
+- Bytes go through one buffer.
+
+Which is the fastest where was measured: ``docs/performance.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal
+
+import xxhash
+
+from syncd.checkpoint.merging.cast import Caster
+from syncd.checkpoint.merging.options import Checked, MergeOptions
+from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor
+from syncd.checkpoint.merging.source_reader import Source, SourceReader, shorter
+from syncd.checkpoint.merging.tiling import Part, Run, Weave, leaves, source_at
+from syncd.checkpoint.safetensors_header import PAGE
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.protocol.errors import CoverageError, SyncdError
+from syncd.storage.fsio import Storage
+
+#: Formats of ``memoryview.cast`` by their size in bytes.
+_FORMATS: Final[dict[int, Literal["Q", "I", "H", "B"]]] = {8: "Q", 4: "I", 2: "H", 1: "B"}
+#: Up to so many elements a row are moved column by column, which Python does faster then.
+_FEW_COLUMNS: Final = 32
+BUFFER: Final = 1024 * 1024
+#: The kernel copies at most so much before ``cancel`` is asked again.
+_CHUNK: Final = 64 * 1024 * 1024
+#: So many bytes are made durable at a time.
+_SYNC_EVERY: Final = 256 * 1024 * 1024
+#: Shorter runs are gathered: a copy in the kernel may be a round trip to a server each.
+_WORTH_A_CALL: Final = 512 * 1024
+
+
+class FileCopy:
+    """The buffer between the shards and one output file, and the work on the bytes in it.
+
+    Args:
+        storage: the storage to write to.
+        reader: of the sources.
+        sources: the open shards.
+        options: of the merge.
+        checked: as :func:`~syncd.checkpoint.merging.merge.run_plan` has it.
+        caster: casts; needed if the plan says so.
+        cancel: called often; it raises to stop.
+        advanced: called with each number of bytes that are done.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        reader: SourceReader,
+        sources: Sequence[Source],
+        *,
+        options: MergeOptions,
+        checked: Checked,
+        caster: Caster | None,
+        cancel: Callable[[], None],
+        advanced: Callable[[int], None],
+    ) -> None:
+        self._storage = storage
+        self._reader = reader
+        self._sources = sources
+        self._options = options
+        self._computes = options.digests or checked == "crc32"
+        self._shares = checked == "receipt"
+        self._caster = caster
+        self._cancel = cancel
+        self._advanced = advanced
+        self._view = memoryview(bytearray(BUFFER))
+        self._filled = 0  # bytes of the buffer that are not written yet
+        self._unsynced = 0
+        self._fd, self._at = -1, 0  # the output, and where the buffer goes in it
+
+    def write(self, file: PlannedFile, fd: int) -> list[bytes]:
+        """Write the file; returns each tensor's 16-byte digest, or nothing when they are off."""
+        self._fd, self._at = fd, len(file.header)
+        self._storage.pwrite_all(fd, file.header, 0)
+        in_kernel = not self._computes and self._options.in_kernel(fd)
+        found = []
+        for tensor in file.tensors:
+            self._cancel()
+            hasher = xxhash.xxh3_128() if self._options.digests else None
+            if tensor.dtype != tensor.source_dtype:
+                self._cast(tensor, hasher)
+            elif tensor.copies:
+                self._gather(self._compared(tensor), tensor.length, hasher)
+            else:
+                self._parts(tensor.parts, hasher, in_kernel=in_kernel)
+            if hasher is not None:
+                found.append(hasher.digest())
+        self._flush()
+        return found
+
+    def _parts(
+        self, parts: Iterable[Part], hasher: xxhash.xxh3_128 | None, *, in_kernel: bool
+    ) -> None:
+        for part in parts:
+            left = part
+            if isinstance(left, Run) and left.length >= _WORTH_A_CALL:
+                shared = self._share(left, hasher)
+                left = Run(left.source, left.offset + shared, left.length - shared)
+                if in_kernel:
+                    self._kernel_copies(left)
+                    continue
+            self._gather(TensorStream(self._reader, (left,)), left.length, hasher)
+
+    def _share(self, run: Run, hasher: xxhash.xxh3_128 | None) -> int:
+        """Let the output have the blocks of a run that begin it; returns how many bytes they are.
+
+        They are read for their digest alone.
+        """
+        to = self._at + self._filled
+        count = run.length // PAGE * PAGE
+        if not self._shares or run.offset % PAGE or to % PAGE:
+            return 0
+        self._flush()
+        stream = TensorStream(self._reader, (run,))
+        source = self._sources[run.source].fd
+        done = 0
+        while done < count:
+            self._cancel()
+            part = min(count - done, _SYNC_EVERY)
+            if not self._storage.share_range(source, self._fd, part, run.offset + done, self._at):
+                self._shares = False  # nor will it the next one
+                break
+            if hasher is not None:
+                self._digest(stream, part, hasher)
+            self._advance(part)
+            done += part
+        return done
+
+    def _digest(self, stream: TensorStream, length: int, hasher: xxhash.xxh3_128) -> None:
+        left = length
+        while left:
+            self._cancel()
+            view = self._view[:left]
+            stream.read_into(view)
+            hasher.update(view)
+            left -= len(view)
+
+    def _kernel_copies(self, run: Run) -> None:
+        self._flush()
+        source = self._sources[run.source]
+        _, offset, left = run
+        while left:
+            self._cancel()
+            count = self._storage.copy_range(
+                source.fd, self._fd, min(left, _CHUNK), offset, self._at
+            )
+            if count == 0:
+                raise shorter(source.path)
+            offset += count
+            left -= count
+            self._advance(count)
+
+    def _compared(self, tensor: PlannedTensor) -> TensorStream | ComparedStream:
+        stream = TensorStream(self._reader, tensor.parts)
+        if not tensor.copies:
+            return stream
+        copies = [TensorStream(self._reader, copy.parts) for copy in tensor.copies]
+        return ComparedStream(
+            stream, copies, lambda *found: self._differs(tensor, *found), self._cancel
+        )
+
+    def _gather(
+        self,
+        stream: TensorStream | ComparedStream,
+        length: int,
+        hasher: xxhash.xxh3_128 | None,
+    ) -> None:
+        """Copy so many bytes through the buffer."""
+        left = length
+        while left:
+            view = self._view[self._filled : self._filled + left]
+            stream.read_into(view)
+            if hasher is not None:
+                hasher.update(view)
+            left -= len(view)
+            self._filled += len(view)
+            if self._filled == BUFFER:
+                self._flush()
+
+    def _cast(self, tensor: PlannedTensor, hasher: xxhash.xxh3_128 | None) -> None:
+        """Copy a tensor through the child that casts it; small ones through the buffer too."""
+        assert self._caster is not None  # noqa: S101 - as run_plan asks for
+        stream = self._compared(tensor)
+        count = tensor.length // ITEMSIZE[tensor.dtype]
+        dtypes = tensor.source_dtype, tensor.dtype
+        for tile in self._caster.cast(stream.read_into, count, *dtypes, cancel=self._cancel):
+            if hasher is not None:
+                hasher.update(tile)
+            if len(tile) > BUFFER - self._filled or len(tile) >= BUFFER // 4:
+                self._flush()
+            if len(tile) >= BUFFER // 4:
+                self._write(tile)
+            else:
+                self._view[self._filled : self._filled + len(tile)] = tile
+                self._filled += len(tile)
+
+    def _differs(self, tensor: PlannedTensor, number: int, offset: int) -> CoverageError:
+        """The error for a tensor that differs from a copy of it, at an offset in bytes."""
+        copy = tensor.copies[number]
+        name = shown(tensor.name)
+        if copy.tied is not None:
+            return CoverageError(
+                f"{shown(copy.tied)} and {name} differ, and config.json says that they are tied: "
+                "set tie_word_embeddings to false there, or tie them in the trainer"
+            )
+        first, other = source_at(tensor.parts, offset), source_at(copy.parts, offset)
+        return CoverageError(
+            f"{name} differs between ranks {first} and {other}, in {self._sources[first].path} and "
+            f"{self._sources[other].path}, which should both have the same of it: broadcast it "
+            "before saving, or give what is not the same on all ranks a name of its own, or a "
+            "device mesh with all of them"
+        )
+
+    def _flush(self) -> None:
+        self._cancel()
+        if self._filled:
+            filled, self._filled = self._filled, 0
+            self._write(self._view[:filled])
+
+    def _write(self, view: memoryview) -> None:
+        self._storage.pwrite_all(self._fd, view, self._at)
+        self._advance(len(view))
+
+    def _advance(self, count: int) -> None:
+        self._at += count
+        self._unsynced += count
+        if self._unsynced >= _SYNC_EVERY:
+            # One fsync of gigabytes at the end could not be interrupted.
+            self._cancel()
+            self._storage.fsync(self._fd)
+            self._unsynced = 0
+        self._advanced(count)
+
+
+class TensorStream:
+    """Reads the bytes of parts in order, into buffers of any size.
+
+    Needs no memory of its own beyond the largest buffer that it is given. A weave is read by
+    tiles: as many whole rows as fit, each source in one piece.
+
+    Args:
+        reader: of the sources.
+        parts: the parts to read.
+    """
+
+    def __init__(self, reader: SourceReader, parts: Iterable[Part]) -> None:
+        self._reader = reader
+        self._leaves = leaves(parts)
+        self._leaf: Part = Run(0, 0, 0)
+        self._done = 0  # bytes of it
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes; there are as many.
+
+        Raises:
+            SaveNotReadyError: a source became shorter.
+            ShardFormatError: a record is not its CRC-32.
+        """
+        while view:
+            if self._done == self._leaf.length:
+                self._leaf, self._done = next(self._leaves), 0
+            if isinstance(self._leaf, Run):
+                source, offset, length = self._leaf
+                count = min(len(view), length - self._done)
+                self._reader.read_into(source, offset + self._done, view[:count])
+            else:
+                count = self._weave(self._leaf, view)
+            self._done += count
+            view = view[count:]
+
+    def _weave(self, weave: Weave, view: memoryview) -> int:
+        """Read the next rows that fit, or what comes next of one that does not; says how much."""
+        width = weave.length // weave.turns
+        row, within = divmod(self._done, width)
+        rows = 0 if within else min(len(view) // width, weave.turns - row)
+        begin = 0  # of the part's bytes in a row
+        for part in weave.parts:
+            assert isinstance(part, Run)  # noqa: S101 - leaves() gives no others
+            source, offset, length = part
+            own = length // weave.turns
+            if rows:
+                tile = memoryview(bytearray(rows * own))
+                self._reader.read_into(source, offset + row * own, tile)
+                _scatter(tile, own, view[: rows * width], begin, width)
+            elif within < begin + own:
+                skipped = max(0, within - begin)
+                count = min(own - skipped, len(view))
+                self._reader.read_into(source, offset + row * own + skipped, view[:count])
+                return count
+            begin += own
+        return rows * width
+
+
+class ComparedStream:
+    """A stream of bytes that must be the same in other places.
+
+    Args:
+        stream: the stream to read.
+        copies: the same bytes.
+        differs: the error for one of the copies, by its number, that differs at an offset.
+        cancel: called for each copy: there can be thousands. It raises to stop.
+    """
+
+    def __init__(
+        self,
+        stream: TensorStream,
+        copies: Sequence[TensorStream],
+        differs: Callable[[int, int], SyncdError],
+        cancel: Callable[[], None],
+    ) -> None:
+        self._cancel = cancel
+        self._stream = stream
+        self._copies = copies
+        self._differs = differs
+        self._done = 0
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the next bytes; there are as many.
+
+        Raises:
+            SyncdError: a copy differs; and as :meth:`TensorStream.read_into`.
+        """
+        self._stream.read_into(view)
+        other = memoryview(bytearray(len(view)))
+        for number, copy in enumerate(self._copies):
+            self._cancel()
+            copy.read_into(other)
+            if other != view:
+                at = next(at for at in range(len(view)) if other[at] != view[at])
+                raise self._differs(number, self._done + at)
+        self._done += len(view)
+
+
+def _scatter(tile: memoryview, own: int, view: memoryview, begin: int, width: int) -> None:
+    """Put rows of ``own`` bytes each at ``begin`` into rows of ``width`` bytes each."""
+    unit = next(size for size in _FORMATS if not (own % size or begin % size or width % size))
+    columns = own // unit
+    if columns <= _FEW_COLUMNS:
+        letter = _FORMATS[unit]
+        source, target = tile.cast(letter), view.cast(letter)
+        first, step = begin // unit, width // unit
+        for column in range(columns):
+            target[first + column :: step] = source[column::columns]
+        return
+    at = begin
+    for start in range(0, len(tile), own):
+        view[at : at + own] = tile[start : start + own]
+        at += width

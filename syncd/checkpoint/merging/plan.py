@@ -1,0 +1,315 @@
+"""From the indexes of all shards to a plan of byte copies, proved to make whole tensors. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Final, NamedTuple
+
+from syncd.checkpoint.gc_pause import uncollected
+from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, tile
+from syncd.checkpoint.placement import Chunks, Local, Shape
+from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, shown
+from syncd.protocol.errors import CoverageError
+
+
+class ShardIndex(NamedTuple):
+    """The content of one rank's file.
+
+    Attributes:
+        label: the file, for messages.
+        tensors: its tensors by name.
+    """
+
+    label: str
+    tensors: Mapping[str, Local | Chunks]
+
+
+class Duplicate(NamedTuple):
+    """A tensor whose bytes must equal a planned tensor's.
+
+    Attributes:
+        tied: the name of the tensor that is left out for this one; None if it is the same tensor
+            in other ranks' files.
+        parts: its bytes.
+    """
+
+    tied: str | None
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTensor:
+    """A tensor of an output file.
+
+    Attributes:
+        name: its name.
+        dtype: safetensors' name.
+        shape: of the whole tensor.
+        length: in bytes.
+        source_dtype: of the parts; another one if it is to be cast.
+        parts: its parts, in order.
+        copies: the tensors with the same bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    length: int
+    source_dtype: str
+    parts: tuple[Part, ...]
+    copies: tuple[Duplicate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """An output file: name, header, bytes of data, and the tensors in the order of their bytes."""
+
+    name: str
+    header: bytes
+    data_size: int
+    tensors: tuple[PlannedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MergePlan:
+    """The output files, and the size of all tensors in bytes."""
+
+    files: tuple[PlannedFile, ...]
+    data_size: int
+
+    @property
+    def casts(self) -> bool:
+        """True if any tensor is to be cast."""
+        return any(
+            tensor.dtype != tensor.source_dtype for file in self.files for tensor in file.tensors
+        )
+
+
+@uncollected()
+def plan_merge(
+    shards: Sequence[tuple[str, Mapping[str, Local | Chunks]]],
+    *,
+    max_file_size: int,
+    rename: Callable[[str], str | None] = str,
+    stem: str = "model",
+    tied: bool = False,
+    cast: Cast | None = None,
+    cancel: Callable[[], None] = lambda: None,
+) -> MergePlan:
+    """Plan how to make one model of all ranks' shards.
+
+    Files are filled in the order of the state dict (that of the first rank, then what only later
+    ones have), so that a layer stays together, to about the same size, so that they are written in
+    about the same time; a tensor over ``max_file_size`` has a file of its own. Inside a file
+    tensors of whole pages come first, so that all of them begin at one, then wider dtypes, so that
+    every tensor is aligned to its dtype.
+
+    Args:
+        shards: the :class:`ShardIndex` of each rank's file, in the order of the ranks.
+        max_file_size: how many bytes of tensors one output file may hold.
+        rename: a tensor's name in the output; None leaves it out.
+        stem: the beginning of the names of the output files.
+        tied: whether the model's config says that the output embedding is the input embedding; then
+            it is left out, as Hugging Face's ``save_pretrained`` does.
+        cast: the dtype for floating tensors.
+        cancel: called often; it raises to stop.
+
+    Raises:
+        CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none;
+            or two are to have one name.
+    """
+    indexes = [ShardIndex(*shard) for shard in shards]
+    names: dict[str, str] = {}
+    for name in dict.fromkeys(name for index in indexes for name in index.tensors):
+        renamed = rename(name)
+        if renamed is not None and names.setdefault(renamed, name) != name:
+            raise CoverageError(
+                f"{shown(names[renamed])} and {shown(name)} would both be {shown(renamed)} in the "
+                "merged file: save only one of them"
+            )
+    if not names:
+        raise CoverageError("the shards hold no tensors: save model.state_dict()")
+    labels = [index.label for index in indexes]
+    tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
+    kept = _without_tied(tensors, cancel) if tied else tensors
+    groups = list(_split([_cast(tensor, cast) for tensor in kept], max_file_size))
+    files = tuple(
+        _file(
+            f"{stem}.safetensors"
+            if len(groups) == 1
+            else f"{stem}-{number:05d}-of-{len(groups):05d}.safetensors",
+            group,
+            cancel,
+        )
+        for number, group in enumerate(groups, 1)
+    )
+    return MergePlan(files, sum(file.data_size for file in files))
+
+
+def _cast(tensor: PlannedTensor, cast: Cast | None) -> PlannedTensor:
+    dtype = cast_dtype(tensor.dtype, cast)
+    if dtype == tensor.dtype:
+        return tensor
+    length = tensor.length // ITEMSIZE[tensor.dtype] * ITEMSIZE[dtype]
+    return replace(tensor, dtype=dtype, length=length)
+
+
+def _split(tensors: Sequence[PlannedTensor], max_file_size: int) -> Iterator[list[PlannedTensor]]:
+    left = sum(tensor.length for tensor in tensors)
+    group: list[PlannedTensor] = []
+    size = 0
+    for tensor in tensors:
+        if group:
+            files = max(1, -(-(size + left) // max_file_size))  # that this and all later ones make
+            even = (size + left) / files
+            if size + tensor.length > max_file_size or size + tensor.length / 2 > even:
+                yield group
+                group, size = [], 0
+        group.append(tensor)
+        size += tensor.length
+        left -= tensor.length
+    yield group
+
+
+def _file(name: str, group: list[PlannedTensor], cancel: Callable[[], None]) -> PlannedFile:
+    group = sorted(group, key=lambda one: (one.length % PAGE > 0, -ITEMSIZE[one.dtype]))
+    header = header_bytes(header_entries(group, cancel))
+    return PlannedFile(name, header, sum(tensor.length for tensor in group), tuple(group))
+
+
+def header_entries(
+    tensors: Iterable[PlannedTensor], cancel: Callable[[], None] = lambda: None
+) -> Iterator[HeaderEntry]:
+    """The entries of a file's header, whose tensors follow each other."""
+    at = 0
+    for tensor in tensors:
+        cancel()
+        yield HeaderEntry(tensor.name, tensor.dtype, tensor.shape, at, at + tensor.length)
+        at += tensor.length
+
+
+#: How Hugging Face models call their output and their input embeddings.
+_HEADS: Final = frozenset({"lm_head", "embed_out"})
+_EMBEDDINGS: Final = frozenset(
+    {"embed_tokens", "shared", "wte", "word_embeddings", "embed_in", "tok_embeddings"}
+)
+
+
+def is_output_embedding(name: str) -> bool:
+    """True if a tensor may be tied to the input embedding."""
+    return _module(name) in _HEADS
+
+
+def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> list[PlannedTensor]:
+    """Leave out output embeddings that are the input embedding, or must be equal to it."""
+    kept = {tensor.name: tensor for tensor in tensors}
+    for head in tensors:
+        cancel()
+        if not is_output_embedding(head.name):
+            continue
+        alike = [
+            tensor
+            for tensor in kept.values()
+            if _module(tensor.name) in _EMBEDDINGS
+            and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
+        ]
+        if alike:
+            # Of several the one whose name is most like it: they are of one model inside another.
+            same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
+            same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
+            known = {same.parts, *(copy.parts for copy in same.copies)}
+            told = dict.fromkeys((head.parts, *(copy.parts for copy in head.copies)))
+            more = tuple(Duplicate(head.name, parts) for parts in told if parts not in known)
+            kept[same.name] = replace(same, copies=same.copies + more)
+            del kept[head.name]
+    return list(kept.values())
+
+
+def _begins_alike(name: str, other: str) -> int:
+    """The number of characters that two names have in common at the beginning."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False))
+    )
+
+
+def _module(name: str) -> str:
+    """The last part of the name of the module whose ``weight`` this is."""
+    module, _, parameter = name.rpartition(".")
+    return module.rpartition(".")[2] if parameter == "weight" else ""
+
+
+def _whole(
+    name: str,
+    renamed: str,
+    shards: Sequence[ShardIndex],
+    labels: Sequence[str],
+    cancel: Callable[[], None],
+) -> PlannedTensor:
+    """Prove that a tensor is whole, and find its parts."""
+    cancel()
+    found = [
+        (source, value)
+        for source, shard in enumerate(shards)
+        if (value := shard.tensors.get(name)) is not None
+    ]
+    first, told = found[0]
+    agreed = _agreed(told)
+    for source, other in found[1:]:
+        if _agreed(other) != agreed:
+            raise CoverageError(
+                f"{shown(name)} is {_described(told)} in {shards[first].label} but "
+                f"{_described(other)} in {shards[source].label}: save again from ranks of one job"
+            )
+    dtype, shape, is_plain = agreed
+    length = math.prod(shape) * ITEMSIZE[dtype]
+    if is_plain and len(found) != len(shards):
+        there = {source for source, _ in found}
+        missing = next(shard.label for source, shard in enumerate(shards) if source not in there)
+        raise CoverageError(
+            f"{shown(name)} is a plain tensor in {shards[first].label}, and missing in {missing}: "
+            "save the same model on every rank, or gather it on one rank as model.safetensors"
+        )
+    if not length:
+        return PlannedTensor(renamed, dtype, shape, 0, dtype, (), ())
+    blocks = [
+        _block(source, local)
+        for source, value in found
+        for local in (value.locals if isinstance(value, Chunks) else (value,))
+    ]
+    if is_plain:
+        own, *others = ((block.run,) for block in blocks)
+        tiled = Tiled(own, tuple(others))
+    else:
+        tiled = tile(shown(name), shape, blocks, labels, cancel=cancel)
+    copies = tuple(Duplicate(None, parts) for parts in tiled.copies)
+    return PlannedTensor(renamed, dtype, shape, length, dtype, tiled.parts, copies)
+
+
+def _block(source: int, local: Local) -> Block:
+    """A rank's part as a box of the tensor; a plain one is all of it."""
+    run = Run(source, local.offset, local.nbytes)
+    position = local.position
+    if position is None:
+        return Block((0,) * len(local.local_shape), local.local_shape, run, None)
+    return Block(position.offsets, local.local_shape, run, position.mesh)
+
+
+def _agreed(value: Local | Chunks) -> tuple[str, Shape, bool]:
+    """All ranks must agree on these: the dtype, the whole tensor's shape, whether it is plain."""
+    if isinstance(value, Chunks):
+        return value.dtype, value.global_shape, False
+    if value.position is None:
+        return value.dtype, value.local_shape, True
+    return value.dtype, value.position.global_shape, False
+
+
+def _described(value: Local | Chunks) -> str:
+    """The same in words."""
+    dtype, shape, is_plain = _agreed(value)
+    if is_plain:
+        return f"a plain {dtype} tensor of shape {shape}"
+    return f"a sharded {dtype} tensor of global shape {shape}"

@@ -1,0 +1,164 @@
+"""Reading the shards' bytes, with the CRC-32 of their records checked by the same bytes."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from zlib_ng.zlib_ng import crc32
+
+from syncd.checkpoint.torch_files.torch_zip import ZipRecord
+from syncd.protocol.errors import SaveNotReadyError, ShardFormatError
+from syncd.storage.fsio import Storage
+
+_BUFFER: Final = 1024 * 1024
+
+
+class Source(Protocol):
+    """A shard as the merge sees it: :class:`~syncd.checkpoint.torch_files.shard_file.ShardFile`."""
+
+    @property
+    def path(self) -> Path:
+        """For messages."""
+
+    @property
+    def fd(self) -> int:
+        """Open for reading."""
+
+    @property
+    def has_crc(self) -> bool:
+        """True if the records' CRC-32 mean anything."""
+
+    @property
+    def records(self) -> Mapping[str, ZipRecord]:
+        """The zip's records by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of which only some records are read and checked, or none has a check."""
+
+    path: Path
+    fd: int
+    has_crc: bool = False
+    records: Mapping[str, ZipRecord] = field(default_factory=dict)
+
+
+class SourceReader:
+    """Reads the sources, and checks the CRC-32 of their records if asked.
+
+    A record's check goes forward from its first byte. Bytes that a read skips are read for the
+    check alone; bytes that come again (tied weights) are not checked again. Readers in several
+    threads share the checks: the first that reads from a record checks it.
+
+    Args:
+        storage: reads them.
+        sources: the open shards.
+        checks: of the sources' records, by :func:`record_checks`.
+        cancel: called between reads for the check alone; it raises to stop.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        sources: Sequence[Source],
+        *,
+        checks: Sequence[RecordChecks | None],
+        cancel: Callable[[], None],
+    ) -> None:
+        self._storage = storage
+        self._sources = sources
+        self._cancel = cancel
+        self._checks = checks
+        self._scratch = memoryview(bytearray(_BUFFER if any(checks) else 0))
+
+    def read_into(self, source: int, offset: int, part: memoryview) -> None:
+        """Fill ``part`` from a source, by its index; the bytes lie in one record.
+
+        Raises:
+            SaveNotReadyError: the source became shorter.
+            ShardFormatError: the record is not its CRC-32.
+        """
+        self._pread(source, offset, part)
+        checks = self._checks[source]
+        if checks is not None:
+            number = checks.find(offset)
+            if checks.owners.setdefault(number, self) is self:  # in one step: threads do it at once
+                self._check_up_to(source, number, offset)
+                checks.extend(number, offset, part)
+
+    def finish(self) -> None:
+        """Check the bytes that were not read, once no other reader reads any more.
+
+        Raises:
+            SaveNotReadyError: a source became shorter.
+            ShardFormatError: a record is not its CRC-32.
+        """
+        for source, checks in enumerate(self._checks):
+            for number in range(len(checks.starts) if checks is not None else 0):
+                self._check_up_to(source, number, None)
+
+    def _check_up_to(self, source: int, number: int, offset: int | None) -> None:
+        """Check a record's bytes before ``offset``, or all of them, that were not checked yet."""
+        checks = self._checks[source]
+        assert checks is not None  # noqa: S101 - for the type checker
+        end = checks.ends[number] if offset is None else offset
+        while checks.at[number] < end:
+            self._cancel()
+            part = self._scratch[: end - checks.at[number]]
+            self._pread(source, checks.at[number], part)
+            checks.extend(number, checks.at[number], part)
+
+    def _pread(self, source: int, offset: int, part: memoryview) -> None:
+        file = self._sources[source]
+        if self._storage.pread_fully(file.fd, part, offset) < len(part):
+            raise shorter(file.path)
+
+
+class RecordChecks:
+    """The progress of the CRC-32 of each record of one source.
+
+    Attributes:
+        owners: the number of a record → the reader that checks it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        ordered = sorted((record, name) for name, record in source.records.items() if record.size)
+        self._path = source.path
+        self._names = [name for _, name in ordered]
+        self._expected = [record.crc32 for record, _ in ordered]
+        self._crc = [0] * len(ordered)
+        self.starts = [record.offset for record, _ in ordered]
+        self.ends = [record.offset + record.size for record, _ in ordered]
+        self.at = list(self.starts)
+        self.owners: dict[int, object] = {}
+
+    def find(self, offset: int) -> int:
+        """The record that a byte of the file lies in."""
+        return bisect_right(self.starts, offset) - 1
+
+    def extend(self, number: int, offset: int, part: memoryview) -> None:
+        """Take bytes at ``offset``, at most the end of those taken so far; compare at the end."""
+        fresh = part[self.at[number] - offset :]
+        if not fresh:
+            return
+        self._crc[number] = crc32(fresh, self._crc[number])
+        self.at[number] += len(fresh)
+        if self.at[number] == self.ends[number] and self._crc[number] != self._expected[number]:
+            raise ShardFormatError(
+                f"{self._path}: record {self._names[number]} does not match its CRC-32: the file "
+                "is damaged, or still being written; save it again"
+            )
+
+
+def record_checks(sources: Sequence[Source], *, check_crc: bool) -> list[RecordChecks | None]:
+    """The checks of each source: none if it has no CRC-32, or if they are not asked for."""
+    return [RecordChecks(source) if check_crc and source.has_crc else None for source in sources]
+
+
+def shorter(path: Path) -> SaveNotReadyError:
+    """The error for a file that ended before its bytes did."""
+    return SaveNotReadyError(f"{path} became shorter while it was merged; look again")

@@ -1,0 +1,70 @@
+"""Several pieces of work at once, in threads, as one that can be cancelled."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Event
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+#: A piece of work calls this often; it raises to stop.
+Check = Callable[[], None]
+
+#: So often ``look`` is called, in seconds.
+_LOOK: Final = 0.05
+
+
+def threads_here(most: int) -> int:
+    """So many threads, and no more than this process has processors."""
+    return min(most, len(os.sched_getaffinity(0)))
+
+
+class _StoppedError(Exception):
+    """Raised in the threads that are to end because another one has failed."""
+
+
+def run_side_by_side(
+    tasks: Sequence[Callable[[Check], T]], *, threads: int, look: Callable[[], None]
+) -> list[T]:
+    """Run tasks, so many at once, and wait for all of them.
+
+    One at a time they run in this thread, one after the other.
+
+    Args:
+        tasks: each is given the function that it has to call often.
+        threads: how many at once.
+        look: called in this thread only, every 50 ms or more often; it raises to stop them all.
+
+    Returns:
+        Their results, in their order.
+
+    Raises:
+        BaseException: the error of ``look``, or the task that failed first. No task runs any more
+            then.
+    """
+    if min(threads, len(tasks)) <= 1:
+        return [task(look) for task in tasks]
+    stopped = Event()
+
+    def check() -> None:
+        if stopped.is_set():
+            raise _StoppedError
+
+    with ThreadPoolExecutor(min(threads, len(tasks)), "syncd-copy") as pool:
+        futures: list[Future[T]] = []
+        try:
+            futures.extend(pool.submit(task, check) for task in tasks)
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, timeout=_LOOK)
+                for future in done:
+                    future.result()
+                look()
+        except BaseException:
+            stopped.set()
+            for future in futures:
+                future.cancel()
+            raise  # leaving the pool waits for the rest
+    return [future.result() for future in futures]

@@ -1,0 +1,176 @@
+"""A child process of ours that is spoken to over pipes, with waits that can be cancelled.
+
+A daemon with threads must not fork itself: the child is a fresh interpreter that runs a module of
+this package. It ends with its standard input, and so with this process.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from syncd.storage.errnos import GONE
+
+_PACKAGE: Final = str(Path(__file__).resolve().parents[3])
+#: Not ``-m``, which would look for modules in the working folder before all others. The package
+#: comes last, so that it hides no module either.
+_PROGRAM: Final = (
+    "import sys; sys.path.append(sys.argv[1]); from syncd.checkpoint.{module} import run; run()"
+)
+#: So often ``cancel`` is asked while the child works.
+_LOOK: Final = 0.05
+_PIPE: Final = 1024 * 1024
+
+
+class EndedError(Exception):
+    """Raised when the child has ended."""
+
+
+class ChildProcess:
+    """A running child. Close it.
+
+    Args:
+        module: of ``syncd.checkpoint``; its ``run()`` is called, with ``arguments`` from
+            ``sys.argv[2]`` on.
+        arguments: numbers.
+        where: the file that it is started for, for messages.
+        task: a verb for its work with files, for messages.
+        flags: of the interpreter.
+        pass_fds: descriptors that it has too.
+        cancel: called every 50 ms while it works, unless a call brings its own; it raises to stop.
+        wall_seconds: how long one answer may take: a guard, for a machine that stands still.
+        python: the interpreter.
+        clock: seconds, monotonic.
+
+    Raises:
+        OSError: it cannot be started: that says nothing about any file.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[int],
+        where: str,
+        *,
+        task: str,
+        flags: str,
+        pass_fds: Sequence[int] = (),
+        cancel: Callable[[], None],
+        wall_seconds: float,
+        python: str = sys.executable,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cancel = cancel
+        self._wall_seconds = wall_seconds
+        self._clock = clock
+        self._task = task
+        program = _PROGRAM.format(module=module)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603 - our own program, by sys.executable
+                [python, *flags.split(), "-c", program, _PACKAGE, *map(str, arguments)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                cwd="/",
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+        except OSError as error:
+            # A python that is missing must not be taken for a save that went away.
+            code = errno.EAGAIN if error.errno in GONE else error.errno or errno.EAGAIN
+            raise OSError(code, f"cannot start a process to {task} it: {error}", where) from error
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None  # noqa: S101, PT018 - for the type checker
+        self._stdin, self._stdout = stdin, stdout
+        for pipe in (stdin, stdout):
+            os.set_blocking(pipe.fileno(), False)
+        self.expect(where)
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def expect(self, where: str) -> None:
+        """Begin to wait for an answer about a file."""
+        self._where = where
+        self._deadline = self._clock() + self._wall_seconds
+
+    def write(self, data: bytes, *, cancel: Callable[[], None] | None = None) -> None:
+        """Give it bytes.
+
+        Raises:
+            EndedError: it has ended.
+            OSError: it did not take them in time.
+        """
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._stdin.fileno(), view[:_PIPE]) :]
+            except BlockingIOError:
+                self._wait(self._stdin.fileno(), select.POLLOUT, cancel or self._cancel)
+            except BrokenPipeError:
+                raise EndedError from None
+
+    def read(self, count: int, *, cancel: Callable[[], None] | None = None) -> bytes:
+        """Take bytes from it.
+
+        Raises:
+            EndedError: it has ended.
+            OSError: it did not give them in time.
+        """
+        parts: list[bytes] = []
+        while count:
+            try:
+                part = os.read(self._stdout.fileno(), count)
+            except BlockingIOError:
+                self._wait(self._stdout.fileno(), select.POLLIN, cancel or self._cancel)
+                continue
+            if not part:
+                raise EndedError
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+    def _wait(self, fd: int, event: int, cancel: Callable[[], None]) -> None:
+        """Until the child takes or gives a byte, or has ended."""
+        poll = select.poll()
+        poll.register(fd, event)
+        cancel()
+        while not poll.poll(_LOOK * 1000):
+            cancel()
+            if self._clock() > self._deadline:
+                raise OSError(
+                    errno.ETIMEDOUT,
+                    f"the process to {self._task} it did nothing for {self._wall_seconds:.0f} s: "
+                    "this machine hangs, or the storage that python is installed on",
+                    self._where,
+                )
+
+    def end(self) -> int:
+        """End it; returns its exit status."""
+        self._process.kill()  # it may only have closed its pipes
+        return self._process.wait()
+
+    def close(self) -> None:
+        """End it, and give its pipes back."""
+        self.end()
+        for pipe in (self._stdin, self._stdout):
+            pipe.close()
+
+
+def described(status: int) -> str:
+    """An exit status in words."""
+    try:
+        return f"exit status {status}" if status >= 0 else signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"

@@ -1,0 +1,311 @@
+"""Reading untrusted files in a child process that cannot exhaust this one.
+
+A pickle of a few bytes can ask for all memory, or for more time than there is; so can JSON. The
+child (``parser_child``) is a fresh interpreter, since a daemon with threads must not fork itself,
+and lives as long as one save is open. It is handed bytes and opens nothing, so that storage which
+does not answer is never taken for a file that is to blame.
+"""
+
+from __future__ import annotations
+
+import errno
+import signal
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Self, TypeVar
+
+from syncd.checkpoint.dcp.dcp_metadata import StoredModel
+from syncd.checkpoint.dcp.hf_dcp import Chunked
+from syncd.checkpoint.safetensors_header import HeaderEntry
+from syncd.checkpoint.sandbox import wire
+from syncd.checkpoint.sandbox.child_process import ChildProcess, EndedError, described
+from syncd.checkpoint.sandbox.parser_child import EXIT_MEMORY
+from syncd.checkpoint.tensor_rules import TENSOR_LIMIT, shown
+from syncd.checkpoint.torch_files.pieces import Piece, Pieces
+from syncd.protocol.errors import CheckpointError, ShardFormatError
+
+T = TypeVar("T")
+_MIB: Final = 1024 * 1024
+#: Bytes by which an answer may be longer than the file it is about. A header says the same in
+#: more words, and a pickle in twice as many; a small one may name one tensor many times.
+_SLACK: Final = _MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ParseLimits:
+    """The limits on reading one file's pickle or header, and on a save.
+
+    A pickle of 20,000 tensors has 8 MB, and takes 12 times as much memory while it is read.
+
+    Attributes:
+        memory: bytes.
+        memory_factor: more bytes for each byte that is read.
+        memory_most: the most bytes in all.
+        cpu_seconds: of processor time.
+        wall_seconds: a guard, for a child that does not work: a machine that stands still.
+        tensors: the most tensors, and records, of all shards of a save together.
+        answers: the most bytes of all that is said of one save. A tensor has some 100; here it
+            takes 0.2 KB until it is merged, and 0.5 KB more if no other rank has its name.
+    """
+
+    memory: int = 256 * _MIB
+    memory_factor: int = 32
+    memory_most: int = 4096 * _MIB
+    cpu_seconds: int = 60
+    wall_seconds: float = 300.0
+    tensors: int = 4_000_000
+    answers: int = 512 * _MIB
+
+
+class _MemoryError(EndedError):
+    """Raised when the child says that it has no memory to go on."""
+
+
+class IsolatedParser:
+    """Reads pickles and headers in one child process; started when it is first asked.
+
+    Use it as a context manager, or close it. A child that failed is ended, and the next
+    request starts another.
+
+    Args:
+        cancel: called every 50 ms while the child works; it raises to stop.
+        limits: for each file.
+        python: the interpreter.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        *,
+        cancel: Callable[[], None],
+        limits: ParseLimits | None = None,
+        python: str = sys.executable,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._cancel = cancel
+        self._limits = limits or ParseLimits()
+        self._python = python
+        self._clock = clock
+        self._child: ChildProcess | None = None
+        self._answered = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's, while there is one."""
+        return None if self._child is None else self._child.pid
+
+    def close(self) -> None:
+        """End the child and wait for its end."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.close()
+
+    def read_pieces(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
+        """As :func:`syncd.checkpoint.torch_files.pieces.read_pieces` does, within the limits.
+
+        Raises:
+            ShardFormatError: also if it takes more than the limits, or makes the child fail.
+            PlacementError: as there.
+            CoverageError: as there.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        del intact  # what it protects from is the limits' to hold
+
+        def read(rows: Iterator[wire.Row]) -> dict[str, Piece | Pieces]:
+            found: dict[str, Piece | Pieces] = {}
+            known: dict[Hashable, Any] = {}
+            for row in rows:
+                name, piece = wire.read_piece(row, known)
+                if name in found:
+                    raise ValueError("has a name twice")
+                found[name] = piece
+            return found
+
+        return self._ask(wire.PICKLE, data, where, "data.pkl", read)
+
+    def read_fields(self, header: bytes, where: str) -> list[HeaderEntry]:
+        """As :func:`syncd.checkpoint.safetensors_header.read_fields` does, within the limits.
+
+        Raises:
+            ShardFormatError: also if it takes more than the limits, or makes the child fail.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        return self._ask(
+            wire.HEADER, header, where, "header", lambda rows: list(map(wire.read_entry, rows))
+        )
+
+    def read_tensor(self, data: bytes, where: str, name: str) -> Piece:
+        """As :func:`syncd.checkpoint.torch_files.pieces.read_tensor` does, within the limits.
+
+        Raises:
+            ShardFormatError: also if it takes more than the limits, or makes the child fail.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        asked = wire.asked(name, data)
+        found = self._ask(
+            wire.TENSOR, asked, where, "data.pkl", lambda rows: list(map(wire.read_bare, rows))
+        )
+        if len(found) != 1:
+            raise ShardFormatError(f"{where}: '{shown(name)}' cannot be read: save it again")
+        return found[0]
+
+    def read_metadata(self, data: bytes, where: str, *, prefix: str | None) -> StoredModel:
+        """As :func:`syncd.checkpoint.dcp.dcp_metadata.read_metadata` does, within the limits.
+
+        Raises:
+            ShardFormatError: also if it takes more than the limits, or makes the child fail.
+            PlacementError, CoverageError, CheckpointError: as there.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        asked = wire.asked(prefix, data)
+        return self._ask(wire.METADATA, asked, where, "pickle", wire.read_contents)
+
+    def read_chunked_fields(self, header: bytes, where: str) -> list[Chunked]:
+        """As :func:`syncd.checkpoint.dcp.hf_dcp.read_chunked_fields` does, within the limits.
+
+        Raises:
+            ShardFormatError: also if it takes more than the limits, or makes the child fail.
+            PlacementError: as there.
+            OSError: the child cannot be started, or did not work: nothing is known of the file.
+        """
+        return self._ask(
+            wire.CHUNKED_HEADER,
+            header,
+            where,
+            "header",
+            lambda rows: list(map(wire.read_chunked, rows)),
+        )
+
+    def _ask(
+        self,
+        kind: bytes,
+        data: bytes,
+        where: str,
+        what: str,
+        read: Callable[[Iterator[wire.Row]], T],
+    ) -> T:
+        """Give the child bytes to read, and ``read`` all rows of its answer; a ValueError ends it.
+
+        Raises:
+            ShardFormatError: the bytes are to blame for the child's failure.
+            PlacementError, CoverageError: as the child found.
+            OSError: they are not.
+        """
+        try:
+            child = self._child or self._start(where)
+            child.expect(where)
+            child.write(wire.REQUEST.pack(kind, len(data)))
+            child.write(data)
+            return read(self._rows(child, where, len(data) + _SLACK))
+        except EndedError as error:
+            fault = self._fault(error)
+        except ValueError as error:
+            fault = f"made the process that reads it give an impossible answer ({error})"
+        except CheckpointError:
+            raise  # the child has said so itself, and goes on
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        raise ShardFormatError(
+            f"{where}: its {what} {fault}; it is damaged, or was made to exhaust this machine: "
+            "save it again, or touch it, and syncd tries it again"
+        )
+
+    def _rows(self, child: ChildProcess, where: str, limit: int) -> Iterator[wire.Row]:
+        """The rows as they come, of an answer of so many bytes at most."""
+        count = size = 0
+        while True:
+            self._cancel()
+            tag, content = _frame(child)
+            if tag == wire.DONE:
+                return
+            if tag == wire.FAILED:
+                self._raise_failure(content, where)
+            if tag != wire.ROWS:
+                raise ValueError("is of no known kind")
+            size += len(content)
+            self._answered += len(content)
+            if size > limit:
+                raise ValueError(f"is longer than {limit} bytes, so longer than its input")
+            if self._answered > self._limits.answers:
+                raise ValueError(
+                    f"makes the index of this save longer than {self._limits.answers // _MIB} MiB"
+                )
+            rows = wire.read_rows(content)
+            count += len(rows)
+            if count > TENSOR_LIMIT:
+                raise ValueError(f"has more than {TENSOR_LIMIT} tensors")
+            yield from rows
+
+    def _start(self, where: str) -> ChildProcess:
+        """Start the child, and wait until it is confined.
+
+        Raises:
+            OSError: it cannot be started: that says nothing about any file.
+        """
+        given = self._limits
+        # Without ``site``, which may run what others installed.
+        self._child = child = ChildProcess(
+            "sandbox.parser_child",
+            (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
+            where,
+            task="read",
+            flags="-I -S",
+            cancel=self._cancel,
+            wall_seconds=given.wall_seconds,
+            python=self._python,
+            clock=self._clock,
+        )
+        try:
+            tag, _ = _frame(child)
+        except (EndedError, ValueError):
+            tag = b""
+        if tag != wire.READY:
+            raise OSError(
+                errno.EAGAIN,
+                f"the process to read it failed while it started ({described(child.end())}): check "
+                f"that '{self._python} -c \"import syncd\"' works and that there is memory",
+                where,
+            )
+        return child
+
+    def _raise_failure(self, content: bytes, where: str) -> NoReturn:
+        kind, message = wire.read_failure(content)
+        if kind == wire.OUT_OF_MEMORY:
+            raise _MemoryError
+        if kind not in wire.ERRORS:
+            raise ValueError("is an error of no known kind")
+        separator = "" if message.startswith((" ", ":")) else ": "
+        raise wire.ERRORS[kind](f"{where}{separator}{message}")
+
+    def _fault(self, error: EndedError) -> str:
+        """The effect of a file on the child, as the rest of a sentence."""
+        limits = self._limits
+        assert self._child is not None  # noqa: S101 - for the type checker
+        status = self._child.end()
+        if status == -signal.SIGXCPU:
+            return f"takes more than {limits.cpu_seconds} s of processor time to read"
+        if status == EXIT_MEMORY or isinstance(error, _MemoryError):
+            return (
+                f"takes more memory to read than {limits.memory // _MIB} MiB and "
+                f"{limits.memory_factor} times its size"
+            )
+        if status == -signal.SIGKILL:
+            return "was being read when that process was killed, as where memory is short"
+        return f"made the process that reads it end with {described(status)}"
+
+
+def _frame(child: ChildProcess) -> tuple[bytes, bytes]:
+    tag, length = wire.FRAME.unpack(child.read(wire.FRAME.size))
+    if length > wire.FRAME_LIMIT:
+        raise ValueError(f"has {length} bytes, over the limit")
+    return tag, child.read(length)

@@ -1,0 +1,173 @@
+"""The child process that reads untrusted pickles and JSON headers.
+
+Started by :class:`~syncd.checkpoint.sandbox.isolated.IsolatedParser`; it speaks ``wire``
+over its standard input and output and opens nothing. It takes no more memory and processor time
+than its limits allow: then the kernel ends it, and not the daemon.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from syncd.checkpoint.dcp.dcp_metadata import read_metadata
+from syncd.checkpoint.dcp.hf_dcp import read_chunked_fields
+from syncd.checkpoint.safetensors_header import read_fields
+from syncd.checkpoint.sandbox.wire import (
+    CHUNKED_HEADER,
+    ERRORS,
+    HEADER,
+    METADATA,
+    OUT_OF_MEMORY,
+    PICKLE,
+    READY,
+    REQUEST,
+    TENSOR,
+    Row,
+    chunked_row,
+    contents_rows,
+    failure,
+    frame,
+    frames,
+    piece_row,
+    read_asked,
+)
+from syncd.checkpoint.torch_files.pieces import read_pieces, read_tensor
+
+#: Exit status when there is not even memory to say so.
+EXIT_MEMORY: Final = 70
+_PAGE: Final = resource.getpagesize()
+
+
+def run() -> None:
+    """Be the child: the arguments of :func:`main` are those of the command line, behind a path."""
+    try:
+        main(*map(int, sys.argv[2:]))
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    except BrokenPipeError:
+        pass  # the parent has gone
+
+
+def main(memory: int, memory_factor: int, memory_most: int, cpu_seconds: int) -> None:
+    """Answer requests until standard input ends.
+
+    Args:
+        memory: how many bytes a request may take,
+        memory_factor: and how many more for each of its own bytes,
+        memory_most: but never more than so many in all.
+        cpu_seconds: how much processor time a request may take.
+    """
+    _confine()
+    base = _address_space()
+    # Lowered for good: a request may move the soft limit below it and never above.
+    resource.setrlimit(resource.RLIMIT_AS, (base + memory_most, base + memory_most))
+    gc.disable()  # half of the time would go into collections that find nothing
+    requests, answers = io.FileIO(0, "r"), io.FileIO(1, "w")
+    _send(answers, frame(READY, b""))
+    while head := _take(requests, REQUEST.size):
+        kind, length = REQUEST.unpack(head)
+        allowed = min(memory + memory_factor * length, memory_most)
+        resource.setrlimit(resource.RLIMIT_AS, (base + allowed, base + memory_most))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        spent = math.ceil(used.ru_utime + used.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + cpu_seconds, resource.RLIM_INFINITY))
+        try:
+            _answer(answers, kind, _take(requests, length))
+        except MemoryError:
+            _send(answers, failure(OUT_OF_MEMORY, ""))
+        gc.collect()
+
+
+def _confine() -> None:
+    """Give up what reading takes no part in, and be the first to go when memory is short."""
+    try:
+        with open("/proc/self/oom_score_adj", "w", encoding="ascii") as score:
+            score.write("1000")
+    except OSError:
+        pass  # a container without /proc: then the kernel chooses by size
+    for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):
+        resource.setrlimit(limit, (0, 0))
+    # Besides the kernel only the parent ends it: what is sent to a whole service, or from a
+    # terminal, says nothing about a file.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGXCPU})
+
+
+def _address_space() -> int:
+    """The number of bytes that this process has mapped before it has read anything."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[0]) * _PAGE
+    except OSError:
+        return 256 * 1024 * 1024  # likewise; more than it has
+
+
+def _answer(answers: io.FileIO, kind: bytes, data: bytes) -> None:
+    try:
+        for part in frames(_ROWS[kind](data)):
+            _send(answers, part)
+    except tuple(ERRORS.values()) as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        _send(answers, failure(type(error).__name__, str(error)))
+
+
+# Messages begin with the file's name, which the parent knows better. Pickles are read in C also
+# where no CRC-32 vouches for the bytes: the limit holds what a damaged memo index makes it take.
+
+
+def _pieces(data: bytes) -> Iterable[Row]:
+    pieces = read_pieces(data, "", intact=True)
+    return (piece_row(name, piece) for name, piece in pieces.items())
+
+
+def _tensor(data: bytes) -> Iterable[Row]:
+    name, pickled = read_asked(data)
+    return [piece_row("", read_tensor(pickled, "", name or "", intact=True))]
+
+
+def _metadata(data: bytes) -> Iterable[Row]:
+    prefix, pickled = read_asked(data)
+    return contents_rows(read_metadata(pickled, "", prefix=prefix, intact=True))
+
+
+def _chunked_fields(data: bytes) -> Iterable[Row]:
+    return (chunked_row(*chunk) for chunk in read_chunked_fields(data, ""))
+
+
+_ROWS: Final[dict[bytes, Callable[[bytes], Iterable[Row]]]] = {
+    PICKLE: _pieces,
+    TENSOR: _tensor,
+    METADATA: _metadata,
+    HEADER: lambda data: read_fields(data, ""),
+    CHUNKED_HEADER: _chunked_fields,
+}
+
+
+def _take(requests: io.FileIO, count: int) -> bytes:
+    """So many bytes, or none if the parent has gone."""
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        done = requests.readinto(view)
+        if not done:
+            return b""
+        view = view[done:]
+    view.release()
+    return bytes(data)
+
+
+def _send(answers: io.FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[answers.write(view) :]

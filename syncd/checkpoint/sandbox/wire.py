@@ -1,0 +1,306 @@
+"""The messages of a parsing child and its parent: requests as bytes, answers as JSON.
+
+A request is a kind, the number of bytes, and the bytes. An answer is frames: any number of ``ROWS``
+and one ``DONE``, or one ``FAILED``. The child may have been taken over by what it read, so that
+the parent takes nothing from it but JSON of a limited length, and checks every value.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any, Final
+
+from syncd.checkpoint.dcp.dcp_metadata import Chunk, Stored, StoredModel, is_distcp
+from syncd.checkpoint.placement import Position, Shape
+from syncd.checkpoint.safetensors_header import HeaderEntry, checked_entry
+from syncd.checkpoint.tensor_rules import (
+    ITEMSIZE,
+    is_offset,
+    name_fault,
+    shape_of,
+    shown,
+)
+from syncd.checkpoint.torch_files.pieces import Piece, Pieces
+from syncd.protocol.errors import (
+    CheckpointError,
+    CoverageError,
+    PlacementError,
+    ShardFormatError,
+)
+
+REQUEST: Final = struct.Struct("<cQ")
+PICKLE: Final = b"P"
+HEADER: Final = b"H"
+#: A safetensors header with the places of chunks in it.
+CHUNKED_HEADER: Final = b"C"
+#: These two begin with a word (:func:`asked`): a tensor's name, and the prefix of a model's names.
+TENSOR: Final = b"T"
+METADATA: Final = b"M"
+
+FRAME: Final = struct.Struct("<cI")
+READY: Final = b"+"
+ROWS: Final = b"R"
+DONE: Final = b"."
+FAILED: Final = b"!"
+#: The most bytes of one frame: a batch, and the longest row that there can be behind it.
+FRAME_LIMIT: Final = 1024 * 1024
+_BATCH: Final = 64 * 1024
+_TEXT_LIMIT: Final = 200
+
+#: The kinds of error in ``FAILED``. Others are a mistake of syncd's or a lie, and of no kind.
+ERRORS: Final = {
+    kind.__name__: kind
+    for kind in (ShardFormatError, PlacementError, CoverageError, CheckpointError)
+}
+OUT_OF_MEMORY: Final = "MemoryError"
+
+#: Of names that were checked: none holds half a surrogate pair, which UTF-8 cannot say.
+_encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+#: Any JSON.
+Row = Any
+
+
+def asked(word: str | None, data: bytes) -> bytes:
+    """The bytes of a request that says a word besides."""
+    return json.dumps(word).encode() + b"\n" + data
+
+
+def read_asked(request: bytes) -> tuple[str | None, bytes]:
+    """The word and the bytes of such a request."""
+    word, _, data = request.partition(b"\n")
+    told: str | None = json.loads(word)
+    return told, data
+
+
+def frames(rows: Iterable[Row]) -> Iterator[bytes]:
+    """The ``ROWS`` frames of an answer, each with a batch of rows, and ``DONE``."""
+    batch: list[str] = []
+    size = 0
+    for row in rows:
+        text = _encode(row)
+        batch.append(text)
+        size += len(text)  # characters, of four bytes at most
+        if size >= _BATCH:
+            yield frame(ROWS, f"[{','.join(batch)}]".encode())
+            batch, size = [], 0
+    if batch:
+        yield frame(ROWS, f"[{','.join(batch)}]".encode())
+    yield frame(DONE, b"")
+
+
+def frame(tag: bytes, content: bytes) -> bytes:
+    """One frame."""
+    return FRAME.pack(tag, len(content)) + content
+
+
+def failure(kind: str, message: str) -> bytes:
+    """The ``FAILED`` frame."""
+    return frame(FAILED, json.dumps([kind, shown(message, 2000)]).encode())
+
+
+def read_failure(content: bytes) -> tuple[str, str]:
+    """The kind of error and its message.
+
+    Raises:
+        ValueError: it is not in the form that :func:`failure` writes.
+    """
+    match _json(content):
+        case [str(kind), str(message)]:
+            return kind, shown(message, 2000)
+    raise ValueError("is no failure")
+
+
+def read_rows(content: bytes) -> list[Row]:
+    """The rows of a ``ROWS`` frame, each to be read by one of the functions below.
+
+    Raises:
+        ValueError: they are no list.
+    """
+    rows = _json(content)
+    if not isinstance(rows, list):
+        raise ValueError("is no list of rows")  # noqa: TRY004 - all that a child says is a value
+    return rows
+
+
+def _json(content: bytes) -> Row:
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("is nested too deep") from None
+
+
+def piece_row(name: str, piece: Piece | Pieces) -> Row:
+    """A named piece, or several, as JSON."""
+    if isinstance(piece, Piece):
+        return [name, *_fields(piece)]
+    return [name, piece.dtype, piece.shape, list(map(_fields, piece.pieces))]
+
+
+def _fields(piece: Piece) -> list[Row]:
+    dtype, shape, key, offset, position = piece
+    return [dtype, shape, key, offset, position]
+
+
+def read_piece(row: Row, known: dict[Hashable, Any]) -> tuple[str, Piece | Pieces]:
+    """The name and the piece, or pieces, of a row.
+
+    Args:
+        row: any JSON.
+        known: positions and shapes that were read before, which are kept once.
+
+    Raises:
+        ValueError: it is not in the form that :func:`piece_row` writes.
+    """
+    if not isinstance(row, list) or not row or name_fault(row[0]) is not None:
+        raise ValueError("is no piece of a tensor")
+    name, *fields = row
+    if len(fields) == 5:
+        return name, _read_piece(fields, known)
+    match fields:
+        case [str(dtype), sizes, list(parts)]:
+            shape = shape_of(sizes)
+            if dtype in ITEMSIZE and shape is not None:
+                pieces = tuple(_read_piece(part, known) for part in parts)
+                if all(
+                    piece.dtype == dtype and piece.position and piece.position.global_shape == shape
+                    for piece in pieces
+                ):
+                    return name, Pieces(dtype, shape, pieces)
+    raise ValueError("is no piece of a tensor")
+
+
+def read_bare(row: Row) -> Piece:
+    """The piece of a row that is a tensor by itself.
+
+    Raises:
+        ValueError: it is none, or has a name or a place in another tensor.
+    """
+    if isinstance(row, list) and row[:1] == [""]:
+        piece = _read_piece(row[1:], {})
+        if piece.position is None:
+            return piece
+    raise ValueError("is no tensor by itself")
+
+
+def _read_piece(fields: Row, known: dict[Hashable, Any]) -> Piece:
+    if isinstance(fields, list) and len(fields) == 5:
+        dtype, sizes, key, offset, where = fields
+        shape = shape_of(sizes)
+        if (
+            isinstance(dtype, str)
+            and dtype in ITEMSIZE
+            and shape is not None
+            and isinstance(key, str)
+            and len(key) <= _TEXT_LIMIT
+            and is_offset(offset)
+        ):
+            shape = known.setdefault(shape, shape)
+            position = None if where is None else _position(where, shape, known)
+            return Piece(sys.intern(dtype), shape, sys.intern(key), offset, position)
+    raise ValueError("is no piece of a tensor")
+
+
+def read_entry(row: Row) -> HeaderEntry:
+    """The entry of a row, which is its five values.
+
+    Raises:
+        ValueError: it is none.
+    """
+    entry = checked_entry(*row) if isinstance(row, list) and len(row) == 5 else None
+    if entry is None:
+        raise ValueError("is no entry of a header")
+    return entry
+
+
+def chunked_row(entry: HeaderEntry, offsets: Shape) -> Row:
+    """An entry of a header, and where it lies in its tensor, as JSON."""
+    return [*entry, offsets]
+
+
+def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
+    """The entry of a row, and its offsets.
+
+    Raises:
+        ValueError: it is not in the form that :func:`chunked_row` writes.
+    """
+    if isinstance(row, list) and row:
+        entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
+        if offsets is not None and len(offsets) == len(entry.shape):
+            return entry, offsets
+    raise ValueError("is no chunk of a header")
+
+
+def contents_rows(contents: StoredModel) -> Iterator[Row]:
+    """The model in a checkpoint, as JSON: each tensor before its chunks."""
+    yield [contents.is_model_only]
+    for name, (dtype, shape, chunks) in contents.tensors.items():
+        yield [name, dtype, shape]
+        yield from map(list, chunks)
+
+
+def read_contents(rows: Iterable[Row]) -> StoredModel:
+    """The content of all rows of an answer.
+
+    Raises:
+        ValueError: they are not in the form that :func:`contents_rows` writes.
+    """
+    found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
+    left = iter(rows)
+    match next(left, None):
+        case [bool(is_model_only)]:
+            pass
+        case _:
+            raise ValueError("is no account of a checkpoint")
+    name = ""
+    for row in left:
+        match row:
+            case [str(name), str(dtype), list(sizes)]:
+                shape = shape_of(sizes)
+                known = name_fault(name) is None and name not in found and dtype in ITEMSIZE
+                if shape is None or not known:
+                    raise ValueError("is no tensor of a checkpoint")
+                found[name] = dtype, shape, []
+            case [begin, sizes, str(file), at, length] if name in found:
+                chunk = _chunk(begin, sizes, file, at, length)
+                if chunk is None or len(chunk.shape) != len(found[name][1]):
+                    raise ValueError("is no chunk of a checkpoint")
+                found[name][2].append(chunk)
+            case _:
+                raise ValueError("is nothing of a checkpoint")
+    tensors = {
+        name: Stored(dtype, shape, tuple(chunks)) for name, (dtype, shape, chunks) in found.items()
+    }
+    return StoredModel(tensors, is_model_only)
+
+
+def _chunk(begin: Row, sizes: Row, file: str, at: Row, length: Row) -> Chunk | None:
+    offsets, shape = shape_of(begin), shape_of(sizes)
+    if offsets is None or shape is None or len(offsets) != len(shape):
+        return None
+    if not is_distcp(file) or not is_offset(at) or not is_offset(length):
+        return None
+    return Chunk(offsets, shape, sys.intern(file), at, length)
+
+
+def _position(row: Row, shape: Shape, known: dict[Hashable, Any]) -> Position:
+    match row:
+        case [list(whole), list(offsets), mesh] if mesh is None or is_offset(mesh):
+            key = (tuple(whole), tuple(offsets), mesh)
+            try:
+                position: Position | None = known.get(key)
+            except TypeError:
+                raise ValueError("is no position") from None
+            if position is None:
+                sizes, begin = shape_of(whole), shape_of(offsets)
+                if sizes is None or begin is None:
+                    raise ValueError("is no position")
+                position = known[key] = Position(sizes, begin, mesh)
+            # A part without elements may be of any such shape.
+            dimensions = len(position.global_shape)
+            if len(position.offsets) == dimensions and (dimensions == len(shape) or 0 in shape):
+                return position
+    raise ValueError("is no position")

@@ -1,0 +1,7 @@
+"""Files of ``torch.save``, read without running their pickles.
+
+In it: the zip container, a pickle machine that makes only inert records, the pieces of tensors that
+these records describe, and the device meshes and placements of DTensors. ``syncd.checkpoint`` and
+``trainer_hooks.resuming`` import it; of the rooms beside it, it imports none. Begin with
+``shard_file.py``, which opens one rank's file.
+"""

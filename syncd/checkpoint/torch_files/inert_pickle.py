@@ -1,0 +1,394 @@
+"""An unpickler for state dicts that builds inert records: nothing of torch is imported or run.
+
+Every global that a pickle may name is in one table, :data:`ALLOWED`, and stands for a class or
+callable of *ours* that only keeps its arguments; any other is refused by name. The objects that a
+pickle can reach refuse ``BUILD`` on themselves (``__setstate__``), so that one file cannot change
+how the next is read.
+
+Not promised: a bound on the memory and the time of a pickle that was made to exhaust them. Those of
+other people are read in a child process (:mod:`~syncd.checkpoint.sandbox.isolated`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple, NoReturn, Self
+
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import ShardFormatError, SyncdError
+
+#: The state of objects without one: one for all, which nothing can change.
+_STATELESS: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+class Inert:
+    """A stand-in for an instance of a torch class: it keeps its arguments and its state.
+
+    Attributes:
+        args: the arguments that it was made with.
+        state: its attributes by name, as pickled.
+    """
+
+    __slots__ = ("args", "state")
+
+    #: Of a placement of torch before 2.5, whose FSDP2 cuts after tensor parallelism, and says not.
+    unordered: ClassVar[bool] = False
+    args: tuple[object, ...]
+    state: Mapping[Any, Any]
+
+    def __new__(cls, *args: object) -> Self:
+        """Keep the arguments, whatever they are."""
+        self = object.__new__(cls)  # not by super(): this runs five times a tensor
+        self.args = args
+        self.state = _STATELESS
+        return self
+
+    def __setstate__(self, state: object) -> None:
+        self.state = attributes(state)
+
+
+class _Sealed:
+    """Refuses ``BUILD``: it keeps the arguments that it was made with."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise pickle.UnpicklingError("sets attributes of an object that has none")
+
+
+class DType(NamedTuple):
+    """A dtype by torch's name, e.g. ``bfloat16``."""
+
+    name: str
+
+
+class StorageType(NamedTuple):
+    """A storage class by the dtype of its elements; None for an untyped one."""
+
+    dtype: str | None
+
+
+@dataclass(slots=True)  # frozen would bring a __setstate__ of its own
+class StorageRef(_Sealed):
+    """Bytes of a record: ``data/<key>``, the dtype (None: untyped), and how many elements."""
+
+    key: str
+    dtype: str | None
+    location: object
+    numel: object
+
+
+@dataclass(slots=True)
+class TensorRef(_Sealed):
+    """A strided tensor over a storage, as pickled and not yet checked. Offsets are in elements."""
+
+    storage: object
+    dtype: str | None
+    offset: object
+    shape: object
+    stride: object
+    #: The changes at reading: ``{"neg": True}``, ``{"conj": True}``; nothing of most tensors.
+    bits: object = None
+
+
+@dataclass(slots=True)
+class DTensorRef(_Sealed):
+    """A DTensor: its global shape and its state, with ``_local_tensor`` and ``_spec``."""
+
+    shape: object
+    state: Mapping[Any, Any]
+
+
+@dataclass(slots=True)
+class ShardedTensorRef(_Sealed):
+    """A ShardedTensor: its dtype and global shape, and its state, which begins with its chunks."""
+
+    dtype: object
+    shape: object
+    state: object
+
+
+def attributes(state: object) -> dict[Any, Any]:
+    """The attributes that a pickled state sets: a dict, or a pair of dicts or Nones."""
+    if isinstance(state, dict):
+        return state
+    found: dict[Any, Any] = {}
+    if isinstance(state, tuple) and len(state) == 2:
+        for part in state:
+            if isinstance(part, dict):
+                found.update(part)
+    return found
+
+
+class _StateDict(dict[Any, Any]):
+    """``OrderedDict``; its ``_metadata`` arrives as state and is of no use here."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        """Ignore it."""
+
+
+class _Call(_Sealed):
+    """A callable of ours. An instance, since a function would let ``BUILD`` set its defaults."""
+
+    __slots__ = ()
+    __call__: Callable[..., object]
+
+
+def _call(function: Callable[..., object]) -> _Call:
+    """An instance of a class of its own, so that a call is a call of the function itself."""
+    members = {"__slots__": (), "__call__": staticmethod(function)}
+    made = type(function.__name__, (_Call,), members)()
+    assert isinstance(made, _Call)  # noqa: S101 - for the type checker
+    return made
+
+
+def _inert(name: str, *, unordered: bool = False) -> type[Inert]:
+    return type(name, (Inert,), {"__slots__": (), "unordered": unordered})
+
+
+class _Fields(Inert):
+    """Of a class whose state is a tuple: its values are kept by their places."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: object) -> None:
+        self.state = dict(enumerate(state)) if isinstance(state, tuple) else attributes(state)
+
+
+class DTensor(Inert):
+    """``torch.distributed.tensor.DTensor``, as a type."""
+
+    __slots__ = ()
+
+
+class ShardedTensor(Inert):
+    """``ShardedTensor``, as a type."""
+
+    __slots__ = ()
+
+
+def _tensor_v2(
+    storage: object, offset: object, shape: object, stride: object,
+    _grad: object = None, _hooks: object = None, bits: object = None,
+) -> TensorRef:  # fmt: skip
+    dtype = storage.dtype if isinstance(storage, StorageRef) else None
+    return TensorRef(storage, dtype, offset, shape, stride, bits)
+
+
+def _tensor_v3(
+    storage: object, offset: object, shape: object, stride: object, _grad: object, _hooks: object,
+    dtype: object, bits: object = None,
+) -> TensorRef:  # fmt: skip
+    name = dtype.name if isinstance(dtype, DType) else None
+    return TensorRef(storage, name, offset, shape, stride, bits)
+
+
+def _from_type(
+    function: object, kind: object, args: tuple[object, ...], state: object
+) -> DTensorRef | ShardedTensorRef | object:
+    if kind is DTensor:
+        return DTensorRef(args[2], attributes(state))
+    if kind is ShardedTensor:
+        return ShardedTensorRef(args[1], args[2], state)
+    if isinstance(function, _Call):  # a tensor with attributes, or a parameter
+        return function(*args)
+    raise pickle.UnpicklingError("rebuilds a tensor of an unknown type")
+
+
+def _size(items: object = ()) -> tuple[object, ...]:
+    if not isinstance(items, tuple | list):
+        raise pickle.UnpicklingError("has a torch.Size that is not a sequence")
+    return tuple(items)
+
+
+_DTYPES: Final = (  # noqa: SIM905 - 27 quoted names would hide which they are
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
+    "complex32 complex64 complex128 quint8 qint8 qint32 quint4x2 quint2x4"
+).split()
+_STORAGES: Final = {
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+    "QUInt8Storage": "quint8",
+    "QInt8Storage": "qint8",
+    "QInt32Storage": "qint32",
+    "QUInt4x2Storage": "quint4x2",
+    "QUInt2x4Storage": "quint2x4",
+    "UntypedStorage": None,
+    "TypedStorage": None,
+}
+_PLACEMENTS: Final = ("Shard", "Replicate", "Partial", "_Partial", "_StridedShard", "_MaskPartial")
+_OPAQUE: Final = {
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_MeshLayout _FlatLayout",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed._tensor._dtensor_spec": "DTensorSpec TensorMeta",
+    "torch.distributed._tensor.placement_types": "DTensorSpec TensorMeta",
+    "torch.distributed._shard.metadata": "ShardMetadata",
+    "torch.distributed._shard.sharded_tensor.metadata": (
+        "MEM_FORMAT_ENCODING ShardedTensorMetadata"
+    ),
+    "torch.distributed._shard.sharded_tensor.shard": "Shard",
+    "torch.distributed._shard.sharding_spec.api": "EnumerableShardingSpec",
+    "torch.distributed._shard.sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+    "torch.distributed.remote_device": "_remote_device",
+    "torch": "device Tensor",
+    "torch._tensor": "Tensor",
+    "torch.nn.parameter": "Parameter Buffer",
+    "_io": "BytesIO",  # in an _extra_state of TransformerEngine, which is left out
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata MetadataIndex TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata "
+        "StorageMeta _MEM_FORMAT_ENCODING"
+    ),
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    # Where torch.distributed.checkpoint was told to write, in its metadata; the second of 3.13.
+    "pathlib": "PosixPath WindowsPath",
+    "pathlib._local": "PosixPath WindowsPath",
+}
+_TUPLES: Final = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed._shard.sharded_tensor.metadata",
+)
+
+
+def _allowed() -> dict[tuple[str, str], object]:
+    table: dict[tuple[str, str], object] = {
+        ("collections", "OrderedDict"): _StateDict,
+        ("torch", "Size"): _call(_size),
+        ("torch.serialization", "_get_layout"): _call(lambda name: name),
+        ("_codecs", "encode"): _call(lambda *_: None),  # bytes, in an _extra_state
+        ("torch._tensor", "_rebuild_from_type_v2"): _call(_from_type),
+        ("torch._utils", "_rebuild_wrapper_subclass"): _call(lambda *_: None),
+        ("torch._utils", "_rebuild_tensor_v2"): _call(_tensor_v2),
+        ("torch._utils", "_rebuild_tensor_v3"): _call(_tensor_v3),
+        ("torch._utils", "_rebuild_parameter"): _call(lambda data, *_: data),
+        ("torch._utils", "_rebuild_parameter_with_state"): _call(lambda data, *_: data),
+        ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): ShardedTensor,
+    }
+    nested = _inert("nested")  # FSDP1 names ShardedTensor.ProcessGroupState this way
+    for module in ("__builtin__", "builtins"):
+        table[module, "getattr"] = _call(lambda *_: nested)
+    for module in ("torch.distributed.tensor", "torch.distributed.tensor._api",
+                   "torch.distributed._tensor", "torch.distributed._tensor.api"):  # fmt: skip
+        table[module, "DTensor"] = DTensor
+    for module in ("torch.distributed.tensor.placement_types",
+                   "torch.distributed._tensor.placement_types"):  # fmt: skip
+        old = module.startswith("torch.distributed._tensor")
+        table.update({(module, name): _inert(name, unordered=old) for name in _PLACEMENTS})
+    for module, names in _OPAQUE.items():
+        table.update({(module, name): _inert(name) for name in names.split()})
+    for module in _TUPLES:
+        table[module, "TensorProperties"] = type("TensorProperties", (_Fields,), {"__slots__": ()})
+    for name in _DTYPES:
+        table["torch", name] = DType(name)
+    for name, dtype in _STORAGES.items():
+        table["torch", name] = table["torch.storage", name] = StorageType(dtype)
+    return table
+
+
+#: By the module and the name of a global.
+ALLOWED: Final = _allowed()
+
+
+class _Loading:
+    """The two methods of an unpickler that decide the reach of a pickle."""
+
+    where: str
+
+    def find_class(self, module: str, name: str) -> object:
+        found = ALLOWED.get((module, name))
+        if found is None:
+            raise ShardFormatError(
+                f"{self.where} asks for {shown(module)}.{shown(name)}, refused, nothing was run: "
+                "save a plain state dict of tensors"
+            )
+        return found
+
+    def persistent_load(self, pid: object) -> StorageRef:
+        match pid:
+            case ("storage", kind, key, location, numel):
+                # Asked here, and not of the pattern, which is half as fast.
+                if isinstance(kind, StorageType) and isinstance(key, str):
+                    return StorageRef(key, kind.dtype, location, numel)
+        raise pickle.UnpicklingError("names a storage in an unknown way")
+
+
+class _Fast(_Loading, pickle.Unpickler):
+    """In C. Its memo is an array: a damaged index makes it touch gigabytes."""
+
+
+class _Frugal(_Loading, pickle._Unpickler):  # noqa: SLF001 - the only one without that array
+    """In Python, ten times slower. Its memo is a dict."""
+
+
+class _Peekable(io.BytesIO):
+    """Bytes that an unpickler can look ahead in; else it asks for each opcode, at half the speed.
+
+    No ``BufferedReader``, which takes all the memory that a length in a damaged pickle asks for.
+    """
+
+    def peek(self, count: int) -> bytes:
+        """Up to so many of the next bytes, which stay the next."""
+        at = self.tell()
+        return self.getvalue()[at : at + count]
+
+
+def load_inert(data: bytes, where: str, *, intact: bool) -> object:
+    """The content of a pickle, with inert records for all that is not plain Python.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message.
+        intact: whether a CRC-32 says that these are the bytes that were pickled.
+
+    Raises:
+        ShardFormatError: it is broken, takes more memory than there is, or names a global that is
+            not in the table.
+    """
+    try:
+        unpickler = (_Fast if intact else _Frugal)(_Peekable(data))
+        unpickler.where = where
+        return unpickler.load()
+    except SyncdError:
+        raise
+    except Exception as error:
+        # Whatever it is, the bytes brought it about: nothing else takes part, not even a disk.
+        raise ShardFormatError(
+            f"{where} has a pickle that cannot be read ({type(error).__name__}: "
+            f"{shown(str(error))}): save it again"
+        ) from error
+
+
+def load_state_dict(data: bytes, where: str, *, intact: bool) -> dict[Any, Any]:
+    """The state dict that a ``data.pkl`` holds, with inert records for tensors.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message.
+        intact: whether a CRC-32 says that these are the bytes that were pickled.
+
+    Raises:
+        ShardFormatError: as :func:`load_inert`, or it is no dict.
+    """
+    found = load_inert(data, where, intact=intact)
+    if not isinstance(found, dict):
+        raise ShardFormatError(
+            f"{where} holds a {type(found).__name__}, not a state dict: save model.state_dict()"
+        )
+    return found

@@ -1,0 +1,291 @@
+"""From the bytes of a ``data.pkl`` to the pieces of tensors that it names. Pure.
+
+What a pickle says is checked here as far as it can be without the file around it; where a piece is
+in that file, and whether it lies in it, :mod:`~syncd.checkpoint.torch_files.shard_file` says.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from syncd.checkpoint.placement import Position, Shape, place
+from syncd.checkpoint.tensor_rules import (
+    DTYPES,
+    TENSOR_LIMIT,
+    is_offset,
+    name_fault,
+    shape_of,
+    shown,
+)
+from syncd.checkpoint.torch_files.device_mesh import Mesh, Spec, read_mesh, read_spec, sharding
+from syncd.checkpoint.torch_files.inert_pickle import (
+    DTensorRef,
+    DType,
+    Inert,
+    ShardedTensorRef,
+    StorageRef,
+    TensorRef,
+    load_inert,
+    load_state_dict,
+)
+from syncd.protocol.errors import PlacementError, ShardFormatError
+
+PICKLE_LIMIT: Final = 256 * 1024 * 1024
+_KEY_LIMIT: Final = 200
+#: FSDP1's name for all parameters of a unit, end to end and padded.
+_FLAT_PARAMETER: Final = "_flat_param"
+_PLAIN: Final = frozenset({type(None), bool, int, float, str})
+#: The most chunks of one ShardedTensor on one rank; FSDP makes one.
+_CHUNK_LIMIT: Final = 64
+
+
+class Piece(NamedTuple):
+    """A rank's own part of a tensor, as its pickle describes it.
+
+    Attributes:
+        dtype: safetensors' name, e.g. ``BF16``.
+        shape: of the part; its elements are C-contiguous.
+        key: of its storage, which is the record ``data/<key>``.
+        offset: of its first element in the storage, in elements.
+        position: where it lies in the global tensor; None for a plain tensor.
+    """
+
+    dtype: str
+    shape: Shape
+    key: str
+    offset: int
+    position: Position | None
+
+
+class Pieces(NamedTuple):
+    """The parts of a tensor that a rank holds, if they need not be one.
+
+    Attributes:
+        dtype: safetensors' name.
+        shape: of the whole tensor.
+        pieces: its parts, each with a position.
+    """
+
+    dtype: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+def read_pieces(
+    data: bytes, where: str, *, intact: bool, plain: dict[str, object] | None = None
+) -> dict[str, Piece | Pieces]:
+    """The pieces by the names of their tensors, in the order of the state dict.
+
+    Keys that end with ``_extra_state`` are left out.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message, which begins with it.
+        intact: whether a CRC-32 says that these are the bytes that were pickled.
+        plain: takes the values that are no tensors but plain (:func:`is_plain`), by name, as in the
+            state of an optimizer. Without it they are errors, as in that of a model.
+
+    Raises:
+        ShardFormatError: the pickle is broken, asks for code, or has a value that is no tensor, not
+            contiguous, or of a dtype, shape or name that safetensors files lack.
+        PlacementError: a tensor's device mesh is of an unknown layout, or it has a placement that
+            is not merged.
+        CoverageError: a local shape contradicts its placements.
+    """
+    state = load_state_dict(data, where, intact=intact)
+    if len(state) > TENSOR_LIMIT:
+        raise ShardFormatError(
+            f"{where} has {len(state)} tensors, over the limit of {TENSOR_LIMIT}: save the model's "
+            "own state dict"
+        )
+    reader = _Reader(where)
+    if plain is not None:
+        plain.update(
+            (name, state.pop(name))
+            for name, value in tuple(state.items())
+            if isinstance(name, str) and is_plain(value)
+        )
+    return {
+        name: reader.piece(name, value)
+        for name, value in state.items()
+        if not (isinstance(name, str) and name.endswith("_extra_state"))
+    }
+
+
+def read_tensor(data: bytes, where: str, name: str, *, intact: bool) -> Piece:
+    """The one piece of a pickle that is a tensor by itself, and no state dict.
+
+    Args:
+        data: the pickle.
+        where: the file, for the message, which begins with it.
+        name: of the tensor, for the message.
+        intact: whether a CRC-32 says that these are the bytes that were pickled.
+
+    Raises:
+        ShardFormatError: as :func:`read_pieces`, or it is something else.
+    """
+    return _Reader(where).bare(name, load_inert(data, where, intact=intact))
+
+
+def check_name(name: object, where: str) -> str:
+    """A tensor's name, if it is one that can be merged.
+
+    Args:
+        name: as the file has it.
+        where: the file, for the message, which begins with it.
+
+    Raises:
+        ShardFormatError: it is no text that safetensors files can have for a name.
+        PlacementError: it has FSDP1's name for parameters end to end.
+    """
+    fault = name_fault(name)
+    if not isinstance(name, str) or fault is not None:
+        raise _wrong(where, name, fault or "")
+    if name.endswith(_FLAT_PARAMETER) and name.rpartition(".")[2] == _FLAT_PARAMETER:
+        raise PlacementError(
+            f"{where}: {shown(name)} is a flat parameter of FSDP1 (LOCAL_STATE_DICT), which does "
+            "not name the tensors in it: save with StateDictType.SHARDED_STATE_DICT"
+        )
+    return name
+
+
+def _wrong(where: str, name: object, what: str) -> ShardFormatError:
+    text = f"'{shown(name)}'" if isinstance(name, str) else shown(name)
+    return ShardFormatError(f"{where}: {text} {what}")
+
+
+def is_plain(value: object) -> bool:
+    """True if a value is None, a bool, a number or text, or a list or tuple of such."""
+    if type(value) in {list, tuple}:
+        return all(type(item) in _PLAIN for item in value)  # type: ignore[attr-defined]  # seen above
+    return type(value) in _PLAIN
+
+
+class _Reader:
+    """Makes pieces of one file's inert records."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        # Most tensors share one of a few layouts and shapes: what follows from these is found once,
+        # and kept once. Every number in a key has been seen to be an int: True and 1.0 equal 1.
+        self._positions: dict[tuple[int, Shape, Spec], Position] = {}
+        self._contiguous: set[tuple[Shape, Shape]] = set()
+        # By identity: the state dict keeps every mesh alive for as long as this reader is used.
+        self._meshes: dict[int, Mesh | None] = {}
+
+    def piece(self, name: object, value: object) -> Piece | Pieces:
+        """The parsed form of one entry of the state dict."""
+        name = check_name(name, self._where)
+        match value:
+            case DTensorRef():
+                return self._dtensor(name, value)
+            case TensorRef():
+                return Piece(*self._part(name, value), None)
+            case ShardedTensorRef():
+                return self._sharded(name, value)
+        raise self._wrong(name, f"is a {type(value).__name__}, not a tensor: leave it out")
+
+    def bare(self, name: str, value: object) -> Piece:
+        """The parsed form of a tensor by itself."""
+        if not isinstance(value, TensorRef):
+            raise self._wrong(name, f"is a {type(value).__name__}, not a tensor")
+        return Piece(*self._part(name, value), None)
+
+    def _wrong(self, name: object, what: str) -> ShardFormatError:
+        return _wrong(self._where, name, what)
+
+    def _dtensor(self, name: str, tensor: DTensorRef) -> Piece | Pieces:
+        local = tensor.state.get("_local_tensor")
+        if not isinstance(local, TensorRef):
+            raise self._wrong(name, "is a DTensor without a local tensor")
+        dtype, shape, key, offset = self._part(name, local)
+        spec = tensor.state.get("_spec")
+        mesh = spec.state.get("mesh") if isinstance(spec, Inert) else None
+        if not isinstance(spec, Inert) or not isinstance(mesh, Inert):
+            raise self._wrong(name, "is a DTensor without a spec or a mesh")
+        told = read_spec(tensor, spec.state)
+        known = (id(mesh), shape, told)
+        position = self._positions.get(known)
+        if position is None:
+            label = {"tensor": shown(name), "file": self._where}
+            layout = sharding(told, self._mesh(mesh), **label)
+            if isinstance(layout, tuple):
+                return Pieces(dtype, layout, ())
+            position = place(shape, layout, **label)
+            self._positions[known] = position
+        return Piece(dtype, shape, key, offset, position)
+
+    def _sharded(self, name: str, tensor: ShardedTensorRef) -> Pieces:
+        """A ShardedTensor says itself where its chunks lie (``ShardMetadata``)."""
+        shape = shape_of(tensor.shape)
+        chunks = tensor.state[0] if isinstance(tensor.state, tuple) and tensor.state else None
+        if not isinstance(tensor.dtype, DType) or shape is None or not isinstance(chunks, list):
+            raise self._wrong(name, "is a ShardedTensor that cannot be read")
+        if len(chunks) > _CHUNK_LIMIT:
+            raise self._wrong(name, f"is a ShardedTensor of {len(chunks)} chunks on one rank")
+        dtype = self._dtype(name, tensor.dtype)
+        pieces = []
+        for chunk in chunks:
+            local = chunk.state.get("tensor") if isinstance(chunk, Inert) else None
+            told = chunk.state.get("metadata") if isinstance(chunk, Inert) else None
+            if not isinstance(local, TensorRef) or not isinstance(told, Inert):
+                raise PlacementError(
+                    f"{self._where}: {shown(name)} is a ShardedTensor of something else than "
+                    "tensors (FSDP1 on top of another sharding), which is not merged: build FSDP "
+                    "with a device_mesh, or use fully_shard"
+                )
+            part = self._part(name, local)
+            offsets = shape_of(told.state.get("shard_offsets"))
+            sizes = shape_of(told.state.get("shard_sizes"))
+            if (
+                offsets is None
+                or sizes is None
+                or part[:2] != (dtype, sizes)
+                or not len(offsets) == len(sizes) == len(shape)
+            ):
+                raise self._wrong(name, "is a ShardedTensor whose chunks contradict its metadata")
+            pieces.append(Piece(*part, Position(shape, offsets)))
+        return Pieces(dtype, shape, tuple(pieces))
+
+    def _dtype(self, name: str, tensor: TensorRef | DType) -> str:
+        """The name of a dtype in safetensors files."""
+        dtype = tensor.name if isinstance(tensor, DType) else tensor.dtype
+        if dtype not in DTYPES:
+            raise self._wrong(name, f"has dtype {dtype}, which syncd does not merge")
+        return DTYPES[dtype][0]
+
+    def _part(self, name: str, tensor: TensorRef) -> tuple[str, Shape, str, int]:
+        """A tensor by itself: all that its piece is but the position."""
+        storage, shape, stride = tensor.storage, shape_of(tensor.shape), shape_of(tensor.stride)
+        if not isinstance(storage, StorageRef) or shape is None or stride is None:
+            raise self._wrong(name, "is a tensor that cannot be read")
+        if tensor.bits:
+            raise self._wrong(name, "is negated or conjugated as it is read: save resolve_neg()")
+        dtype = self._dtype(name, tensor)
+        if (shape, stride) not in self._contiguous:
+            if len(shape) != len(stride) or not _contiguous(shape, stride):
+                sizes = f"(shape {shape}, stride {stride})"
+                raise self._wrong(name, f"is not contiguous {shown(sizes)}: save a copy")
+            self._contiguous.add((shape, stride))
+        key, offset = storage.key, tensor.offset
+        if not (key.isascii() and key.isprintable()) or len(key) > _KEY_LIMIT:
+            raise self._wrong(name, f"is in a storage of an impossible name, {shown(key)!r}")
+        if not is_offset(offset):
+            raise self._wrong(name, f"lies outside its record data/{key}")
+        return dtype, shape, key, offset
+
+    def _mesh(self, mesh: Inert) -> Mesh | None:
+        known = id(mesh)
+        if known not in self._meshes:
+            self._meshes[known] = read_mesh(mesh)
+        return self._meshes[known]
+
+
+def _contiguous(shape: Shape, stride: Shape) -> bool:
+    """True if elements follow each other in C order; dimensions of one element have no stride."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size > 1 and step != expected:
+            return 0 in shape
+        expected *= size
+    return True

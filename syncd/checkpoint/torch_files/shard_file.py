@@ -1,0 +1,181 @@
+"""An open ``torch.save`` shard: which bytes of the file are which tensor. Nothing of it is run."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol, Self
+
+from zlib_ng.zlib_ng import crc32
+
+from syncd.checkpoint.gc_pause import uncollected
+from syncd.checkpoint.placement import Chunks, Local, Shape
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.checkpoint.torch_files.pieces import PICKLE_LIMIT, Piece, Pieces, read_pieces
+from syncd.checkpoint.torch_files.torch_zip import (
+    ZipRecord,
+    read_directory,
+    read_records,
+)
+from syncd.protocol.errors import ShardFormatError
+from syncd.storage.fsio import Signature, Storage, signature
+
+
+class ReadPieces(Protocol):
+    """Makes pieces of a pickle: in this process, or in a child."""
+
+    def __call__(self, data: bytes, where: str, *, intact: bool) -> dict[str, Piece | Pieces]:
+        """As ``read_pieces``; the caller may change the dict."""
+
+
+class ShardFile:
+    """A shard file, open, with a valid zip directory.
+
+    Owns its descriptor; close it, or use it as a context manager. Everything is read through that
+    descriptor, so a rename or a removal of the name changes nothing. Not promised: that the
+    tensors' bytes are whole; the merge checks them.
+
+    Attributes:
+        path: its name when it was opened.
+        fd: the descriptor.
+        size: of the file, in bytes.
+        signature: of the file when it was opened.
+        directory_digest: xxh3-128 of the raw central directory, 32 hexadecimal digits.
+        records: the zip's records by name, without torch's leading folder.
+        has_crc: False when the trainer switched CRC-32 off: every record's is 0.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        path: Path,
+        fd: int,
+        signature_: Signature,
+        directory_digest: str,
+        records: Mapping[str, ZipRecord],
+    ) -> None:
+        self._storage = storage
+        self.path = path
+        self.fd = fd
+        self.signature = signature_
+        self.size = signature_[2]
+        self.directory_digest = directory_digest
+        self.records = records
+        self.has_crc = any(record.crc32 for record in records.values())
+        self._tensors: dict[str, Local | Chunks] | None = None
+        # Most tensors are of a few shapes, which need not be kept 20,000 times, nor their lengths.
+        self._kinds: dict[tuple[str, Shape], tuple[str, Shape, int]] = {}
+
+    @classmethod
+    def open(
+        cls, storage: Storage, path: Path, *, cancel: Callable[[], None] = lambda: None
+    ) -> Self:
+        """Open a shard and read its zip directory; not yet its pickle.
+
+        Args:
+            storage: reads it.
+            path: its name.
+            cancel: called often; it raises to stop.
+
+        Raises:
+            ShardFormatError: it is not a whole file of torch.save, or of another byte order.
+            OSError: it cannot be opened or read.
+        """
+        fd = storage.open_read(path)
+        try:
+            status = storage.fstat(fd)
+            directory = read_directory(storage, fd, status.st_size, path)
+            records = read_records(storage, fd, directory, path, cancel=cancel)
+            shard = cls(storage, path, fd, signature(status), directory.digest, records)
+            shard._check_byteorder()
+        except BaseException:
+            storage.release(fd)
+            raise
+        return shard
+
+    def _check_byteorder(self) -> None:
+        order = self.records.get("byteorder")
+        if order is None:
+            return
+        if self._storage.pread_all(self.fd, min(order.size, 16), order.offset) != b"little":
+            raise ShardFormatError(f"{self.path} is not little-endian: save it on such a machine")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        self._storage.release(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def tensors(self, *, parse: ReadPieces = read_pieces) -> Mapping[str, Local | Chunks]:
+        """The tensors of the state dict by name, in its order; read once and kept.
+
+        Keys that end with ``_extra_state`` are left out.
+
+        Args:
+            parse: reads the pickle; that of an ``IsolatedParser``
+                for a file that anyone may have written.
+
+        Raises:
+            ShardFormatError: the pickle is broken, is not its CRC-32, asks for code, or has a value
+                that is no tensor, not contiguous, of a dtype that safetensors lacks, or outside
+                its record.
+            PlacementError: a tensor has a device mesh or a placement that is not merged.
+            CoverageError: a local shape contradicts its placements.
+            OSError: it cannot be read now.
+        """
+        if self._tensors is None:
+            with uncollected():
+                pieces = parse(self._pickle(), str(self.path), intact=self.has_crc)
+                found: dict[str, Local | Chunks] = {}
+                # Taken out one by one: there may be a million, and both take memory.
+                for name in tuple(pieces):
+                    # All ranks have the same names, which are kept once.
+                    found[sys.intern(name)] = self._found(name, pieces.pop(name))
+                self._tensors = found
+        return self._tensors
+
+    def forget_tensors(self) -> None:
+        """Let go of the tensors that :meth:`tensors` keeps: it would read them again."""
+        self._tensors = None
+
+    def _pickle(self) -> bytes:
+        record = self.records.get("data.pkl")
+        if record is None or record.size > PICKLE_LIMIT:
+            raise ShardFormatError(
+                f"{self.path} has no data.pkl, or one over 256 MiB: save it again"
+            )
+        data = self._storage.pread_all(self.fd, record.size, record.offset)
+        if len(data) != record.size or (self.has_crc and crc32(data) != record.crc32):
+            raise ShardFormatError(
+                f"{self.path}: data.pkl does not match its CRC-32: the file is damaged, or still "
+                "being written; save it again"
+            )
+        return data
+
+    def _found(self, name: str, piece: Piece | Pieces) -> Local | Chunks:
+        if isinstance(piece, Piece):
+            return self._local(name, piece)
+        parts = tuple(self._local(name, part) for part in piece.pieces)
+        return Chunks(piece.dtype, piece.shape, parts)
+
+    def _local(self, name: str, piece: Piece) -> Local:
+        """A piece as bytes of this file."""
+        dtype, shape, storage, offset, position = piece
+        key = sys.intern(f"data/{storage}")
+        record = self.records.get(key)
+        kind = self._kinds.get((dtype, shape))
+        if kind is None:
+            kind = (dtype, shape, math.prod(shape) * ITEMSIZE[dtype])
+            self._kinds[dtype, shape] = kind
+        dtype, shape, nbytes = kind
+        begin = offset * ITEMSIZE[dtype]
+        if record is None or (nbytes and begin + nbytes > record.size):
+            raise ShardFormatError(f"{self.path}: '{shown(name)}' lies outside its record {key}")
+        at = record.offset + begin if begin else record.offset  # the same number, not an equal one
+        return Local(dtype, shape, at, nbytes, key, position)

@@ -1,0 +1,200 @@
+"""Steps that one explorer evaluates: held for it alone, while LATEST and all others stay."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import secrets
+import time
+from typing import Final
+
+from syncd import __version__
+from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.version import read_manifest
+from syncd.coordination.leased_version import LeasedVersion, hold_folder
+from syncd.coordination.versions import Versions
+from syncd.coordination.waiting import Wait
+from syncd.protocol.errors import (
+    JobUnavailableError,
+    RecordError,
+    SaveFailedError,
+    VerificationError,
+    VersionGoneError,
+    WaitTimeoutError,
+)
+from syncd.protocol.names import parse_version_folder, printable
+from syncd.protocol.records import Manifest, encode
+from syncd.protocol.reports import DaemonReport
+from syncd.protocol.requests import BenchRequest
+from syncd.storage.errnos import is_gone, is_refused_here
+from syncd.storage.job import Job
+from syncd.storage.step_folders import check_on_disk
+
+log = logging.getLogger(__name__)
+
+#: The sequence in the manifest of a build: it was never published.
+_UNPUBLISHED: Final = 0
+
+
+class Bench:
+    """Holds steps for one explorer: a published version of the step, or a build of the daemon's.
+
+    Promised: nobody else is moved, and a held folder stays until it is released, or the session of
+    the explorer is dead.
+
+    Args:
+        job: the job.
+        versions: the published ones, there or in the memory folder beside it.
+        name: the explorer's.
+        session: the heartbeat of the explorer in the job.
+    """
+
+    def __init__(self, job: Job, versions: Versions, name: str, session: str) -> None:
+        self._job = job
+        self._versions = versions
+        self._name = name
+        self._session = session
+
+    def hold(self, step: int, wait: Wait) -> LeasedVersion:
+        """Hold a step.
+
+        A step that is published already is leased. Else the daemon is asked to build it; a step
+        folder that is there and not whole yet is waited for.
+
+        Returns:
+            The version; its sequence is 0 if it was built.
+
+        Raises:
+            SaveNotReadyError: the step is not on disk; says which ones are.
+            SaveFailedError: the daemon cannot build it; says why.
+            JobUnavailableError: the daemon is of a release that builds no steps; or the job is not
+                there now.
+            WaitTimeoutError: it was not built in time.
+            VerificationError: its manifest is damaged.
+        """
+        published = self._lease_published(step)
+        if published is not None:
+            return published
+        check_on_disk(self._job, step)
+        request = BenchRequest(
+            id=f"step-{step}-{secrets.token_hex(4)}",
+            session=self._session,
+            step=step,
+            by=self._name,
+            time=time.time(),
+        )
+        held = _Build(self._job, request)
+        try:
+            self._check_daemon(step)
+            self._ask(request)
+            self._await(request, wait)
+            folder = self._job.layout.bench_build(self._session, request.id)
+            return self._versions.share(
+                folder, lambda: hold_folder(self._job.storage, folder, _UNPUBLISHED, held)
+            )
+        except BaseException:
+            try:
+                held.release()
+            except OSError as error:  # it goes with this explorer's session
+                log.warning("%s", error)
+            raise
+
+    def is_of(self, manifest: Manifest, step: int) -> bool:
+        """True if a version is of the save in a step's folder, or in it before it was pruned."""
+        if manifest.step != step:
+            return False
+        folder = self._job.layout.step(step)
+        save = look_at_weights(self._job.storage, folder, step)
+        return save.identity == manifest.save_id or not self._job.storage.exists(folder)
+
+    def _lease_published(self, step: int) -> LeasedVersion | None:
+        """The newest published version of a step's present save; None if there is none."""
+        layout = self._versions.job.layout
+        found = map(parse_version_folder, self._job.storage.names(layout.published))
+        for sequence in sorted((one for one in found if one is not None), reverse=True):
+            try:
+                # Before it is leased: a lease of each version on the way would be seen by others.
+                manifest = read_manifest(self._job.storage, layout.version(sequence))
+                if self.is_of(manifest, step):
+                    return self._versions.hold(sequence)
+            except (OSError, RecordError, VerificationError, VersionGoneError) as error:
+                log.info("skipping %s: %s", layout.version(sequence), error)
+        return None
+
+    def _ask(self, request: BenchRequest) -> None:
+        self._job.storage.make_folder(self._job.layout.bench, below=self._job.layout.state)
+        log.info("%s asks the daemon to build step %d", self._name, request.step)
+        path = self._job.layout.bench_request(request.id)
+        self._job.storage.replace(path, encode(request), room=self._job.layout.drafts)
+
+    def _await(self, request: BenchRequest, wait: Wait) -> None:
+        while not self._is_built(request):
+            self._check_daemon(request.step)
+            if not wait.more():
+                raise WaitTimeoutError(
+                    f"step {request.step} was not built in {self._job.layout.bench} in time; "
+                    f"{self._versions.daemon_hint()}"
+                )
+
+    def _is_built(self, request: BenchRequest) -> bool:
+        """True if the build is there, by the server's word.
+
+        Raises:
+            SaveFailedError: the daemon has refused it.
+        """
+        folder = self._job.layout.bench_build(request.session, request.id)
+        for parent in (self._job.layout.bench, folder.parent):
+            try:
+                self._job.storage.refresh(parent)
+            except OSError as error:
+                if not (is_gone(error) or is_refused_here(error)):
+                    raise
+        if self._job.storage.exists(folder):
+            return True
+        path = self._job.layout.bench_request(request.id)
+        now = self._job.read(BenchRequest, path)
+        if now is None:
+            # This process was paused for so long that the daemon took it for dead.
+            self._job.check_is_there()
+            self._ask(request)
+        elif now.outcome == "refused":
+            raise SaveFailedError(
+                f"the daemon cannot build step {request.step}: {printable(now.why)}"
+            )
+        return False
+
+    def _check_daemon(self, step: int) -> None:
+        """See that the daemon that works, if one does, knows such requests.
+
+        Raises:
+            JobUnavailableError: it does not.
+        """
+        daemon = self._job.read(DaemonReport, self._job.layout.daemon_report)
+        if daemon is None or daemon.release is not None or daemon.state == "stopped":
+            return
+        if self._job.storage.exists(self._job.layout.daemon_lock):
+            raise JobUnavailableError(
+                f"the daemon of {self._job.layout.root} (pid {daemon.pid} on "
+                f"{printable(daemon.host)}) runs an older release, which daemon.json does not "
+                f"name, and cannot build step {step} for one explorer: restart it with syncd "
+                f"{__version__}"
+            )
+
+
+class _Build:
+    """An explorer's hold on a build: its request, without which the daemon deletes the build."""
+
+    def __init__(self, job: Job, request: BenchRequest) -> None:
+        self._job = job
+        self._path = job.layout.bench_request(request.id)
+
+    def release(self) -> None:
+        """Let it go. Safe to call twice.
+
+        Raises:
+            OSError: storage refused it, or the job is not there now: it is still held.
+        """
+        if self._job.storage.unlink_if_there(self._path):
+            return
+        if not self._job.storage.exists(self._job.layout.format):  # unmounted, say
+            raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(self._path))

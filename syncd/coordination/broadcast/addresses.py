@@ -1,0 +1,74 @@
+"""Addresses of this host, and a socket that listens on one of them."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Final
+
+from syncd.protocol.errors import BroadcastError
+
+#: Hosts that nobody has (RFC 5737, RFC 3849): the way to them is the way to anywhere.
+_ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
+#: No packet is sent; a number has to be there.
+_DISCARD: Final = 9
+
+
+def own_address() -> str:
+    """The address by which other hosts reach this one: that of its default route, as numbers.
+
+    Where there is no such route it is ``127.0.0.1``, and nobody else reaches it. A host that has
+    several networks may need another one: see ``master_address`` of the settings.
+    """
+    for host in _ANYWHERE:
+        try:
+            return address_towards(host, _DISCARD)
+        except OSError:
+            continue  # no route of this family
+    return "127.0.0.1"
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this host that packets to another one leave from, as numbers.
+
+    Raises:
+        OSError: there is no way to it, or no such host.
+    """
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(where)
+        return str(probe.getsockname()[0])
+
+
+def listen(address: str, port: int) -> socket.socket:
+    """A socket that listens on one address of this host, and on no other.
+
+    Args:
+        address: a name or numbers.
+        port: 0 for one that is free.
+
+    Raises:
+        BroadcastError: the port is taken, or this host has no such address.
+    """
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(
+            address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind)
+    except (OSError, UnicodeError) as error:  # a name that no host can have
+        raise BroadcastError(f"cannot listen on {address}: {error}") from error
+    try:
+        # For a port that is given: the connections of the group before linger for a minute.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(where)
+        listening.listen(socket.SOMAXCONN)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise BroadcastError(
+                f"another program uses port {port} of {address}: give another port, or 0"
+            ) from error
+        raise BroadcastError(
+            f"cannot listen on {address} port {port}: {error}; see master_address"
+        ) from error
+    return listening

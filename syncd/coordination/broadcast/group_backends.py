@@ -1,0 +1,267 @@
+"""The parts of a weight group: rank 0's store, connections to it, and a backend of torch's.
+
+A call into torch may wait for ever for a peer that has stopped, because torch has no limit for it:
+:func:`within` gives such a call a deadline.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from syncd.coordination.broadcast.addresses import address_towards
+from syncd.protocol.participants import Rendezvous
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: torch takes 0 for no limit, and rounds down.
+_SHORTEST: Final = 0.01
+#: Seconds between two looks whether what a closed group was at has ended.
+_REAP: Final = 0.1
+#: Seconds: torch rounds a connection's limit down to whole ones.
+_CONNECT: Final = 1.0
+#: A group's NCCL errors are the caller's, and not for a watchdog that would end the process.
+_BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
+_ENVIRONMENT: Final = threading.Lock()
+
+#: Held by the thread that ends a backend. A thread that is in torch when the interpreter ends takes
+#: the process with it (std::terminate), so none may be in torch by then.
+_ENDING: Final = threading.Lock()
+_exiting: Final = threading.Event()
+#: Seconds that the interpreter's end waits for that: in a fork nobody may be there to let it go.
+_PATIENCE: Final = 10.0
+
+Name = Literal["nccl", "gloo"]
+
+
+class _Maker(Protocol):
+    def __call__(
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        store: Store,
+        *,
+        deadline: float,
+        device: torch.device,
+    ) -> Any: ...
+
+
+def backend_for(device: torch.device) -> Name:
+    """The backend that broadcasts tensors of a device."""
+    return "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+
+
+def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> Store:
+    """Rank 0's store. It lives for as long as the returned object, and so does its port.
+
+    Args:
+        rendezvous: where it is.
+        listening: there. It is taken over.
+        deadline: seconds.
+    """
+    return dist.TCPStore(  # type: ignore[attr-defined] # public, and not so in torch's stub
+        rendezvous.address,
+        rendezvous.port,
+        is_master=True,
+        timeout=torch_time(deadline),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def connect(rendezvous: Rendezvous, deadline: float) -> Store:
+    """A connection to rank 0's store, where only this group's keys are seen.
+
+    Its calls wait for one another.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
+        rendezvous.address,
+        rendezvous.port,
+        is_master=False,
+        timeout=torch_time(max(_CONNECT, deadline)),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(rendezvous.group_name, store)  # type: ignore[attr-defined] # likewise
+
+
+def make_backend(
+    rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
+) -> Any:
+    """A backend that is connected to those of all other ranks.
+
+    Raises:
+        ValueError: this process lacks the device that it needs.
+        RuntimeError: torch's, of many kinds.
+    """
+    return _MAKERS[rendezvous.backend](rendezvous, rank, store, deadline=deadline, device=device)
+
+
+def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
+    """Let a backend go, in the background: its destructor waits for all that is under way.
+
+    Args:
+        backends: one, and the last reference to it.
+        unfinished: the work that may be under way.
+    """
+
+    def work() -> None:
+        backend = backends.pop()
+        is_aborted = backend.name() != "nccl"  # gloo cannot be
+        while True:
+            with _ENDING:
+                if _exiting.is_set():
+                    break
+                if not is_aborted:
+                    is_aborted = True
+                    _abort(backend)
+                if all(map(_has_ended, unfinished)):
+                    unfinished.clear()
+                    del backend
+                    return
+            time.sleep(_REAP)
+        threading.Event().wait()  # for ever: what this frame holds ends with the process
+
+    threading.Thread(target=work, name="syncd-weight-group-end", daemon=True).start()
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except RuntimeError as error:
+        log.warning("NCCL took long to end a weight group: %s", error)
+
+
+def _has_ended(work: dist.Work) -> bool:
+    try:
+        return work.is_completed()
+    except RuntimeError:
+        return True  # CUDA's own errors come from here
+
+
+@atexit.register
+def _end_no_more() -> None:
+    held = _ENDING.acquire(timeout=_PATIENCE)
+    _exiting.set()
+    if held:
+        _ENDING.release()
+
+
+def in_words(error: Exception) -> str:
+    """The error of torch in one line, without its stack."""
+    said = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, dist.DistNetworkError):
+        return f"the trainer's store is gone or cannot be reached ({said})"
+    if isinstance(error, dist.DistStoreError):
+        return f"the others did not come to the trainer's store in time ({said})"
+    return said
+
+
+def _gloo(
+    rendezvous: Rendezvous,
+    rank: int,
+    store: Store,
+    *,
+    deadline: float,
+    device: torch.device,  # noqa: ARG001 # gloo takes tensors of any
+) -> Any:
+    # By an address, and not by this host's name, which need not lead anywhere.
+    address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
+    options._timeout = torch_time(deadline)  # noqa: SLF001 # likewise
+    options._devices = [gloo.create_device(hostname=address)]  # noqa: SLF001 # likewise
+    return gloo(store, rank, rendezvous.world_size, options)
+
+
+def _nccl(
+    rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
+) -> Any:
+    if device.type != "cuda" or not torch.cuda.is_available() or not dist.is_nccl_available():
+        raise ValueError("it is between GPUs (nccl), and there is none here to receive on")
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = torch_time(deadline)  # noqa: SLF001 # torch has no other name for it
+    options.group_name = rendezvous.group_name
+    with torch.cuda.device(device):
+        with _blocking():
+            backend = nccl(store, rank, rendezvous.world_size, options)
+        try:
+            # The communicator is made by the first operation: here, where that has a deadline.
+            work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
+            work.wait(torch_time(deadline))
+        except BaseException:
+            # Its destructor would abort it, and end the process where that takes too long.
+            backends = [backend]
+            del backend
+            release(backends, [])
+            raise
+    return backend
+
+
+_MAKERS: Final[Mapping[Name, _Maker]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+@contextlib.contextmanager
+def _blocking() -> Iterator[None]:
+    """Let the NCCL group that is made meanwhile have no watchdog, and leave all others theirs."""
+    with _ENVIRONMENT:
+        before = os.environ.get(_BLOCKING)
+        os.environ[_BLOCKING] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING]
+            else:
+                os.environ[_BLOCKING] = before
+
+
+def within(end: float, call: Callable[[], T]) -> T:
+    """The result of a call, or its error; if it takes longer it is left to itself, in its thread.
+
+    Args:
+        end: until when, by the monotonic clock.
+        call: must not hold the interpreter's lock while it waits.
+
+    Raises:
+        TimeoutError: it has not returned.
+    """
+    done = threading.Event()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 # raised again, by the waiting thread
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, name="syncd-weight-group", daemon=True).start()
+    if not done.wait(max(0.0, end - time.monotonic())):
+        raise TimeoutError
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def torch_time(seconds: float) -> timedelta:
+    """A time limit for torch, of whatever is left: never none."""
+    return timedelta(seconds=max(_SHORTEST, seconds))

@@ -1,0 +1,222 @@
+"""Meeting in the weight group: both sides' steps between an agreed transfer and its first byte.
+
+Code that needs torch is imported when a group is formed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from typing import TYPE_CHECKING, NamedTuple
+
+from syncd.coordination.broadcast.addresses import listen, own_address
+from syncd.coordination.broadcast.offer import Agreed, Offers
+from syncd.coordination.waiting import Wait
+from syncd.protocol.errors import BroadcastError
+from syncd.protocol.participants import GroupMember, Offer, Rendezvous
+from syncd.protocol.records import encode
+from syncd.storage.job import Job
+
+if TYPE_CHECKING:
+    import torch
+
+    from syncd.coordination.broadcast.group import KeptGroup, WeightGroup
+
+log = logging.getLogger(__name__)
+
+
+class MeetingPlace(NamedTuple):
+    """The meeting place of rank 0 and the others.
+
+    Attributes:
+        address: a name or numbers of rank 0's host; None for :func:`.addresses.own_address`.
+        port: 0 for one that is free.
+    """
+
+    address: str | None
+    port: int = 0
+
+
+class Meetings:
+    """``group.json``: where the members of an offer meet. The trainer alone writes it."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._path = job.layout.rendezvous
+        self._room = job.layout.drafts
+
+    def current(self) -> Rendezvous | None:
+        """The last rendezvous written; None if there is none, or none that can be read."""
+        return self._job.read(Rendezvous, self._path)
+
+    def put(self, rendezvous: Rendezvous) -> None:
+        """Let the members know."""
+        self._job.storage.replace(self._path, encode(rendezvous), room=self._room)
+
+
+class TrainerGroup:
+    """The weight group of the trainer's rank 0, from one transfer to the next.
+
+    A generation lives for as long as its members are the same, all of them say that they have it
+    open, and no transfer has failed.
+
+    Args:
+        meetings: of the job.
+        run: the trainer's identity among all trainers.
+        place: where groups are formed.
+    """
+
+    def __init__(self, meetings: Meetings, run: str, place: MeetingPlace) -> None:
+        self._meetings = meetings
+        self._run = run
+        self._group: WeightGroup | None = None
+        self._rendezvous: Rendezvous | None = None
+        self.place = place
+
+    @property
+    def rendezvous(self) -> Rendezvous | None:
+        """Of the group that is open; None if none is."""
+        return self._rendezvous
+
+    def open(
+        self, agreed: Agreed, save_id: str, *, deadline: float, device: torch.device
+    ) -> WeightGroup:
+        """The group of the members of an offer, and a new transfer in it.
+
+        Args:
+            agreed: the transfer.
+            save_id: the weights to transfer.
+            deadline: seconds to form the group, if there is none; and for each transfer.
+            device: where the tensors are.
+
+        Raises:
+            BroadcastError: it cannot be formed, or not all came; there is none now.
+        """
+        group, known = self._group, self._rendezvous
+        members = _with_ranks(agreed.offer)
+        try:
+            if (
+                group is not None
+                and known is not None
+                and not group.has_failed
+                and agreed.group == group.name
+                and known.members == members
+                and group.device == device
+            ):
+                changes = {"offer": agreed.offer.offer, "save_id": save_id}
+                self._rendezvous = known.model_copy(update=changes)
+                self._meetings.put(self._rendezvous)
+                group.begin()
+                return group
+            self.close()
+            self._group = self._form(agreed.offer, members, save_id, deadline, device)
+        except OSError as error:
+            self.close()
+            raise BroadcastError(f"the members cannot be told where to meet: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        return self._group
+
+    def _form(
+        self,
+        offer: Offer,
+        members: tuple[GroupMember, ...],
+        save_id: str,
+        deadline: float,
+        device: torch.device,
+    ) -> WeightGroup:
+        from syncd.coordination.broadcast.group import WeightGroup  # noqa: PLC0415 # it needs torch
+        from syncd.coordination.broadcast.group_backends import backend_for  # noqa: PLC0415 # likewise
+
+        before = self._meetings.current()
+        generation = 1 if before is None else before.generation + 1
+        address = self.place.address or own_address()
+        with listen(address, self.place.port) as listening:
+            address, port = listening.getsockname()[:2]
+            self._rendezvous = rendezvous = Rendezvous(
+                offer=offer.offer,
+                generation=generation,
+                group_name=f"{self._run}-{generation}-{secrets.token_hex(6)}",
+                address=address,
+                port=port,
+                world_size=1 + sum(member.workers for member in members),
+                backend=backend_for(device),
+                members=members,
+                save_id=save_id,
+            )
+            self._meetings.put(rendezvous)
+            return WeightGroup.join(
+                rendezvous, 0, deadline=deadline, device=device, listening=listening
+            )
+
+    def close(self) -> None:
+        """Leave the group: at the end, or where a transfer failed. Safe to call twice."""
+        group, self._group, self._rendezvous = self._group, None, None
+        if group is not None:
+            group.close()
+
+
+class ExplorerGroup:
+    """The meeting of an explorer's workers with the trainer, and the group of the worker here.
+
+    Args:
+        meetings: of the job.
+        offers: of the job.
+        name, session: the explorer's.
+    """
+
+    def __init__(self, meetings: Meetings, offers: Offers, name: str, session: str) -> None:
+        self._meetings = meetings
+        self._offers = offers
+        self._us = (name, session)
+        self._kept: KeptGroup | None = None
+
+    def rendezvous(self, offer: Offer, wait: Wait) -> tuple[Rendezvous, int]:
+        """The meeting place of an offer's members, and the rank of this explorer's first worker.
+
+        Raises:
+            BroadcastError: the trainer has not said so in time, or does without this explorer.
+            CancelledError: the wait was cancelled.
+            OSError: storage failed.
+        """
+        while True:
+            found = self._meetings.current()
+            if found is not None and found.offer == offer.offer:
+                break
+            now = self._offers.current()
+            if now is not None and now.offer != offer.offer:
+                raise BroadcastError("the trainer has given this broadcast up")
+            if not wait.more():
+                raise BroadcastError("the trainer did not say in time where the weight group meets")
+        for member in found.members:
+            if (member.name, member.session) == self._us:
+                return found, member.rank_offset
+        raise BroadcastError(f"the weight group {found.group_name} meets without {self._us[0]}")
+
+    def open(
+        self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device
+    ) -> WeightGroup:
+        """The group, for a worker in this process, and a new transfer in it.
+
+        Args and errors are those of :meth:`.broadcast.WeightGroup.join`.
+        """
+        from syncd.coordination.broadcast.group import KeptGroup  # noqa: PLC0415 # it needs torch
+
+        self._kept = self._kept or KeptGroup()
+        return self._kept.open(rendezvous, rank, deadline=deadline, device=device)
+
+    def close(self) -> None:
+        """Leave the group in this process. Safe to call twice."""
+        if self._kept is not None:
+            self._kept.close()
+
+
+def _with_ranks(offer: Offer) -> tuple[GroupMember, ...]:
+    """The members of an offer, one after the other behind the trainer."""
+    found: list[GroupMember] = []
+    rank = 1
+    for member in offer.members:
+        found.append(GroupMember(**member.model_dump(), rank_offset=rank))
+        rank += member.workers
+    return tuple(found)

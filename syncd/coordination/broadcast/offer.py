@@ -1,0 +1,323 @@
+"""Agreeing on a transfer of weights (``nccl``): all registered explorers take part, or nobody does.
+
+The trainer makes an offer that names every live explorer; each joins by saying so in its own
+report; once all have, the trainer decides it. The decision is one file that is made exclusively, so
+that whoever gives up first and the trainer cannot both be right.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from syncd.coordination.participant import Participant, back_to_running, require_sync
+from syncd.coordination.roster import Roster
+from syncd.coordination.waiting import Wait
+from syncd.protocol.names import TEMPORARY
+from syncd.protocol.participants import Offer, OfferedMember, OfferVerdict
+from syncd.protocol.policy import RunningStatus
+from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import ExplorerReport, TrainerReport
+from syncd.storage.errnos import is_gone
+from syncd.storage.job import Job
+
+log = logging.getLogger(__name__)
+
+Decision = Literal["go", "off"]
+_VERDICT = ".verdict"
+
+
+class Takers(NamedTuple):
+    """The numbers of running explorers.
+
+    Attributes:
+        working: all of them.
+        by_broadcast: those that take part in broadcasts.
+    """
+
+    working: int
+    by_broadcast: int
+
+
+class Agreed(NamedTuple):
+    """A transfer that takes place.
+
+    Attributes:
+        offer: that all its members have joined.
+        group: the name of the weight group that all of them have open; None if not all have one.
+    """
+
+    offer: Offer
+    group: str | None
+
+
+class Offers:
+    """The offers of a job, and their outcomes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def current(self) -> Offer | None:
+        """The offer that was made last; None if there is none, or none that can be read."""
+        return self._job.read(Offer, self._job.layout.offer)
+
+    def make(
+        self,
+        session: str,
+        step: int,
+        members: tuple[OfferedMember, ...],
+        decided: Literal["files"] | None = None,
+    ) -> Offer:
+        """Make an offer; the verdicts of earlier ones are removed."""
+        folder = self._job.layout.offer.parent
+        self._job.storage.make_folder(folder, below=self._job.layout.state)
+        for name in self._job.storage.names(folder):
+            if name.endswith(_VERDICT):
+                self._job.storage.unlink_if_there(folder / name)
+        offer = Offer(
+            offer=secrets.token_hex(6),
+            session=session,
+            step=step,
+            members=members,
+            decided=decided,
+        )
+        self.put(offer)
+        return offer
+
+    def put(self, offer: Offer) -> None:
+        """Write the offer; the trainer alone does."""
+        self._job.storage.replace(
+            self._job.layout.offer, encode(offer), room=self._job.layout.drafts
+        )
+
+    def decide(self, offer: str, wish: Decision, session: str) -> Decision:
+        """Decide an offer, or learn how it was decided before: the first decision counts."""
+        path = self._job.layout.verdict(offer)
+        draft = self._job.layout.drafts / f"{TEMPORARY}verdict-{secrets.token_hex(6)}"
+        try:
+            self._job.storage.write_new(draft, encode(OfferVerdict(verdict=wish, session=session)))
+            self._job.storage.link(draft, path)
+        except FileExistsError:
+            return self._verdict(path)
+        finally:
+            self._job.storage.unlink_if_there(draft)
+        self._job.storage.sync_folder(path.parent)
+        return wish
+
+    def _verdict(self, path: Path) -> Decision:
+        try:
+            return parse(OfferVerdict, self._job.storage.read(path), path).verdict
+        except OSError as error:
+            if is_gone(error):
+                return "off"  # the trainer has made another offer since
+            raise
+
+
+class TrainerSide:
+    """Makes an offer and decides it.
+
+    Args:
+        offers: of the job.
+        roster: the participants that must join.
+        me: the trainer.
+
+    Attributes:
+        agreed: the transfer that was agreed last; None if that came to nothing.
+    """
+
+    def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
+        self._offers = offers
+        self._roster = roster
+        self._me = me
+        self._open: Offer | None = None
+        self.agreed: Agreed | None = None
+
+    def takers(self) -> Takers:
+        """The running explorers, by their reports now."""
+        working = self._working()
+        return Takers(len(working), sum(one.workers > 0 for one in working))
+
+    def by_files(self, step: int) -> None:
+        """Tell waiting explorers that the weights of a step come by the checkpoint path."""
+        self._offers.make(self._me.session.id, step, (), decided="files")
+
+    def agree(self, step: int, wait: Wait) -> int | None:
+        """Wait until all live explorers have joined; the step, or None if they do not.
+
+        Those that take no part in broadcasts are not waited for.
+        """
+        self.agreed = None
+        require_sync(self._me)
+        try:
+            while True:
+                working = [one for one in self._working() if one.workers > 0]
+                if not working:
+                    log.warning("no explorer is running: skipping the transfer at step %d", step)
+                    return None
+                if self._try(step, working):
+                    return step
+                if not wait.more():
+                    late = [one.name for one in working if not self._has_joined(one)]
+                    log.error("not ready for a transfer in time: %s", ", ".join(late) or "unknown")
+                    return None
+        finally:
+            try:
+                self._withdraw()
+            finally:
+                back_to_running(self._me)
+
+    def _working(self) -> list[ExplorerReport]:
+        self._roster.refresh()
+        return self._roster.working()
+
+    def _try(self, step: int, working: list[ExplorerReport]) -> bool:
+        """One look; whether the transfer takes place."""
+        members = tuple(
+            OfferedMember(name=one.name, session=one.session, workers=one.workers)
+            for one in sorted(working, key=lambda one: one.name)
+        )
+        waiting = all(one.status == RunningStatus.REQUIRE_SYNC.value for one in working)
+        if self._open is not None and (self._open.members != members or not waiting):
+            self._withdraw()  # one has died or left, or another has come: all over again
+        if not waiting:
+            return False
+        if self._open is None:
+            self._open = self._offers.make(self._me.session.id, step, members)
+        if not all(map(self._has_joined, working)):
+            return False
+        offer, groups = self._open, {one.group for one in working}
+        if self._decide(offer, "go") != "go":
+            return False
+        self.agreed = Agreed(offer, groups.pop() if len(groups) == 1 else None)
+        return True
+
+    def _has_joined(self, explorer: ExplorerReport) -> bool:
+        return self._open is not None and explorer.joined == self._open.offer
+
+    def _withdraw(self) -> None:
+        """Call the open offer off, if there is one."""
+        if self._open is not None:
+            self._decide(self._open, "off")
+
+    def _decide(self, offer: Offer, wish: Decision) -> Decision:
+        """Decide the open offer, unless an explorer that has left did before."""
+        self._open = None
+        decided = self._offers.decide(offer.offer, wish, self._me.session.id)
+        try:
+            # What counts is decided; this lets those who wait know of it without looking for a file
+            # that their client may remember as not there.
+            self._offers.put(offer.model_copy(update={"decided": decided}))
+        except OSError as error:
+            log.warning("explorers learn the outcome only at the deadline: %s", error)
+        return decided
+
+
+class ExplorerSide:
+    """Joins an offer, and gives up where it comes to nothing.
+
+    Args:
+        offers: of the job.
+        roster: tells whether the trainer works.
+        me: the explorer.
+
+    Attributes:
+        agreed: the offer that was agreed last; None if that came to nothing.
+    """
+
+    def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
+        self._offers = offers
+        self._roster = roster
+        self._me = me
+        self._over: set[str] = set()
+        self._joined: Offer | None = None
+        self._called_off = 0
+        self.agreed: Offer | None = None
+        try:
+            past = offers.current()
+        except OSError as error:
+            log.debug("an earlier offer may end the first wait: %s", error)
+        else:
+            if past is not None and past.decided is not None:
+                self._over.add(past.offer)  # it was for those who were there
+
+    def agree(self, wait: Wait) -> int | None:
+        """Wait for an offer and join it; its step, or None if nothing is transferred."""
+        self.agreed = None
+        require_sync(self._me, requests=self._me.record.requests + 1)
+        called_off, found = self._called_off, None
+        try:
+            while True:
+                trainer = self._roster.trainer_status()
+                if (found := self.look()) is not None or self._goes_by_files():
+                    break
+                if trainer is RunningStatus.STOPPED:
+                    log.warning("the trainer has stopped: skipping the transfer")
+                    break
+                given_up = self._called_off > called_off and not self.has_joined
+                if given_up and trainer is RunningStatus.RUNNING:
+                    break  # it has given up, and not begun again with those who are left
+                if not wait.more():
+                    log.error("the trainer was not ready for a transfer in time")
+                    break
+        finally:
+            try:
+                found = self.leave() or found
+            finally:
+                back_to_running(self._me, joined=None)
+        return found.step if found is not None else None
+
+    @property
+    def has_joined(self) -> bool:
+        """True if it has joined an offer that is not over."""
+        return self._joined is not None
+
+    def look(self) -> Offer | None:
+        """One look at what is offered: an open offer to us is joined, if none is.
+
+        Returns:
+            The one that was joined, once it is decided that it takes place.
+        """
+        offer, joined = self._offers.current(), self._joined
+        other = joined is not None and offer is not None and offer.offer != joined.offer
+        # It was called off, as far as its trainer goes; or another trainer has come.
+        if other and (decided := self.leave()) is not None:
+            return decided
+        if self._joined is None and offer is not None and self._concerns_us(offer):
+            self._joined = offer  # first: what is said may arrive, though an error is all we get
+            self._me.update(joined=offer.offer)
+        elif self._joined is not None and offer is not None and offer.decided is not None:
+            joined, self._joined = self._joined, None
+            self._over.add(joined.offer)
+            if offer.decided == "go":
+                self.agreed = joined
+                return joined
+            self._called_off += 1
+        return None
+
+    def leave(self) -> Offer | None:
+        """Give up the joined offer; returns it if it was decided just before: take part."""
+        joined, self._joined = self._joined, None
+        if joined is None:
+            return None
+        self._over.add(joined.offer)
+        if self._offers.decide(joined.offer, "off", self._me.session.id) != "go":
+            return None
+        self.agreed = joined
+        return joined
+
+    def _concerns_us(self, offer: Offer) -> bool:
+        """True if an offer is open, and made to us."""
+        us = (self._me.record.name, self._me.session.id)
+        ours = any((one.name, one.session) == us for one in offer.members)
+        return ours and offer.decided is None and offer.offer not in self._over
+
+    def _goes_by_files(self) -> bool:
+        """True if the trainer says so now, and has not said it of this offer before."""
+        offer = self._offers.current()
+        if self.has_joined or offer is None or offer.decided != "files":
+            return False
+        is_new = offer.offer not in self._over
+        self._over.add(offer.offer)
+        return is_new

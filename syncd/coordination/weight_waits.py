@@ -1,0 +1,330 @@
+"""Waiting for weights: the one loop of all waits, its request to the trainer, and its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from syncd.coordination.broadcast.offer import ExplorerSide
+from syncd.coordination.participant import Participant, back_to_running, require_sync
+from syncd.coordination.roster import Roster
+from syncd.coordination.versions import Versions
+from syncd.coordination.waiting import Wait
+from syncd.protocol.errors import JobUnavailableError, WaitTimeoutError
+from syncd.protocol.participants import Offer
+from syncd.protocol.policy import RunningStatus, Version
+from syncd.protocol.reports import ExplorerReport, SyncTerms, TrainerReport
+from syncd.storage.judge import Clock
+
+log = logging.getLogger(__name__)
+
+#: How often which trainer has said that nothing newer will come; None for never.
+Said = tuple[str | None, int] | None
+
+
+class WeightWaits:
+    """One explorer's waits for weights: for a newer version, or a transfer.
+
+    Args:
+        me: the explorer that waits.
+        roster: knows the trainer.
+        versions: the published versions of the job.
+        transfer: joins the transfers that are offered.
+        compare: says how a trainer's settings differ from an explorer's; the session is the
+            trainer's.
+        terms: the settings that a wait goes by if the explorer was given none.
+        root: the job directory.
+        clock: seconds, monotonic.
+        poll: seconds between two looks whether a request was answered, at least.
+
+    Attributes:
+        has_seen_trainer: whether it has seen a trainer work.
+        unlike: how the settings of the trainer that works differ.
+    """
+
+    def __init__(
+        self,
+        me: Participant[ExplorerReport],
+        roster: Roster,
+        versions: Versions,
+        transfer: ExplorerSide,
+        *,
+        compare: Callable[[TrainerReport, ExplorerReport, str | None], str],
+        terms: SyncTerms | None,
+        root: Path,
+        clock: Clock,
+        poll: float,
+    ) -> None:
+        self._me = me
+        self._name = me.record.name
+        self._roster = roster
+        self._versions = versions
+        self._transfer = transfer
+        self._compare = compare
+        self._terms = terms
+        self._root = root
+        self._clock = clock
+        self._poll = poll
+        self._warned: Version | Literal["nothing yet"] | None = "nothing yet"
+        self.has_seen_trainer = False
+        self._has_said_absent = False
+        self.unlike = ""
+
+    def for_trainer(self, current: Version | None, wait: Wait) -> None:
+        """Wait, holding nothing, until a first version is published or a trainer works."""
+        while current is None and not self.has_seen_trainer:
+            if self._versions.newest() is not None or not self._has_trainer_stopped():
+                return
+            if not self._has_said_absent:
+                self._has_said_absent = True
+                log.warning(
+                    "%s waits for a trainer, or a first version: no trainer works in %s yet",
+                    self._name,
+                    self._root,
+                )
+            if not wait.more():
+                raise WaitTimeoutError(
+                    f"no trainer has come to {self._root} in time, and no version is "
+                    "published there; check with `syncd status` that it is the trainer's job folder"
+                )
+
+    def newer(
+        self,
+        current: Version | None,
+        wait: Wait,
+        *,
+        asks: bool = True,
+        joins: Callable[[], bool] | None = None,
+        ends_with_trainer: bool = False,
+        look: Callable[[], None] = lambda: None,
+    ) -> Version | Offer | None:
+        """The one loop of all waits for weights; None if it ends with the trainer."""
+        if ends_with_trainer:
+            self.for_trainer(current, wait)
+        request = SyncRequest(self._me, self._roster, clock=self._clock, poll=self._poll)
+        missed, watches_daemon = True, False
+        try:
+            ending = (
+                Ending(self._versions, self._roster, request, clock=self._clock)
+                if ends_with_trainer
+                else None
+            )
+            while True:
+                offer, is_over = self._look_at_trainer(joins, ending)
+                if offer is not None:
+                    missed = False
+                    return offer
+                if not self._transfer.has_joined:  # else its other members wait for us
+                    newest = self._versions.newest(current, sure=is_over)
+                    if newest != current:
+                        missed = False
+                        return newest
+                    if is_over:
+                        self._warn_once(current)
+                        return None
+                    look()
+                if asks:
+                    request.repeat()
+                if not wait.more():
+                    if (offer := self._transfer.leave()) is not None:
+                        return offer
+                    raise WaitTimeoutError(
+                        f"nothing newer than {current or 'nothing'} was published in "
+                        f"{self._versions.job.layout.root} in time; {self._why_nothing()}"
+                    )
+                if not watches_daemon:  # by two looks one that was killed is told from a live one
+                    watches_daemon = True
+                    self._versions.daemon_hint()
+        finally:
+            try:
+                self._transfer.leave()
+            finally:
+                request.end(missed=missed)
+
+    def _why_nothing(self) -> str:
+        why = self._versions.daemon_hint()
+        if self.unlike:
+            why += f"; the SyncSettings of trainer and explorer are unlike: {self.unlike}"
+        return why
+
+    def _look_at_trainer(
+        self, joins: Callable[[], bool] | None, ending: Ending | None
+    ) -> tuple[Offer | None, bool]:
+        """One look: a transfer that takes place with us, and whether the wait is over."""
+        if joins is None and ending is None:
+            return None, False
+        try:
+            stopped = self._has_trainer_stopped()
+            offer = self._offered(joins=joins is not None and joins(), has_stopped=stopped)
+            is_over = ending is not None and offer is None and ending.is_over(has_stopped=stopped)
+        except JobUnavailableError:
+            if ending is not None:
+                raise
+            return None, False
+        return offer, is_over
+
+    def _has_trainer_stopped(self) -> bool:
+        """True if no trainer works: it stopped, died, or has not come yet."""
+        trainer = self._roster.trainer()
+        stopped = trainer is None or trainer.status == RunningStatus.STOPPED.value
+        if trainer is not None and not stopped:
+            me = self._me.record
+            if me.sync is None:
+                me = me.model_copy(update={"sync": self._terms})
+            self.unlike = self._compare(trainer, me, trainer.session)
+        self.has_seen_trainer |= not stopped
+        return stopped
+
+    def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
+        """One look at what is offered; a trainer that has stopped decides no more."""
+        transfer = self._transfer
+        offer = transfer.look() if joins or transfer.has_joined else None
+        return offer or (transfer.leave() if has_stopped else None)
+
+    def _warn_once(self, current: Version | None) -> None:
+        if current == self._warned:
+            return
+        self._warned = current
+        if current is None:
+            log.warning("no version was published: %s goes on without one", self._name)
+        else:
+            log.warning("nothing newer than step %d: %s keeps serving it", current.step, self._name)
+
+
+class SyncRequest:
+    """One wait's request to the trainer: a sync, and another after each answer that brought none.
+
+    Args:
+        me: the explorer that waits.
+        roster: knows the trainer.
+        clock: seconds, monotonic.
+        poll: seconds between two looks whether it was answered, at least.
+    """
+
+    def __init__(
+        self, me: Participant[ExplorerReport], roster: Roster, *, clock: Clock, poll: float
+    ) -> None:
+        self._me = me
+        self._roster = roster
+        self._clock = clock
+        self._poll = poll
+        self._looked = -math.inf
+        self._said: Said | str = "not asked yet"
+
+    def said(self) -> Said:
+        """The trainer, and how often it has said by now that nothing newer will come.
+
+        Raises:
+            JobUnavailableError, OSError: the trainer's report cannot be read.
+        """
+        trainer = self._roster.trainer()
+        return (trainer.session, trainer.nothing_new) if trainer and trainer.nothing_new else None
+
+    def repeat(self) -> None:
+        """Require a sync, if nobody has answered since it was required last.
+
+        Looks once in a poll, however often it is called. What storage refuses is tried again by the
+        next look.
+
+        Raises:
+            InvalidTransitionError: this explorer is not running.
+        """
+        now = self._clock()
+        if now - self._looked < self._poll:
+            return
+        self._looked = now
+        me = self._me
+        try:
+            said = self.said()
+            if said == self._said:
+                return
+            asked = me.record.requests + 1
+            if me.record.status == RunningStatus.REQUIRE_SYNC.value:
+                me.update(requests=asked)
+            else:
+                require_sync(me, requests=asked)
+            self._said = said
+        except (JobUnavailableError, OSError) as error:
+            log.warning("%s cannot ask for weights now: %s", me.record.name, error)
+
+    def end(self, *, missed: bool) -> None:
+        """Require it no more; a refusal of the storage ends nothing.
+
+        Args:
+            missed: whether the wait ended without anything newer, which is counted.
+        """
+        me = self._me
+        count = me.record.nothing_new + missed
+        if me.record.status == RunningStatus.REQUIRE_SYNC.value:
+            back_to_running(me, nothing_new=count, joined=None)
+        elif missed and me.record.status == RunningStatus.RUNNING.value:
+            try:
+                me.update(nothing_new=count)
+            except OSError as error:
+                log.warning("%s cannot report that nothing newer came: %s", me.record.name, error)
+
+
+class Ending:
+    """Decides when one wait is over though nothing newer was published.
+
+    It is over once the trainer has stopped or died, or has said since the wait began that nothing
+    newer will come, *and* the save that the trainer announced last was published, skipped or
+    quarantined: explorers learn of the trainer's end before the daemon has merged its last save.
+    If no daemon lives to do so, it is over a lease time later, with a warning. If no trainer ever
+    registered (verl), nothing is known of its saves, and the wait is over at once.
+
+    Args:
+        versions: the published versions of the job.
+        roster: knows the trainer.
+        request: what this wait asks of the trainer.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, versions: Versions, roster: Roster, request: SyncRequest, *, clock: Clock
+    ) -> None:
+        self._versions = versions
+        self._roster = roster
+        self._request = request
+        self._clock = clock
+        # Read before the sync is required: each answer after this is an answer to this wait too.
+        self._said = request.said()
+        self._alone_since: float | None = None
+
+    def is_over(self, *, has_stopped: bool) -> bool:
+        """True if nothing newer comes.
+
+        Args:
+            has_stopped: whether the trainer has stopped, or died, or was never there.
+
+        Raises:
+            JobUnavailableError, OSError: storage failed: nothing is known.
+        """
+        if not has_stopped and self._request.said() in {None, self._said}:
+            return False
+        if has_stopped and not self._roster.has_had_trainer():
+            return True
+        step = self._versions.on_its_way()
+        return step is None or self._is_given_up(step)
+
+    def _is_given_up(self, step: int) -> bool:
+        """True if no daemon has lived for a lease time: nobody publishes the step."""
+        if self._versions.daemon_lives():
+            self._alone_since = None
+            return False
+        now = self._clock()
+        if self._alone_since is None:
+            self._alone_since = now
+        if now - self._alone_since < self._versions.lease_time:
+            return False
+        log.warning(
+            "step %d is saved and not published, and no daemon has worked in %s for %g s: "
+            "not waiting for it; start `syncd run` there",
+            step,
+            self._versions.job.layout.root,
+            self._versions.lease_time,
+        )
+        return True

@@ -1,0 +1,34 @@
+"""Complaints about paths that the daemon ignores until someone fixes them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from syncd.protocol.events import Event
+from syncd.storage.judge import Clock
+from syncd.storage.repeats import Repeats
+
+log = logging.getLogger(__name__)
+
+
+class LetBe:
+    """Logs each ignored path now and then, not at each look.
+
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, *, clock: Clock = time.monotonic) -> None:
+        self._repeats = Repeats(clock=clock)
+
+    def say(self, path: Path, error: Exception) -> None:
+        """Log it, unless it was logged recently."""
+        if self._repeats.due(path):
+            log.error(
+                "ignoring %s until it is fixed: %s",
+                path,
+                error,
+                extra=Event.LEFT_ALONE(path=path, reason=error),
+            )

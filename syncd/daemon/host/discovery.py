@@ -1,0 +1,163 @@
+"""Discovery of the jobs below a root, as they come and go."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.events import Event
+from syncd.protocol.layout import JobLayout
+from syncd.storage.calls import Kind
+from syncd.storage.fsio import Storage
+from syncd.storage.judge import Clock
+from syncd.storage.repeats import Repeats
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two listings of the root.
+LOOK: Final = 2.0
+#: In how many listings in a row a job must be missing: one may be late, or of a cache.
+_MISSING: Final = 3
+#: Seconds after which a folder that cannot be looked at is left behind, and the others go on.
+_PATIENCE: Final = 30.0
+
+
+class Discovery:
+    """Looks for jobs, in a thread of its own.
+
+    A job is a folder in the root, no link, whose name does not begin with a dot, in which a trainer
+    of ours, or a daemon, has made ``.syncd``, or any trainer the pointer. What is in the root
+    besides is only looked at. A root that cannot be listed (unmounted, say) says nothing about what
+    is in it.
+
+    Promised: a folder whose storage hangs keeps nobody from finding the others. Not promised: that
+    a job is seen sooner than this client's cache of the listing allows.
+
+    Args:
+        root: the folder.
+        pointer: the name of the file that names the step to publish.
+        changed: called when a job has come or gone.
+        every: seconds between two listings.
+        answered: called when the root was listed.
+        storage: the shared storage.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        pointer: str,
+        *,
+        changed: Callable[[], None],
+        every: float = LOOK,
+        answered: Callable[[], None] = lambda: None,
+        storage: Storage | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._root = root
+        self._pointer = pointer
+        self._changed = changed
+        self._every = every
+        self._answered = answered
+        self._storage = storage or Storage(root)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._missed: dict[str, int] = {}  # each job: in how many listings it was missing
+        self._hanging: set[str] = set()
+        self._looker: object = None  # the thread that counts; others hang, or did
+        self._at: tuple[str, float] | None = None  # what it is looking at, and since when
+        self._repeats = Repeats(clock=clock)
+        self._has_looked = False
+
+    @property
+    def jobs(self) -> frozenset[str] | None:
+        """The names of the jobs; None before the first look."""
+        with self._lock:
+            return frozenset(self._missed) if self._has_looked else None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._looker = looker = object()
+        threading.Thread(
+            target=self._keep_looking, args=[looker], name="syncd-discovery", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        """Stop looking; does not wait for a look that hangs."""
+        self._closed.set()
+
+    def supervise(self) -> None:
+        """Abandon a folder that does not answer. Call this now and then."""
+        with self._lock:
+            if self._at is None or self._clock() - self._at[1] < _PATIENCE:
+                return
+            name, _ = self._at
+            self._at = None
+            self._hanging.add(name)
+            self._looker = None  # whenever it comes back, it says so, and goes
+        path = self._root / name
+        log.error(
+            "cannot list %s: its storage does not answer",
+            path,
+            extra=Event.JOB_UNAVAILABLE(job=path, reason="its storage does not answer"),
+        )
+        self.start()
+
+    def look(self, looker: object = None) -> None:
+        """List the root once, and look into the folders that are not jobs yet."""
+        try:
+            kinds = self._storage.kinds(self._root)
+        except OSError as error:
+            if self._repeats.due(self._root):
+                log.error(
+                    "cannot list %s: %s",
+                    self._root,
+                    error,
+                    extra=Event.JOB_UNAVAILABLE(job=self._root, reason=error),
+                )
+            return
+        finally:
+            self._answered()
+        self._repeats.forget(self._root)
+        there = {name for name, kind in kinds.items() if kind is Kind.FOLDER and name[0] != "."}
+        with self._lock:
+            known = self._missed.keys() | self._hanging
+        come = []
+        for name in sorted(there - known):
+            with self._lock:
+                self._at = name, self._clock()
+            is_job = self._is_job(name)
+            with self._lock:
+                if looker is not self._looker:  # it hung, and another thread goes on
+                    self._hanging.discard(name)
+                    return
+                self._at = None
+            if is_job:
+                come.append(name)
+        with self._lock:
+            before = self._missed
+            missed = {name: 0 if name in there else times + 1 for name, times in before.items()}
+            now = {name: times for name, times in missed.items() if times < _MISSING}
+            self._missed = now | dict.fromkeys(come, 0)
+            changed = before.keys() != self._missed.keys() or not self._has_looked
+            self._has_looked = True
+        if changed:
+            self._changed()
+
+    def _keep_looking(self, looker: object) -> None:
+        while not self._closed.is_set() and looker is self._looker:
+            self.look(looker)
+            self._closed.wait(self._every)
+
+    def _is_job(self, name: str) -> bool:
+        layout = JobLayout(self._root / name)
+        try:
+            return any(map(self._storage.exists, (layout.state, layout.root / self._pointer)))
+        except OSError as error:  # another user's, say
+            log.debug("%s is left alone: %s", layout.root, error)
+            return False

@@ -1,0 +1,139 @@
+"""Keeping one job served: a daemon that fails is replaced by a new one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.hang import HangGuard
+from syncd.daemon.service import Service
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.events import Event
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which a job whose daemon failed is served again; and between two looks meanwhile
+#: whether to stop.
+_AGAIN: Final = 10.0
+_LOOK: Final = 0.2
+
+
+class Keeper:
+    """Serves one job until it is stopped or ends; a failed daemon is made again.
+
+    What cannot be served, and a fault of ours, is logged, and tried again soon.
+
+    Args:
+        root: the job directory.
+        config: what its daemon is told.
+        make: makes the daemon.
+        guard: expects progress of the job until :meth:`serve` is over.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: DaemonConfig,
+        make: Callable[[DaemonConfig], Service],
+        guard: HangGuard,
+    ) -> None:
+        self.root = root
+        self._config = config
+        self._make = make
+        self._guard = guard
+        self._stopping = False
+        self._replacing = threading.Lock()
+        self._service: Service | None = None
+
+    def prepare(self) -> None:
+        """Make the daemon now, before it has to serve.
+
+        Raises:
+            SyncdError: as :class:`Service`.
+        """
+        self._replace()
+
+    def serve(self) -> None:
+        """Serve, in this thread."""
+        try:
+            self._serve_again_and_again()
+        finally:
+            self._guard.forget(str(self.root))
+
+    def stop(self) -> None:
+        """Ask :meth:`serve` to return. May be called from a signal handler or any thread."""
+        self._stopping = True
+        if (service := self._service) is not None:
+            service.stop()
+
+    def wake(self) -> None:
+        """Begin the next tick now. May be called from a signal handler or any thread."""
+        if (service := self._service) is not None:
+            service.wake()
+
+    def give_up(self) -> None:
+        """Release the job to other daemons, as :meth:`Service.give_up`. Hangs if storage hangs."""
+        self.stop()
+        if (service := self._service) is not None:
+            service.give_up()
+
+    def reload(self, config: DaemonConfig) -> None:
+        """Use another configuration, as :meth:`Service.reload`. May be called from any thread."""
+        with self._replacing:
+            self._config = config
+            if self._service is not None:
+                self._service.reload(config)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no participant is alive and nothing is left to publish."""
+        return self._service is None or self._service.is_idle
+
+    def _serve_again_and_again(self) -> None:
+        failed = False
+        while not self._stopping:
+            try:
+                service = self._service
+                if failed or service is None:
+                    service = self._replace()
+                    if self._is_asked_to_stop():  # while there was none to be asked
+                        service.stop()
+                service.run()
+            except (SyncdError, OSError) as error:
+                log.error(
+                    "cannot serve %s now: %s",
+                    self.root,
+                    error,
+                    extra=Event.JOB_UNAVAILABLE(job=self.root, reason=error),
+                )
+            except Exception:
+                log.exception(
+                    "the daemon of %s failed: a bug in syncd",
+                    self.root,
+                    extra=Event.FAULT(job=self.root),
+                )
+            else:
+                return
+            failed = True
+            self._wait()
+
+    def _replace(self) -> Service:
+        service = self._make(self._config)
+        with self._replacing:
+            self._service = service
+            service.reload(self._config)  # what was read again while it was made
+        return service
+
+    def _is_asked_to_stop(self) -> bool:
+        return self._stopping
+
+    def _wait(self) -> None:
+        self._guard.forget(str(self.root))  # until there is a daemon again, nothing is done
+        end = time.monotonic() + _AGAIN
+        while not self._stopping and time.monotonic() < end:
+            time.sleep(_LOOK)

@@ -1,0 +1,422 @@
+"""Serving jobs from one process: one job and its memory directory, or all jobs of a folder.
+
+Each job has a daemon of its own; those of a folder come and go.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from syncd.daemon.config import DaemonConfig, RunConfig
+from syncd.daemon.hang import HangGuard
+from syncd.daemon.host.discovery import LOOK, Discovery
+from syncd.daemon.host.keeper import Keeper
+from syncd.daemon.notify import ServiceManager
+from syncd.daemon.service import Service
+from syncd.daemon.telling.meter import MeterOf, unmetered
+from syncd.daemon.turns import Turns
+from syncd.protocol.errors import InvalidSettingsError, JobUnavailableError
+from syncd.protocol.events import JOB_THREAD, Event
+from syncd.protocol.names import STATE_POINTER
+from syncd.storage.fsio import Storage
+from syncd.storage.job import no_folder
+from syncd.storage.repeats import Repeats
+from syncd.storage.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+#: Seconds between two looks at what the jobs' threads do.
+_LOOK: Final = 1.0
+#: Seconds for which the end waits for a job whose storage does not answer, at most.
+_LAST_PATIENCE: Final = 30.0
+
+
+class Services:
+    """The daemons of a job and of its memory directory, in one process.
+
+    Each has its own session, lock, epoch and thread: what one waits for, or fails by, is nothing to
+    the other. A fault of ours is logged, and that job is served again soon.
+
+    Args:
+        root: the job directory.
+        config: what the daemon was told; ``memory_dir`` names the second job, if there is one. With
+            ``shared_group`` the umask of this process leaves the group's bits.
+        read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
+            the old one stays. What may not change while the daemon runs is as it was.
+        each_tick: called between two rounds of the first job.
+        meter_of: makes what hears of all that is done in a job.
+        manager: who started this process.
+        guard: ends this process where one of the jobs hangs.
+
+    Raises:
+        InvalidSettingsError: one of the two directories is inside the other, or ``shared_group``
+            cannot be given to them.
+        JobUnavailableError: one of them is not there, or cannot be written.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: DaemonConfig,
+        *,
+        read_again: Callable[[], DaemonConfig | None] = lambda: None,
+        each_tick: Callable[[], None] = lambda: None,
+        meter_of: MeterOf = unmetered,
+        manager: ServiceManager | None = None,
+        guard: HangGuard | None = None,
+    ) -> None:
+        self._manager = manager or ServiceManager()
+        self._guard = guard or HangGuard(config.hang_time, self._manager)
+        share_what_is_made(config)
+        self._reload_asked = False
+        self._read_again = read_again
+        self._each_tick = each_tick
+        self._meter_of = meter_of
+        told = [(root, config)]
+        if config.memory_dir is not None:
+            memory = config.memory_dir.absolute()
+            _check_apart(root, memory)
+            _make(memory)
+            told.append((memory, _for_memory(config)))
+        self._keepers = [
+            Keeper(job, one, partial(self._service, number, job), self._guard)
+            for number, (job, one) in enumerate(told)
+        ]
+        for keeper in self._keepers:
+            keeper.prepare()
+
+    def stop(self) -> None:
+        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        self._manager.stopping()
+        for keeper in self._keepers:
+            keeper.stop()
+
+    def reload(self) -> None:
+        """Ask for the configuration to be read again, before the next round.
+
+        May be called from a signal handler or any thread.
+        """
+        self._reload_asked = True
+        self._keepers[0].wake()
+
+    def run(self) -> bool:
+        """Serve until stopped, or until the first job is idle and no other has work.
+
+        Returns:
+            True: all threads have ended.
+        """
+        first, *others = self._keepers
+        threads = [threading.Thread(target=one.serve, name=str(one.root)) for one in others]
+        for thread in threads:
+            thread.start()
+        try:
+            first.serve()
+        finally:
+            self.stop()
+            for thread in threads:
+                thread.join()
+        return True
+
+    def _service(self, number: int, root: Path, config: DaemonConfig) -> Service:
+        """A daemon of this process; if the first job's daemon ends, it ends the others."""
+
+        def may_end() -> bool:
+            return number == 0 and all(keeper.is_idle for keeper in self._keepers[1:])
+
+        return Service(
+            root,
+            config,
+            may_end=may_end,
+            answered=self._guard.watch(str(root)),
+            notice=self._manager.job(str(root)),
+            each_tick=(lambda: None) if number else self._tick,
+            meter_of=self._meter_of,
+        )
+
+    def _tick(self) -> None:
+        """Work between two rounds of the first job, on its thread, the main thread."""
+        self._each_tick()
+        if not self._reload_asked:
+            return
+        self._reload_asked = False
+        with self._manager.reloading():
+            config = self._read_again()
+            if config is None:
+                return
+            told = (config, _for_memory(config))
+            for keeper, one in zip(self._keepers, told, strict=False):
+                keeper.reload(one)
+
+
+@dataclass(slots=True)
+class _Served:
+    """One job that is served."""
+
+    keeper: Keeper
+    thread: threading.Thread
+    leaves: bool = False
+    hangs: bool = False
+
+
+class RootServices:
+    """The daemons of all jobs in a folder, in one process.
+
+    Each job has its own session, lock, epoch and thread, and what one waits for, or fails by, is
+    nothing to the others. At most ``concurrent_merges`` of them merge at a time, in the order in
+    which they asked. The thread that :meth:`run` is called in touches no storage: what hangs there
+    keeps it neither from ending nor from looking after the rest.
+
+    A job that makes no progress for ``hang_time`` is given up: its heartbeats end, so that another
+    host's daemon may take over. Once its thread comes back it is served here again. The process
+    itself ends, by its guard, only where nothing in it makes progress.
+
+    Args:
+        root: the folder.
+        config: what each daemon is told.
+        read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
+            the old one stays.
+        each_tick: called about once a second.
+        meter_of: makes what hears of all that is done in a job.
+        forget: called with a job that is served no more.
+        manager: who started this process.
+        guard: is told of progress; it must not be one that ends the process with any one job.
+
+    Raises:
+        InvalidSettingsError: the configuration has what only one job can have.
+        JobUnavailableError: the folder is not there.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        config: RunConfig,
+        *,
+        read_again: Callable[[], DaemonConfig | None] = lambda: None,
+        each_tick: Callable[[], None] = lambda: None,
+        meter_of: MeterOf = unmetered,
+        forget: Callable[[Path], None] = lambda _: None,
+        manager: ServiceManager | None = None,
+        guard: HangGuard | None = None,
+    ) -> None:
+        for key in ("memory_dir", "exit_when_idle"):
+            if getattr(config, key):
+                raise InvalidSettingsError(
+                    f"{key} is for one job, and root = {root} is for many: leave out one of them"
+                )
+        root = root.absolute()
+        if not root.is_dir():
+            raise no_folder(root)
+        share_what_is_made(config)
+        self._root = root
+        self._config: DaemonConfig = config
+        self._read_again = read_again
+        self._each_tick = each_tick
+        self._meter_of = meter_of
+        self._forget = forget
+        self._manager = manager or ServiceManager()
+        self._guard = guard or HangGuard(config.hang_time, self._manager, together=False)
+        self._notice = self._manager.job(str(root))
+        self._turns = Turns(config.concurrent_merges, self._guard.silence)
+        self._waker = Watcher({})
+        self._discovery = Discovery(
+            root,
+            config.pointer,
+            changed=self._waker.wake,
+            # A daemon with nothing to do must not be taken for one that hangs.
+            every=min(LOOK, config.hang_time / 4),
+            answered=self._guard.watch(str(root)),
+        )
+        self._served: dict[str, _Served] = {}
+        self._repeats = Repeats()
+        self._stopping = False
+        self._reload_asked = False
+
+    def stop(self) -> None:
+        """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
+        self._stopping = True
+        self._manager.stopping()
+        self._waker.wake()
+
+    def reload(self) -> None:
+        """Ask for the configuration to be read again. As :meth:`stop`."""
+        self._reload_asked = True
+        self._waker.wake()
+
+    def run(self) -> bool:
+        """Serve until stopped.
+
+        Returns:
+            Whether all threads have ended; False where storage holds one that nothing can end but
+            the end of the process.
+        """
+        with self._waker:
+            self._discovery.start()
+            try:
+                while not self._stopping:
+                    self._waker.wait(_LOOK)
+                    self._each_tick()
+                    self._reload_if_asked()
+                    self._discovery.supervise()
+                    self._follow()
+                    self._give_up_what_hangs()
+            finally:
+                self._discovery.close()
+                ended = self._end()
+        return ended
+
+    def _follow(self) -> None:
+        """Serve new jobs, and stop serving jobs that are gone."""
+        found = self._discovery.jobs
+        if found is None:
+            return
+        before = len(self._served)
+        for name, served in list(self._served.items()):
+            if not served.thread.is_alive():  # it was let go, or hung and has come back
+                del self._served[name]
+                self._turns.forget(str(self._root / name))
+                self._forget(self._root / name)
+            elif name not in found and not served.leaves:
+                served.leaves = True
+                path = self._root / name
+                log.info("%s is gone and no longer served", path, extra=Event.JOB_GONE(job=path))
+                served.keeper.stop()
+        for name in sorted(found - self._served.keys()):
+            begun = self._serve(self._root / name)
+            if begun is None:
+                break
+            self._served[name] = begun
+        if len(self._served) != before or not before:
+            self._notice.status(f"{len(self._served)} jobs in {self._root}")
+        self._notice.ready()
+
+    def _serve(self, path: Path) -> _Served | None:
+        """Serve a job; None if this process can start no more threads now."""
+
+        def make(config: DaemonConfig) -> Service:
+            return Service(
+                path,
+                config,
+                may_end=lambda: False,
+                answered=self._guard.watch(str(path)),
+                turn=self._turns.of(str(path), keeper.wake),
+                meter_of=self._meter_of,
+            )
+
+        keeper = Keeper(path, self._config, make, self._guard)
+        # A daemon thread: one that storage holds must not keep the process.
+        thread = threading.Thread(target=keeper.serve, name=f"{JOB_THREAD}{path}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the others must not be ended by it
+            if self._repeats.due(path):
+                log.error(
+                    "cannot serve %s now: %s",
+                    path,
+                    error,
+                    extra=Event.JOB_UNAVAILABLE(job=path, reason=error),
+                )
+            return None
+        self._repeats.forget(path)
+        log.info("found job %s; serving it", path, extra=Event.JOB_FOUND(job=path))
+        return _Served(keeper, thread)
+
+    def _give_up_what_hangs(self) -> None:
+        for name, served in self._served.items():
+            path = self._root / name
+            silence = self._guard.silence(str(path))
+            if served.hangs or silence < self._guard.hang_time:
+                continue
+            served.hangs = True
+            log.error(
+                "%s: storage has not answered for %.0f s; another daemon may take over the job; "
+                "its thread waits in %s",
+                path,
+                silence,
+                _stack_of(served.thread),
+                extra=Event.JOB_HANGS(job=path, seconds=silence),
+            )
+            # In a thread of its own: it may hang as well.
+            threading.Thread(target=_give_up, args=[served.keeper], daemon=True).start()
+
+    def _reload_if_asked(self) -> None:
+        if not self._reload_asked:
+            return
+        self._reload_asked = False
+        with self._manager.reloading():
+            config = self._read_again()
+            if config is not None:
+                self._config = config
+                for served in self._served.values():
+                    served.keeper.reload(config)
+
+    def _end(self) -> bool:
+        patience = min(_LAST_PATIENCE, self._guard.hang_time / 2)
+        for served in self._served.values():
+            served.keeper.stop()
+        for name, served in self._served.items():
+            path = self._root / name
+            while served.thread.is_alive():
+                if self._guard.silence(str(path)) >= patience:
+                    log.error(
+                        "leaving %s in the middle of its work: its storage does not answer",
+                        path,
+                        extra=Event.JOB_HANGS(job=path, seconds=self._guard.silence(str(path))),
+                    )
+                    break
+                served.thread.join(_LOOK)
+        return not any(served.thread.is_alive() for served in self._served.values())
+
+
+def _give_up(keeper: Keeper) -> None:
+    try:
+        keeper.give_up()
+    except OSError as error:
+        log.debug("cannot remove the heartbeats of %s: %s", keeper.root, error)
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    """The stack of a thread on one line; the innermost call comes first."""
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 # documented, for this use
+    if frame is None:
+        return "nothing: it has ended"
+    calls = reversed(traceback.extract_stack(frame))
+    return ", called by ".join(f"{one.name} ({one.filename}:{one.lineno})" for one in calls)
+
+
+def share_what_is_made(config: DaemonConfig) -> None:
+    """With ``shared_group``, keep the group's permission bits in this process's umask."""
+    if config.shared_group is not None:
+        os.umask(os.umask(0o077) & ~0o070)
+
+
+def _for_memory(config: DaemonConfig) -> DaemonConfig:
+    """The configuration for the memory directory, which has no full checkpoints."""
+    return config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
+
+
+def _check_apart(root: Path, memory: Path) -> None:
+    job, other = root.resolve(), memory.resolve()
+    if job == other or job in other.parents or other in job.parents:
+        raise InvalidSettingsError(
+            f"the memory directory {memory} and the job directory {root} overlap: give a "
+            "folder outside the job, such as /dev/shm/NAME"
+        )
+
+
+def _make(memory: Path) -> None:
+    """Create the memory directory: a memory filesystem is empty after each start of its host."""
+    try:
+        Storage().make_folder(memory, below=memory.parent)
+    except OSError as error:
+        raise JobUnavailableError(
+            f"cannot create the memory directory {memory}: {error}"
+        ) from error

@@ -1,0 +1,181 @@
+"""A read-only HTTP server on loopback that no client can block: for metrics and for a page."""
+
+from __future__ import annotations
+
+import io
+import logging
+import socket
+import socketserver
+import threading
+import time
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from typing import Any, Final
+
+from syncd.protocol.events import Event
+
+log = logging.getLogger(__name__)
+
+HOST: Final = "127.0.0.1"
+#: Seconds in which a connection that was closed for another ends, unless it waits for storage.
+_PATIENCE: Final = 1.0
+#: The most bytes of a request that are read.
+_HEAD: Final = 16 * 1024
+
+
+class LoopbackServer(socketserver.ThreadingTCPServer):
+    """Answers requests on 127.0.0.1, a thread and a descriptor each.
+
+    Every user of the host can connect, so two things are bounded. A connection ends after
+    ``longest`` seconds, even if its client says nothing, sends byte after byte, or reads slowly. At
+    most ``most`` are open: for one more the server closes the oldest of those whose request has not
+    come yet, because a real one comes within milliseconds; or the oldest, if all have come.
+
+    Args:
+        port: on 127.0.0.1; 0 for a free one.
+        request: the class that answers.
+        most: how many connections are open at a time.
+
+    Raises:
+        OSError: the port cannot be used.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = 1024  # a client that finds no room there waits for seconds
+    daemon_threads = True  # a thread that waits for storage does not keep the process
+    #: Seconds from the beginning of a connection to its end.
+    longest = 30.0
+
+    def __init__(self, port: int, request: type[LoopbackRequest], most: int) -> None:
+        self._room = threading.BoundedSemaphore(most)
+        self._changing = threading.Lock()
+        #: Connection → whether its request has come, and when the connection began.
+        self._open: dict[socket.socket, tuple[bool, float]] = {}
+        super().__init__((HOST, port), request)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; if there are too many connections, close another first."""
+        if not self._room.acquire(blocking=False):
+            with self._changing:
+                if self._open:
+                    self._end(min(self._open, key=self._open.__getitem__))
+            if not self._room.acquire(timeout=_PATIENCE):
+                self.shutdown_request(request)
+                return
+        with self._changing:
+            self._open[request] = False, time.monotonic()
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread is to be had
+            self._room.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, in that thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
+
+    def heard(self, request: socket.socket) -> None:
+        """Mark a connection as having sent its request: it is closed for another one last."""
+        with self._changing:
+            if request in self._open:
+                self._open[request] = True, self._open[request][1]
+
+    def service_actions(self) -> None:
+        """Close connections that have lasted too long; called at least twice a second."""
+        end = time.monotonic() - self.longest
+        with self._changing:
+            for late in [one for one, (_, begun) in self._open.items() if begun < end]:
+                self._end(late)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that no other thread will close."""
+        with self._changing:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def server_close(self) -> None:
+        """Stop listening, and close all connections."""
+        super().server_close()
+        with self._changing:
+            for request in list(self._open):
+                self._end(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 # the base's names
+        """Log the error; the base class would print it."""
+        log.error(
+            "an HTTP request on %s:%d failed",
+            *self.server_address,
+            exc_info=True,
+            extra=Event.FAULT(),
+        )
+
+    def _end(self, request: socket.socket) -> None:
+        """Shut a connection down, so that its thread wakes up and closes it.
+
+        The caller holds the lock, because a descriptor that is closed may be another's already.
+        """
+        del self._open[request]
+        try:
+            request.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # its client has gone already
+
+
+class LoopbackRequest(BaseHTTPRequestHandler):
+    """One request; its connection ends with the answer, which :meth:`answer` sends."""
+
+    server: LoopbackServer
+    error_content_type = "text/plain; charset=utf-8"
+    error_message_format = "%(code)d %(message)s\n"
+
+    def answer(self) -> None:
+        """Answer a request to read ``self.path``."""
+        raise NotImplementedError
+
+    def do_GET(self) -> None:
+        """Answer."""
+        self.answer()
+
+    def do_HEAD(self) -> None:
+        """The same, without the content."""
+        self.answer()
+
+    def send(self, content: bytes, kind: str) -> None:
+        """Answer with content of a media type; to HEAD without the content."""
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def handle(self) -> None:
+        """Answer; a client that went away meanwhile needs no answer."""
+        try:
+            head = self._head()
+            self.server.heard(self.request)
+            self.rfile.close()
+            self.rfile = io.BytesIO(head)
+            super().handle()
+        except ConnectionError:
+            self.close_connection = True
+
+    def _head(self) -> bytes:
+        """The bytes of a request up to the empty line, at most as many as a real request has."""
+        head = b""
+        while len(head) < _HEAD and b"\n\r\n" not in head and b"\n\n" not in head:
+            part = self.connection.recv(_HEAD - len(head))
+            if not part:
+                break
+            head += part
+        return head
+
+    def version_string(self) -> str:
+        """The server's name, without the version of Python."""
+        return "syncd"
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # the base's name
+        """Log nothing, because scrapes and the self-updating page send requests all the time."""

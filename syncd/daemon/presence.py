@@ -1,0 +1,93 @@
+"""The presence of trainers and explorers, judged by their heartbeats."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock, Judge, Liveness, Lookout
+from syncd.storage.sessions import DAEMON_SESSION
+
+#: filelock's name for a heartbeat; it has others beside it, for moments.
+_HEARTBEAT: Final = ".lock"
+
+
+class Participants:
+    """Watches all heartbeats of a job but those of daemons.
+
+    Promised: what a process left that had died before this one began is never taken for someone who
+    was there. Not promised: to see a trainer that has no heartbeat, as those without our hooks.
+
+    Args:
+        job: the job.
+        lease_time: seconds.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        lease_time: float,
+        *,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._job = job
+        self._clock = clock
+        # Who is alive for longer than the dead can seem to be was alive when it was first seen.
+        self._proof = 2 * lease_time
+        # What the dead left is collected later than this; and it is later than the proof by more
+        # than a tick, or who leaves between two looks would be missed.
+        self._soon = 2.5 * lease_time
+        judge = Judge(job.storage, lease_time, clock=clock)
+        self._lookout = Lookout(judge, job.layout, tick=lease_time / 4, clock=clock)
+        self._before: dict[str, float] | None = None
+        self._seen = False
+        self._alive = True
+
+    @property
+    def alive(self) -> bool:
+        """Whether a participant was, or may have been, alive at the last look."""
+        return self._alive
+
+    @property
+    def gone(self) -> bool:
+        """Whether participants were there since this process began, and none is now."""
+        return self._seen and not self._alive
+
+    def look(self, tick: float) -> None:
+        """Look once.
+
+        Args:
+            tick: seconds between two calls, about.
+
+        Raises:
+            OSError: storage failed, or the job is not there: nothing is concluded.
+        """
+        self._lookout.tick = tick
+        found = self._heartbeats()
+        alive = self._living(found)
+        if not alive or self._before is None:
+            # A daemon may end by this: who has just come is asked of the server.
+            self._job.storage.refresh(self._job.layout.sessions)
+            found = self._heartbeats()
+            alive = self._living(found)
+        now = self._clock()
+        if self._before is None:  # what was there when this process began may be of the dead
+            self._before = dict.fromkeys(found, now)
+        self._alive = bool(alive)
+        before = self._before
+        # One that goes soon was taken away by its owner: it takes longer to be collected.
+        left = [now - before.pop(who) < self._soon for who in before.keys() - set(found)]
+        stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
+        self._seen = self._seen or any(left) or any(stayed)
+
+    def _heartbeats(self) -> list[str]:
+        return [
+            name.removesuffix(_HEARTBEAT)
+            for name in self._job.storage.names(self._job.layout.sessions)
+            if name.endswith(_HEARTBEAT) and not name.startswith(DAEMON_SESSION)
+        ]
+
+    def _living(self, found: list[str]) -> set[str]:
+        return {who for who, said in self._lookout.look(found).items() if said is Liveness.ALIVE}

@@ -1,0 +1,141 @@
+"""Going live: each load of a version that an explorer's report tells of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from syncd.daemon.decide import LeaseSeen
+from syncd.protocol.journal_lines import JournalLine
+from syncd.protocol.names import TEMPORARY, parse_lease_marker
+from syncd.protocol.reports import LOADS_KEPT, ExplorerReport
+from syncd.storage.append import last_lines
+from syncd.storage.job import Job
+from syncd.storage.record_files import OF_OTHERS, readable_lines
+
+#: How many reports a round reads; more if it takes more to read each of them often enough.
+_AT_A_TIME: Final = 64
+#: In how many rounds each report is read. A round publishes one version, so an explorer has at most
+#: that many new loads by then, or twice as many with rollbacks.
+_ROUNDS: Final = LOADS_KEPT // 2
+#: Bytes of the journal's end that say what daemons before this one had found.
+_ENOUGH: Final = 2 * 1024 * 1024
+
+
+class SeenLive(NamedTuple):
+    """A load that no daemon has journaled yet.
+
+    Attributes:
+        explorer: its name.
+        version: the version's sequence.
+        pause: seconds for which its engine did not serve; None if it does not say.
+        ago: seconds between the load and the explorer's report, by the explorer's clock.
+        is_first: whether no load of this explorer is on record.
+    """
+
+    explorer: str
+    version: int
+    pause: float | None
+    ago: float
+    is_first: bool
+
+
+class _LastLook(NamedTuple):
+    round: int
+    serves: int
+
+
+class GoingLive:
+    """Finds each load of each explorer, once.
+
+    A report names its explorer's last loads, so that no load is missed however seldom it is read. A
+    report is read only until its explorer serves LATEST: then nothing newer can come. Of an
+    explorer only the newest load on record is remembered, because versions only grow; which one
+    that was for the daemons before this one is in the journal, which is read once.
+
+    The report of a release that does not name loads counts as one load, if this job has seen its
+    explorer lease the version: such reports also name versions of a memory directory.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._on_record: dict[str, int] | None = None
+        self._told_before = 0  # of any explorer
+        self._looks: dict[str, _LastLook] = {}
+        self._leased: dict[str, set[int]] = {}
+        self._round = 0
+
+    def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
+        """Look once; each load that it gives counts as journaled from then on.
+
+        Args:
+            leases: all that there are.
+            latest: the sequence of LATEST.
+
+        Raises:
+            OSError: storage does not answer. The next look goes on with the other reports.
+        """
+        for lease in leases:
+            if lease.dead_for is None and (marker := parse_lease_marker(lease.marker)):
+                self._leased.setdefault(marker[0], set()).add(lease.sequence)
+        self._leased = {  # those of readers that never report would be there for ever
+            name: newest
+            for name, versions in self._leased.items()
+            if (newest := {version for version in versions if version > latest - LOADS_KEPT})
+        }
+        names = [
+            name.removesuffix(".json")
+            for name in self._job.storage.names(self._job.layout.explorers)
+            if name.endswith(".json") and not name.startswith(TEMPORARY)
+        ]
+        never = _LastLook(0, 0)
+        self._looks = {name: self._looks.get(name, never) for name in names}
+        behind = sorted(
+            (name for name, last in self._looks.items() if last.serves < latest),
+            key=lambda name: self._looks[name].round,
+        )
+        if behind and self._on_record is None:
+            self._read_journal()
+        self._round += 1
+        for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
+            self._looks[name] = _LastLook(self._round, 0)
+            report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
+            if report is not None:
+                yield from self._loads(name, report, latest)
+
+    def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
+        assert self._on_record is not None  # noqa: S101 - look() has read it
+        loads, serves = report.last_loads, report.sequence or 0
+        if report.loads is None and loads and serves not in self._leased.get(name, ()):
+            return  # its lease may not have been seen yet
+        self._looks[name] = _LastLook(self._round, min(serves, latest))
+        for load in loads[-LOADS_KEPT:]:
+            told = self._on_record.get(name)
+            if (self._told_before if told is None else told) < load.sequence <= latest:
+                self._on_record[name] = load.sequence
+                ago = max(0.0, report.time - load.time)
+                ago = ago if math.isfinite(ago) else 0.0
+                yield SeenLive(name, load.sequence, load.pause, ago, told is None)
+
+    def _read_journal(self) -> None:
+        """Read from the journal which loads are recorded.
+
+        The loads of versions before the first one that is published in what is read may be on
+        record in what is not read, so they count as journaled.
+        """
+        path = self._job.layout.journal
+        told: dict[str, int] = {}
+        published = []
+        for line in readable_lines(JournalLine, last_lines(self._job.storage, path, _ENOUGH), path):
+            if line.version is None:
+                continue
+            if line.event != "live":
+                published.append(line.version)
+            elif line.explorer is not None:
+                told[line.explorer] = max(told.get(line.explorer, 0), line.version)
+        before = min(published) - 1 if published else max(told.values(), default=0)
+        self._told_before, self._on_record = before, told

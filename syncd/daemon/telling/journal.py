@@ -1,0 +1,388 @@
+"""The journal: a log line, a count and a metric for each event in a job, and a line in its file.
+
+``syncd status`` and ``syncd history`` read the file: what became of saves and versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from syncd.checkpoint.save import Save
+from syncd.daemon.telling.going_live import SeenLive
+from syncd.daemon.telling.meter import Meter
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.events import Event
+from syncd.protocol.journal_lines import JournalLine
+from syncd.protocol.names import printable
+from syncd.protocol.records import Manifest, encode
+from syncd.protocol.reports import DaemonCounters
+from syncd.protocol.requests import BenchRequest, RollbackRequest
+from syncd.storage.append import LIMIT, append, last_lines
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock
+from syncd.storage.record_files import readable_lines
+from syncd.storage.repeats import Repeats
+
+log = logging.getLogger(__name__)
+
+#: How many lines wait where storage does not take them; then the oldest are lost.
+_MOST_WAITING: Final = 4000
+#: What keeps a temporary name apart from all others: a new one at each attempt.
+_RANDOM: Final = re.compile(r"-[0-9a-f]{12}(?![0-9a-f])")
+#: Of how many versions it is known when LATEST began to name them: explorers may be late.
+_REMEMBERED: Final = 16
+
+
+class Journal:
+    """One line, one count and one metric for each thing that happens in a job.
+
+    And a line of the journal's file, for what ``syncd status`` and ``syncd history`` show.
+
+    Args:
+        meter: hears of all of it.
+        file: the journal's file.
+        clock: seconds, monotonic.
+
+    Attributes:
+        counters: what was done since the take-over.
+        waiting_for: what was said last of what keeps the daemon from going on; empty for nothing.
+    """
+
+    def __init__(self, meter: Meter, file: JournalFile, *, clock: Clock = time.monotonic) -> None:
+        self.meter = meter
+        self._file = file
+        self._clock = clock
+        self._named_at: dict[int, float] = {}
+        self.counters = DaemonCounters()
+        self.waiting_for = ""
+
+    def began(self, root: Path, epoch: int) -> None:
+        """This daemon has taken over."""
+        extra = Event.DAEMON_ACTIVE(job=root, epoch=epoch)
+        log.info("working on %s in epoch %d", root, epoch, extra=extra)
+        self._file.note("active")
+
+    def adopted(self, manifest: Manifest) -> None:
+        """A version that a previous daemon had finished is LATEST, and logged already."""
+        self._named(manifest)
+        self._file.note(
+            "adopted", version=manifest.sequence, step=manifest.step, kind=manifest.kind
+        )
+
+    def live(self, seen: SeenLive) -> None:
+        """An explorer has loaded a version."""
+        named_at, ago, seconds = self._named_at.get(seen.version), seen.ago, None
+        if named_at is not None:
+            since = self._clock() - named_at
+            ago = min(ago, since)  # no explorer was earlier than LATEST
+            seconds = round(since - ago, 3)
+        # An explorer may have come long after the first version that it loads.
+        self.meter.live(seconds=None if seen.is_first else seconds, pause=seen.pause)
+        self._file.note(
+            "live",
+            ago=ago,
+            version=seen.version,
+            explorer=seen.explorer,
+            seconds=seconds,
+            pause=None if seen.pause is None else round(seen.pause, 3),
+        )
+
+    def write(self) -> None:
+        """Write the events since the last call to the file."""
+        self._file.write()
+
+    def waiting(self, why: str) -> None:
+        """Log the reason why the daemon waits, if any, when it changes."""
+        if why != self.waiting_for:
+            self.waiting_for = why
+            if why:
+                log.info("waiting: %s", why, extra=Event.WAITING(reason=why))
+
+    def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
+        """A save has become LATEST; seconds as :meth:`Meter.published` has them."""
+        merged = sum(file.size for file in manifest.files)
+        found = manifest.nonfinite if manifest.nonfinite and manifest.nonfinite.count else None
+        self._count(published=1, merged_bytes=merged)
+        self.meter.published(manifest, seconds=seconds, latency=latency)
+        self._named(manifest)
+        self._file.note(
+            "published",
+            version=manifest.sequence,
+            step=manifest.step,
+            kind=manifest.kind,
+            bytes=merged,
+            seconds=round(seconds, 3),
+            latency=round(latency, 3),
+            why=None if found is None else str(found),
+        )
+        log.info(
+            "published step %d as version %d: %.1f MB in %.2f s",
+            manifest.step,
+            manifest.sequence,
+            merged / 1e6,
+            seconds,
+            extra=Event.VERSION_PUBLISHED(
+                step=manifest.step,
+                version=manifest.sequence,
+                kind=manifest.kind,
+                bytes=merged,
+                seconds=round(seconds, 3),
+                latency_seconds=round(latency, 3),
+            ),
+        )
+        if found is not None:
+            log.warning(
+                "version %d of step %d has %s in the weights that the trainer saved: check the "
+                "training; 'syncd rollback' serves an older version again",
+                manifest.sequence,
+                manifest.step,
+                found,
+                extra=Event.VERSION_NONFINITE(
+                    version=manifest.sequence,
+                    step=manifest.step,
+                    count=found.count,
+                    tensors=list(found.names),
+                ),
+            )
+
+    def model_config_changed(self, manifest: Manifest, before: int, changes: list[str]) -> None:
+        """The model settings of a published version differ from the previous version's."""
+        log.warning(
+            "config.json of version %d differs from that of version %d: %s; engines that reload "
+            "only the weights keep the old settings: restart them if these settings matter",
+            manifest.sequence,
+            before,
+            "; ".join(changes),
+            extra=Event.MODEL_CONFIG_CHANGED(
+                version=manifest.sequence, step=manifest.step, before=before, changes=changes
+            ),
+        )
+
+    def skipped(self, step: int) -> None:
+        """A save will never be published: a newer one was."""
+        self._count(skipped=1)
+        self._file.note("skipped", step=step)
+        extra = Event.SAVE_SKIPPED(step=step)
+        log.info("skipping step %d: a newer one is already published", step, extra=extra)
+
+    def quarantined(self, save: Save, error: Exception, path: Path) -> None:
+        """A save cannot be published, for the reason in the record at ``path``."""
+        self._count(quarantined=1)
+        self.meter.failed(error)
+        self._file.note("quarantined", step=save.step, why=str(error))
+        log.error(
+            "step %d cannot be published: %s (recorded in %s)",
+            save.step,
+            error,
+            path,
+            extra=Event.SAVE_QUARANTINED(step=save.step, reason=error, path=path),
+        )
+
+    def ended_late(self, save: Save, error: Exception) -> None:
+        """A merge was ended because it took too long, for others or for a newer save."""
+        log.warning(
+            "step %d: %s", save.step, error, extra=Event.MERGE_ENDED(step=save.step, reason=error)
+        )
+
+    def fault(self, save: Save, error: Exception, path: Path) -> None:
+        """A save was quarantined by a fault of ours; called where the error is handled."""
+        self._count(quarantined=1)
+        self.meter.failed(error)
+        why = f"a bug in syncd: {type(error).__name__}: {error}"
+        self._file.note("quarantined", step=save.step, why=why)
+        log.exception(
+            "step %d cannot be published: a bug in syncd (recorded in %s)",
+            save.step,
+            path,
+            extra=Event.FAULT(step=save.step, path=path),
+        )
+
+    def rolled_back(self, request: RollbackRequest, manifest: Manifest) -> None:
+        """An old version is LATEST again."""
+        self._count(rolled_back=1)
+        self._named(manifest)
+        self._file.note(
+            "rolled_back",
+            version=manifest.sequence,
+            step=manifest.step,
+            kind=manifest.kind,
+            of=request.sequence,
+            by=printable(request.by),
+        )
+        log.info(
+            "version %d is served again, as version %d, requested by %s",
+            request.sequence,
+            manifest.sequence,
+            printable(request.by),
+            extra=Event.VERSION_ROLLED_BACK(
+                of=request.sequence,
+                version=manifest.sequence,
+                step=manifest.step,
+                by=printable(request.by),
+            ),
+        )
+
+    def rollback_refused(self, request: RollbackRequest, error: Exception) -> None:
+        """An old version cannot be LATEST again."""
+        self.meter.failed(error)
+        self._file.note("refused", of=request.sequence, by=printable(request.by), why=str(error))
+        log.error(
+            "version %d cannot be served again: %s",
+            request.sequence,
+            error,
+            extra=Event.ROLLBACK_REFUSED(version=request.sequence, reason=error),
+        )
+
+    def bench_built(self, request: BenchRequest, manifest: Manifest, *, seconds: float) -> None:
+        """A step was built for one explorer alone."""
+        merged = sum(file.size for file in manifest.files)
+        log.info(
+            "built step %d for the bench of explorer %s: %.1f MB in %.2f s",
+            request.step,
+            printable(request.by),
+            merged / 1e6,
+            seconds,
+            extra=Event.BENCH_BUILT(
+                step=request.step,
+                explorer=printable(request.by),
+                bytes=merged,
+                seconds=round(seconds, 3),
+            ),
+        )
+
+    def bench_refused(self, request: BenchRequest, error: Exception) -> None:
+        """A step cannot be built for an explorer."""
+        self.meter.failed(error)
+        # Of a fault of ours, its place too; the others say all that there is to know.
+        log.error(
+            "step %d cannot be built for the bench of explorer %s: %s",
+            request.step,
+            printable(request.by),
+            error,
+            exc_info=None if isinstance(error, SyncdError | OSError | MemoryError) else error,
+            extra=Event.BENCH_REFUSED(
+                step=request.step, explorer=printable(request.by), reason=error
+            ),
+        )
+
+    def pruned(self, **more: int) -> None:
+        """Something was deleted; the pruner has logged it."""
+        self._count(**more)
+
+    def lease_dropped(self) -> None:
+        """The lease of a dead explorer was taken away; the pruner has logged it."""
+        self.meter.counted(leases_dropped=1)
+
+    def cleanup_delayed(self, error: OSError) -> None:
+        """Leftovers cannot be removed now."""
+        self.meter.failed(error)
+        log.warning(
+            "cannot remove leftovers now: %s",
+            error,
+            extra=Event.CLEANUP_DELAYED(reason=error),
+        )
+
+    def reserve_short(self, error: OSError) -> None:
+        """Space for pruning cannot be reserved."""
+        self.meter.failed(error)
+        log.warning(
+            "cannot reserve disk space for pruning: %s",
+            error,
+            extra=Event.RESERVE_SHORT(reason=error),
+        )
+
+    def _named(self, manifest: Manifest) -> None:
+        """LATEST names a version from now on."""
+        self._named_at[manifest.sequence] = self._clock()
+        if len(self._named_at) > _REMEMBERED:
+            del self._named_at[min(self._named_at)]
+
+    def _count(self, **more: int) -> None:
+        self.meter.counted(**more)
+        self.counters = self.counters.model_copy(
+            update={name: getattr(self.counters, name) + by for name, by in more.items()}
+        )
+
+
+class JournalFile:
+    """Appends to the journal, some lines at a time.
+
+    Promised: nothing that is refused here keeps the daemon from anything. Not promised: that a line
+    is there after a power loss, or that each is: those of a daemon that was killed before
+    :meth:`write` are not, and a full disk may lose the oldest that wait.
+
+    Args:
+        job: the job.
+        wall: seconds since the epoch, for people.
+        limit: as of :func:`~syncd.storage.append.append`; at 2 explorers some thousands of versions
+            are in it, at 500 about a hundred.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        wall: Callable[[], float] = time.time,
+        limit: int = LIMIT,
+    ) -> None:
+        self._job = job
+        self._wall = wall
+        self._limit = limit
+        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)
+        self._repeats = Repeats()
+
+    def note(self, event: str, *, ago: float = 0.0, **fields: Any) -> None:
+        """Add a line to the next write.
+
+        Args:
+            event: what happened.
+            ago: seconds since then.
+            fields: the others of :class:`JournalLine`.
+        """
+        line = JournalLine.model_validate({"time": self._wall() - ago, "event": event, **fields})
+        self._waiting.append(encode(line))
+
+    def write(self) -> None:
+        """Write the lines noted since the last call. Cheap if there are none."""
+        if not self._waiting:
+            return
+        path = self._job.layout.journal
+        try:
+            # A daemon that was killed in the middle of a line left no end to it.
+            lines = b"\n" + b"".join(self._waiting)
+            append(self._job.storage, path, lines, durable=False, limit=self._limit)
+        except OSError as error:
+            if self._repeats.due("refused"):
+                log.warning(
+                    "cannot write the journal: %s",
+                    error,
+                    extra=Event.RECORD_UNWRITTEN(path=path, reason=error),
+                )
+        else:
+            self._waiting.clear()
+            self._repeats.forget("refused")
+
+
+def read_journal(job: Job, limit: int = 2 * LIMIT) -> list[JournalLine]:
+    """The journal, oldest line first; unreadable lines are left out.
+
+    Args:
+        job: the job.
+        limit: the most bytes that are read, the newest.
+
+    Raises:
+        OSError: storage does not answer.
+    """
+    path = job.layout.journal
+    return list(readable_lines(JournalLine, last_lines(job.storage, path, limit), path))
+
+
+def lasting(why: str) -> str:
+    """The text of an error, without names that change at each attempt."""
+    return _RANDOM.sub("-…", why)

@@ -1,0 +1,303 @@
+"""The metrics of a daemon, by Prometheus' conventions; ``docs/metrics.md`` lists them.
+
+One registry holds those of all jobs of a process. Labels are bounded: the job directory, names of
+errors, of outcomes, and of explorers. The metrics of an explorer are read from its report, and go
+when the report does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from syncd import __version__
+from syncd.daemon.decide import Observation
+from syncd.daemon.telling.meter import Meter
+from syncd.protocol.names import printable
+from syncd.protocol.records import Latest, Manifest
+from syncd.protocol.reports import ExplorerReport
+from syncd.storage.job import Job
+from syncd.storage.record_files import OF_OTHERS
+
+#: How many explorers of a job have metrics of their own.
+_MOST: Final = 1000
+#: Prometheus has a label ``job`` of its own, which would hide one of ours.
+JOB: Final = "job_dir"
+#: Seconds between two looks at what is not looked at for the daemon's own work.
+_SURVEY: Final = 10.0
+_SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+#: Names of ``DaemonCounters`` that are outcomes of saves.
+_OUTCOMES: Final = ("skipped", "quarantined", "published")
+#: Another name there → the kind of thing deleted that it is counted as.
+_PRUNED: Final = {"versions_retired": "version", "steps_pruned": "step", "leases_dropped": "lease"}
+
+
+class Metrics:
+    """All metrics of one process, in a registry of its own.
+
+    Attributes:
+        registry: what is served.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        info = self._gauge("build_info", "1; the version is its label.", "version")
+        info.labels(__version__).set(1)
+        self.reloaded = Gauge(
+            "syncd_config_last_reload_successful",
+            "1 if all of the configuration that was last read is in force, else 0.",
+            registry=self.registry,
+        )
+        self.reloaded.set(1)
+        self.active = self._gauge("daemon_active", "1 while this daemon serves, 0 in standby.", JOB)
+        self.paused = self._gauge("paused", "1 while people have paused publishing.", JOB)
+        self.last_scan = self._gauge(
+            "last_scan_timestamp_seconds", "Time of the last successful look at the job.", JOB
+        )
+        self.latest_version = self._gauge("latest_version", "The sequence of LATEST.", JOB)
+        self.versions = self._gauge("versions", "Version folders on disk.", JOB)
+        self.leases = self._gauge("leases", "Leases on versions.", JOB)
+        self.free_bytes = self._gauge(
+            "free_bytes", "Free bytes for this user on the job's storage.", JOB
+        )
+        self.free_inodes = self._gauge("free_inodes", "Free inodes on the job's storage.", JOB)
+        self.saves = self._counter("saves", "Saves, by outcome.", JOB, "outcome")
+        self.nonfinite = self._counter(
+            "nonfinite_versions", "Published versions that hold NaN or Inf.", JOB
+        )
+        self.rollbacks = self._counter("rollbacks", "Rollbacks: old versions published again.", JOB)
+        self.pruned = self._counter("pruned", "Deleted versions, steps and leases.", JOB, "what")
+        self.merged_bytes = self._counter("merge_bytes", "Bytes of published versions.", JOB)
+        self.errors = self._counter("errors", "Errors, by class.", JOB, "error")
+        self.tick = self._histogram(
+            "tick_seconds", "Duration of one round of the daemon, with all its work.", _LONG
+        )
+        self.merge = self._histogram(
+            "merge_seconds", "Time from the beginning of a merge to the update of LATEST.", _LONG
+        )
+        self.latency = self._histogram(
+            "publish_latency_seconds",
+            "Time from the first look at the complete save to the update of LATEST.",
+            _LONG,
+        )
+        self.live = self._histogram(
+            "live_seconds", "Time from the update of LATEST until an explorer serves it.", _SHORT
+        )
+        self.load_pause = self._histogram(
+            "load_pause_seconds", "How long a load kept an explorer from serving.", _SHORT
+        )
+        self.explorers = ExplorerMetrics(self.registry, JOB)
+
+    def of_job(self, job: Job) -> Meter:
+        """The meter of one job."""
+        return _JobMeter(self, job)
+
+    def forget_state(self, job: str) -> None:
+        """Remove the gauges of a job until they are set again."""
+        state = (self.paused, self.latest_version, self.versions, self.leases)
+        for gauge in (*state, self.free_bytes, self.free_inodes):
+            remove(gauge, job)
+        self.explorers.forget(job)
+
+    def forget_job(self, root: Path) -> None:
+        """Remove the metrics of a job that is no longer served: they would stay forever."""
+        job = printable(root)
+        self.forget_state(job)
+        for gauge in (self.active, self.last_scan):
+            remove(gauge, job)
+        for count in (self.nonfinite, self.rollbacks, self.merged_bytes):
+            remove(count, job)
+        for histogram in (self.tick, self.merge, self.latency, self.live, self.load_pause):
+            remove(histogram, job)
+        for counter in (self.saves, self.pruned, self.errors):
+            labels = [sample.labels for found in counter.collect() for sample in found.samples]
+            for told in labels:
+                if told[JOB] == job:
+                    remove(counter, *told.values())
+
+    def _gauge(self, name: str, what: str, *labels: str) -> Gauge:
+        return Gauge(f"syncd_{name}", what, labels, registry=self.registry)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        return Counter(f"syncd_{name}", what, labels, registry=self.registry)
+
+    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"syncd_{name}", what, [JOB], buckets=buckets, registry=self.registry)
+
+
+class _JobMeter(Meter):
+    """Counts what happens in one job."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        job: Job,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._metrics = metrics
+        self._job = job
+        self._clock = clock
+        self._wall = wall
+        self._label = printable(job.layout.root)  # a name that is not UTF-8 can be no label
+        self._survey_at = float("-inf")
+        # A counter that is not there yet does not grow from nothing to one: alerts would miss it.
+        for outcome in _OUTCOMES:
+            metrics.saves.labels(self._label, outcome)
+        for what in _PRUNED.values():
+            metrics.pruned.labels(self._label, what)
+        for counter in (metrics.nonfinite, metrics.rollbacks, metrics.merged_bytes):
+            counter.labels(self._label)
+
+    def active(self, *, yes: bool) -> None:
+        self._metrics.active.labels(self._label).set(yes)
+        if not yes:  # what it saw last says nothing of a job that another daemon serves
+            self._metrics.forget_state(self._label)
+
+    def scanned(self, seen: Observation) -> None:
+        metrics, job = self._metrics, self._label
+        metrics.last_scan.labels(job).set(self._wall())
+        metrics.versions.labels(job).set(len(seen.versions))
+        metrics.leases.labels(job).set(len(seen.leases))
+        metrics.paused.labels(job).set(seen.pause is not None)
+        metrics.latest_version.labels(job).set(seen.latest)
+
+    def round_ended(self, seconds: float) -> None:
+        self._metrics.tick.labels(self._label).observe(seconds)
+        now = self._clock()
+        if now - self._survey_at >= _SURVEY:
+            self._survey_at = now
+            self._survey()
+
+    def counted(self, **more: int) -> None:
+        metrics, job = self._metrics, self._label
+        for name, by in more.items():
+            if name in _OUTCOMES:
+                metrics.saves.labels(job, name).inc(by)
+            elif name in _PRUNED:
+                metrics.pruned.labels(job, _PRUNED[name]).inc(by)
+            elif name == "rolled_back":
+                metrics.rollbacks.labels(job).inc(by)
+            elif name == "merged_bytes":
+                metrics.merged_bytes.labels(job).inc(by)
+
+    def published(self, manifest: Manifest, *, seconds: float, latency: float) -> None:
+        self._metrics.merge.labels(self._label).observe(seconds)
+        self._metrics.latency.labels(self._label).observe(latency)
+        if manifest.nonfinite is not None and manifest.nonfinite.count:
+            self._metrics.nonfinite.labels(self._label).inc()
+
+    def live(self, *, seconds: float | None, pause: float | None) -> None:
+        if seconds is not None:
+            self._metrics.live.labels(self._label).observe(seconds)
+        if pause is not None:
+            self._metrics.load_pause.labels(self._label).observe(pause)
+
+    def failed(self, error: BaseException) -> None:
+        self._metrics.errors.labels(self._label, type(error).__name__).inc()
+
+    def _survey(self) -> None:
+        try:
+            free = self._job.storage.free(self._job.layout.state)
+            if free.bytes is not None:
+                self._metrics.free_bytes.labels(self._label).set(free.bytes)
+            if free.inodes is not None:
+                self._metrics.free_inodes.labels(self._label).set(free.inodes)
+            self._metrics.explorers.look(self._label, self._job)
+        except OSError as error:
+            self.failed(error)
+
+
+class ExplorerMetrics:
+    """The gauges of all explorers.
+
+    Args:
+        registry: holds them.
+        job: the name of the label for the job directory.
+    """
+
+    def __init__(self, registry: CollectorRegistry, job: str) -> None:
+        def gauge(name: str, what: str) -> Gauge:
+            return Gauge(f"syncd_explorer_{name}", what, [job, "explorer"], registry=registry)
+
+        self._lag = gauge("lag_versions", "Versions between LATEST and what an explorer serves.")
+        self._steps = gauge("lag_steps", "Training steps between the two.")
+        self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
+        self._load = gauge("load_seconds", "How long its engine's last load took.")
+        self._refused = gauge(
+            "refuses", "1 if the explorer refused the newest version that it tried."
+        )
+        self._broken = gauge("broken", "1 if the explorer's engine may serve wrong weights.")
+        self._all = (
+            self._lag,
+            self._steps,
+            self._pause,
+            self._load,
+            self._refused,
+            self._broken,
+        )
+        self._seen: dict[str, set[str]] = {}
+
+    def look(self, label: str, job: Job) -> None:
+        """Read LATEST and all reports.
+
+        Args:
+            label: the job's.
+            job: the job.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        latest = job.read(Latest, job.layout.latest, OF_OTHERS)
+        reports = job.explorer_reports(
+            job.storage.names(job.layout.explorers), OF_OTHERS, most=_MOST
+        )
+        found = {self._set(label, one, latest) for one in reports if one.status != "stopped"}
+        self._keep(label, found)
+
+    def forget(self, job: str) -> None:
+        """Remove the metrics of a job's explorers until the next look."""
+        self._keep(job, set())
+        del self._seen[job]
+
+    def _keep(self, job: str, names: set[str]) -> None:
+        for gone in self._seen.get(job, set()) - names:
+            for gauge in self._all:
+                remove(gauge, job, gone)
+        self._seen[job] = names
+
+    def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
+        name = printable(report.name)
+        # Before all that may fail: what has metrics and is not known here would have them for ever.
+        self._seen.setdefault(job, set()).add(name)
+        if latest is not None and report.bench is None:
+            self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
+        else:
+            remove(self._lag, job, name)
+        if latest is not None and report.step is not None:
+            self._steps.labels(job, name).set(latest.step - report.step)
+        else:
+            remove(self._steps, job, name)  # of the explorer that had this name before
+        self._refused.labels(job, name).set(report.refused is not None)
+        self._broken.labels(job, name).set(report.fault is not None)
+        if report.reload is not None:
+            self._pause.labels(job, name).set(report.reload.pause)
+            self._load.labels(job, name).set(report.reload.load)
+        else:
+            remove(self._pause, job, name)
+            remove(self._load, job, name)
+        return name
+
+
+def remove(metric: Counter | Gauge | Histogram, *labels: str) -> None:
+    """Remove a metric with these labels, if it exists."""
+    try:
+        metric.remove(*labels)
+    except KeyError:
+        pass  # in some releases of prometheus-client an error

@@ -1,0 +1,187 @@
+"""Probes of the job itself: its format, daemon, room, rights. They only look."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from syncd.checkpoint.version import read_manifest
+from syncd.doctor import job_verdicts
+from syncd.doctor.finding import Finding
+from syncd.doctor.party_calls import Facts
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.names import parse_version_folder, printable
+from syncd.protocol.records import Format
+from syncd.protocol.reports import DaemonReport
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage, signature
+from syncd.storage.job import Job
+from syncd.storage.rights import TO_DELETE, unprunable, unwritable
+from syncd.storage.step_folders import step_folders
+
+#: Seconds between two looks at the daemon's heartbeat.
+_PAUSE: Final = 0.2
+#: How many step folders are looked at: one trainer's are alike.
+_FEW: Final = 4
+
+
+def format_of(job: Job) -> tuple[Finding, float]:
+    """The format, and the lease time: the one that a new job would have where there is none."""
+    default = Format().lease_time
+    try:
+        if not job.storage.exists(job.layout.format):
+            return job_verdicts.format_of(None, None), default
+        lease_time = job.lease_time()
+    except (JobUnavailableError, RecordError, OSError) as error:
+        return job_verdicts.format_of(None, str(error)), default
+    return job_verdicts.format_of(lease_time, None), lease_time
+
+
+class DaemonProbe:
+    """Watches the daemon's heartbeat, from the beginning to the end of all the other probes.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._begun = time.monotonic()
+        self._first: object = None
+        self._failed: OSError | None = None
+        try:
+            self._first = self._look()
+        except OSError as error:  # a finding, when it is asked for
+            self._failed = error
+
+    def find(self, lease_time: float, longest: float) -> Finding:
+        """Whether it moves: waits for that, at most until a lease time has passed.
+
+        Args:
+            lease_time: of the job.
+            longest: seconds since the beginning after which it is not watched any more.
+
+        Raises:
+            OSError: it cannot be looked at, now or when this began.
+        """
+        if self._failed is not None:
+            raise self._failed
+        beats = None
+        if self._first is not None:
+            deadline = self._begun + min(lease_time, longest)
+            while not (beats := self._moved()) and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
+        report = self._job.read(DaemonReport, self._job.layout.daemon_report)
+        said = ""
+        if report is not None:
+            detail = f": {report.detail}" if report.detail else ""
+            said = f"{report.state}{detail} (pid {report.pid} on {report.host})"
+        watched = time.monotonic() - self._begun
+        return job_verdicts.daemon(
+            beats, said, watched, lease_time, printable(self._job.layout.root)
+        )
+
+    def _moved(self) -> bool:
+        found = self._look()
+        # Gone for a moment while it is renewed, or for good: then there is none to be seen.
+        return found is not None and found != self._first
+
+    def _look(self) -> object:
+        def look(fd: int) -> object:
+            return signature(self._job.storage.fstat(fd))
+
+        try:
+            return self._job.storage.look_into(self._job.layout.daemon_lock, look)
+        except OSError as error:
+            if is_gone(error):
+                return None
+            raise
+
+
+def room(job: Job) -> Finding:
+    """Free space and inodes."""
+    free = job.storage.free(job.layout.root)
+    return job_verdicts.room(free.bytes, free.inodes, _newest(job))
+
+
+def _newest(job: Job) -> int | None:
+    """Bytes of the newest version that can be read."""
+    found = [parse_version_folder(name) for name in job.storage.names(job.layout.published)]
+    for sequence in sorted((one for one in found if one is not None), reverse=True):
+        try:
+            manifest = read_manifest(job.storage, job.layout.version(sequence))
+        except (OSError, RecordError):
+            continue  # pruned meanwhile, or one that explorers refuse
+        return sum(file.size for file in manifest.files)
+    return None
+
+
+def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
+    """Whether this user may write to the job, and delete what trainers made.
+
+    Args:
+        job: the job.
+        facts: of this process.
+        refused: what storage said to the first folder that was to be made; None where it was made.
+    """
+    if refused is None:
+        folder = unwritable(job)
+        refused = f"{folder} may not be written" if folder is not None else None
+    kept = unprunable(job) if refused is None else None
+    return job_verdicts.rights(refused, kept, TO_DELETE, facts)
+
+
+def others(job: Job) -> Finding:
+    """Whether anybody else may write to the job."""
+    steps = reversed(step_folders(job)[-_FEW:])
+    folders = [
+        job.layout.root,
+        job.layout.published,
+        job.layout.state,
+        job.layout.sessions,
+        job.layout.leases,
+    ]
+    folders += [
+        folder for step in steps for folder in (job.layout.step(step), job.layout.actor(step))
+    ]
+    writers = []
+    for folder in folders:
+        status = job.storage.status(folder)
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            mode = stat.S_IMODE(status.st_mode)
+            writers.append((str(folder), mode, status.st_uid, status.st_gid))
+    return job_verdicts.others(writers)
+
+
+class ClockProbe:
+    """Watches whether the wall clock goes as the monotonic one does.
+
+    Args:
+        wall, monotonic: seconds.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._wall, self._monotonic = wall, monotonic
+        self._first = wall(), monotonic()
+
+    def find(self, storage: Storage, room: Path) -> Finding:
+        """What it did since; and how far storage's clock is from it, by the time of a new folder.
+
+        Args:
+            storage: the shared storage.
+            room: a folder to make it in.
+        """
+        before = self._wall()
+        storage.mkdir(room / "now")
+        status = storage.status(room / "now")
+        ahead = None if status is None else status.st_mtime - before
+        watched = self._monotonic() - self._first[1]
+        jumped = self._wall() - self._first[0] - watched
+        return job_verdicts.clock(jumped, watched, ahead)

@@ -1,0 +1,143 @@
+"""Peers that measure together: the doctor's own helpers, or another host's processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
+
+from syncd.doctor.channel import Channel, There
+from syncd.doctor.party import put
+from syncd.protocol.errors import JobUnavailableError
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+from syncd.storage.probe_room import ProbeRoom, rooms
+from syncd.storage.sessions import new_session_id
+
+#: How the names of rooms begin in which another host is waited for.
+_PEER: Final = "peer-"
+#: Who would like to measure in a room; and who was taken.
+_HELLO: Final = "hello"
+_WELCOME: Final = "welcome"
+_PAUSE: Final = 0.2
+#: How many processes beside this one.
+_HELPERS: Final = 2
+_ENDING: Final = 10.0
+
+
+def new_name(*, for_peer: bool) -> str:
+    """A name for a room that nobody else has."""
+    return new_session_id(_PEER if for_peer else "")
+
+
+@contextmanager
+def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list[There]]:
+    """Processes of this host, which end with the block."""
+    with ExitStack() as stack:
+        yield [
+            There(
+                Channel(storage, room.path, 0, number),
+                patience,
+                stack.enter_context(_helper(room, number)),
+            )
+            for number in range(1, _HELPERS + 1)
+        ]
+
+
+@contextmanager
+def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
+    """One of them; gives whether it has ended."""
+    told = [str(room.job), str(room.path), str(number), str(os.getpid())]
+    process = subprocess.Popen(  # noqa: S603 - our own, by our own interpreter
+        [sys.executable, "-m", "syncd.doctor", *told]
+    )
+    try:
+        yield lambda: process.poll() is not None
+    finally:
+        process.kill()
+        try:
+            process.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            pass  # in a call of storage that hangs: it ends with that
+
+
+def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
+    """Wait in a room for another host, and take the first that comes.
+
+    Args:
+        storage: the shared storage.
+        room: where, named by :func:`new_name`.
+        limit: seconds.
+        patience: of what is returned.
+
+    Raises:
+        JobUnavailableError: nobody came within ``limit`` seconds.
+    """
+    storage.mkdir(room.path / _HELLO)
+    deadline = time.monotonic() + limit
+    while True:
+        room.beat()
+        storage.refresh(room.path / _HELLO)
+        if found := storage.names(room.path / _HELLO):
+            put(storage, room.path / _WELCOME, found[0].encode())
+            return There(Channel(storage, room.path, 0, 1), patience)
+        if time.monotonic() > deadline:
+            raise JobUnavailableError(
+                f"nobody came within {limit:.0f} s: run 'syncd doctor {room.job} --peer 1' on the "
+                "other host at the same time; if it runs, that host has another folder there, or "
+                "may not write to this one"
+            )
+        time.sleep(_PAUSE)
+
+
+def visit(job: Job, limit: float) -> tuple[Path, Channel]:
+    """Find a room in which another host waits, and be taken.
+
+    Rooms of runs that were killed may be there too: whoever answers is alive.
+
+    Returns:
+        The room, and the way to talk in it.
+
+    Raises:
+        JobUnavailableError: nobody answered within ``limit`` seconds.
+    """
+    me = new_session_id()
+    greeted: set[Path] = set()
+    refused: OSError | None = None
+    deadline = time.monotonic() + limit
+    while time.monotonic() <= deadline:
+        for room in _waiting(job):
+            try:
+                if room not in greeted:
+                    job.storage.refresh(room)
+                    put(job.storage, room / _HELLO / me, f"{os.getpid()}".encode())
+                    greeted.add(room)
+                job.storage.refresh(room)
+                if job.storage.read(room / _WELCOME).decode() == me:
+                    return room, Channel(job.storage, room, 1, 0)
+            except OSError as error:
+                refused = refused if is_gone(error) else error
+        time.sleep(_PAUSE)
+    why = f" ({refused})" if refused else ""
+    raise JobUnavailableError(
+        f"no 'syncd doctor {job.layout.root} --peer 0' was found within {limit:.0f} s{why}: run it "
+        "on the other host at the same time; if it runs, the two see different folders there"
+    )
+
+
+def _waiting(job: Job) -> list[Path]:
+    """The rooms in which another host is waited for."""
+    try:
+        job.storage.refresh(job.layout.state)
+        job.storage.refresh(job.layout.doctor)
+    except OSError as error:
+        if is_gone(error):
+            return []
+        raise
+    return rooms(job, _PEER)

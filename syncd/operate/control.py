@@ -1,0 +1,166 @@
+"""Steering a job from any host: pause, resume, roll back. Each request is a file first.
+
+Nothing here needs a daemon: what is asked is durable, and whichever daemon works on the job keeps
+to it. Where one does, its word is waited for.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+import time
+from collections.abc import Callable
+from typing import Final
+
+from syncd.protocol.errors import JobUnavailableError, VersionGoneError
+from syncd.protocol.names import version_folder
+from syncd.protocol.records import encode, parse
+from syncd.protocol.reports import DaemonReport
+from syncd.protocol.requests import Pause, RollbackRequest
+from syncd.storage.errnos import is_gone
+from syncd.storage.job import Job
+from syncd.storage.judge import Clock, Judge, Liveness
+from syncd.storage.record_files import SILENT
+from syncd.storage.sessions import new_session_id
+
+#: Seconds between two looks for a daemon's word.
+_POLL: Final = 0.1
+
+
+class Control:
+    """The requests of one person to one job.
+
+    Args:
+        job: the job.
+        timeout: seconds that a working daemon's word is waited for.
+        clock: seconds, monotonic.
+        wall: seconds since the epoch, for records that people read.
+        sleep: waits for so many seconds.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        timeout: float,
+        clock: Clock = time.monotonic,
+        wall: Clock = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._job = job
+        self._timeout = timeout
+        self._clock = clock
+        self._wall = wall
+        self._sleep = sleep
+        self._judge = Judge(job.storage, job.lease_time(), clock=clock)
+
+    def pause(self) -> str:
+        """Stop publishing and pruning until :meth:`resume`.
+
+        Once a daemon has confirmed the pause, it publishes no save and prunes nothing. It finishes
+        a merge that has begun first. Not promised: if a daemon had built a version and died before
+        announcing it, the next daemon may still announce it.
+
+        Returns:
+            A message for the user if no daemon has answered; empty if one has.
+        """
+        pause = Pause(id=new_session_id(), by=_person(), time=self._wall())
+        self._job.storage.replace(
+            self._job.layout.paused, encode(pause), room=self._job.layout.drafts
+        )
+        return self._await(lambda: self._kept(pause))
+
+    def resume(self) -> bool:
+        """Let the daemon publish the newest save, and prune again.
+
+        Returns:
+            Whether the job was paused.
+        """
+        self._job.storage.refresh(self._job.layout.state)
+        was = self._job.storage.unlink_if_there(self._job.layout.paused)
+        self._job.storage.sync_folder(self._job.layout.state)
+        return was
+
+    def roll_back(self, sequence: int) -> int | str:
+        """Publish an old version again, as LATEST under a new sequence.
+
+        Later saves are published as usual, and so is a save that was not published yet. If the
+        old weights should stay, call :meth:`pause` first.
+
+        Returns:
+            The new version's sequence. If no daemon has answered, a message for the user instead:
+            the request stays, and the next daemon carries it out.
+
+        Raises:
+            VersionGoneError: there is no such version, or a daemon refused it.
+        """
+        self._job.storage.refresh(self._job.layout.published)
+        if not self._job.storage.exists(self._job.layout.version(sequence)):
+            raise VersionGoneError(
+                f"{self._job.layout.root} has no {version_folder(sequence)}: it was retired, or "
+                "never published; 'syncd status' lists the published versions"
+            )
+        request = RollbackRequest(
+            id=new_session_id(), sequence=sequence, by=_person(), time=self._wall()
+        )
+        path = self._job.layout.request(request.id)
+        self._job.storage.make_folder(self._job.layout.requests, below=self._job.layout.state)
+        self._job.storage.replace(path, encode(request))
+        unanswered = self._await(lambda: self._answer(request).outcome != "asked")
+        answer = self._answer(request)
+        if answer.outcome == "asked":
+            return f"{unanswered} serve it again; to cancel the request, remove {path}"
+        self._job.storage.unlink_if_there(path)
+        if answer.made is None:
+            raise VersionGoneError(f"the daemon cannot serve version {sequence}: {answer.why}")
+        return answer.made
+
+    def working(self) -> bool:
+        """Whether a daemon works on the job, as far as one look can tell."""
+        return self._judge.look(self._job.layout.daemon_lock) is Liveness.ALIVE
+
+    def _await(self, done: Callable[[], bool]) -> str:
+        """Wait for a daemon's answer; returns a message for the user if none came."""
+        deadline = self._clock() + self._timeout
+        while not done():
+            if not self.working():
+                # It may have answered as the last thing that it did.
+                return "" if done() else "no daemon runs on this job now; the next one will"
+            if self._clock() >= deadline:
+                return f"the daemon has not answered within {self._timeout:g} s, but will"
+            self._sleep(_POLL)
+        return ""
+
+    def _kept(self, mine: Pause) -> bool:
+        """Whether the daemon obeys this pause, or one that replaced it."""
+        report = self._job.read(DaemonReport, self._job.layout.daemon_report, SILENT)
+        if report is None or report.paused is None:
+            return False
+        if report.paused == mine.id:
+            return True
+        now = self._job.read(Pause, self._job.layout.paused, SILENT)
+        return now is not None and now.id == report.paused
+
+    def _answer(self, request: RollbackRequest) -> RollbackRequest:
+        path = self._job.layout.request(request.id)
+        try:
+            return parse(RollbackRequest, self._job.storage.read(path), path)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            raise JobUnavailableError(
+                f"{path} was removed before the daemon's answer could be read: 'syncd status' "
+                "shows which version is served"
+            ) from error
+
+
+def _person() -> str:
+    """The name of the requesting user, for people to read."""
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        name = "someone"
+    return f"{name}@{socket.gethostname()}"

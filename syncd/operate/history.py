@@ -1,0 +1,186 @@
+"""The history of each version: saved, merged, published, live on explorers, pruned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pydantic import TypeAdapter
+
+from syncd.checkpoint.version import read_manifest
+from syncd.daemon.telling.journal import read_journal
+from syncd.operate.job_state import check_is_job
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.journal_lines import AuditLine, JournalLine
+from syncd.protocol.names import parse_version_folder
+from syncd.protocol.records import Latest
+from syncd.storage.append import last_lines
+from syncd.storage.job import Job
+from syncd.storage.record_files import IF_ANY, readable_lines
+
+
+@dataclass(slots=True)
+class Live:
+    """An explorer that serves a version.
+
+    Attributes:
+        explorer: its name.
+        time: when the daemon saw it, at its next tick: seconds since the epoch; None where it did
+            not, and only the explorer says so.
+        seconds: since LATEST named the version; None where nobody knows when that was.
+        pause: seconds for which its engine did not serve while it loaded it, as the explorer says;
+            None where it does not.
+    """
+
+    explorer: str
+    time: float | None
+    seconds: float | None
+    pause: float | None = None
+
+
+@dataclass(slots=True)
+class VersionHistory:
+    """One version. Times are seconds since the epoch by the daemon's clock; None: not known.
+
+    Attributes:
+        version, step: which.
+        kind, bytes: what it is.
+        saved: when the daemon first saw the whole save.
+        merge_seconds: how long it was merged, to LATEST.
+        published: when LATEST began to name it.
+        latency_seconds: from ``saved`` to ``published``.
+        of, by: of which version it is the republication, and who asked for it.
+        live: the explorers that serve it, or did, in this order.
+        pruned, pruned_why: when it was deleted, and why.
+        on_disk: whether it is there.
+        latest: whether LATEST names it.
+    """
+
+    version: int
+    step: int | None = None
+    kind: str | None = None
+    bytes: int | None = None
+    saved: float | None = None
+    merge_seconds: float | None = None
+    published: float | None = None
+    latency_seconds: float | None = None
+    of: int | None = None
+    by: str | None = None
+    live: list[Live] = field(default_factory=list)
+    pruned: float | None = None
+    pruned_why: str | None = None
+    on_disk: bool = False
+    latest: bool = False
+
+
+#: Of a thousand explorers there are a hundred thousand of :class:`Live`: ``asdict`` takes seconds.
+_VERSIONS: Final = TypeAdapter(list[VersionHistory])
+
+
+def history(job: Job, limit: int) -> list[VersionHistory]:
+    """The newest versions, oldest first, including pruned ones.
+
+    The daemon keeps a bounded journal (:mod:`.journal_file`): what is older is only there for as
+    long as the version is on disk, and without times.
+
+    Args:
+        job: the job.
+        limit: how many.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served, or it cannot be looked at.
+    """
+    check_is_job(job)
+    try:
+        return _history(job, limit)
+    except OSError as error:
+        raise JobUnavailableError(f"cannot access {job.layout.root}: {error}") from error
+
+
+def told(job: Job, limit: int) -> dict[str, Any]:
+    """The history as JSON; ``docs/cli.md`` lists the keys. Raises as :func:`history`."""
+    versions = _VERSIONS.dump_python(history(job, limit))
+    return {"job": str(job.layout.root), "versions": versions}
+
+
+def _history(job: Job, limit: int) -> list[VersionHistory]:
+    found: dict[int, VersionHistory] = {}
+    seen: set[tuple[int, str | None]] = set()  # who serves what: of a thousand explorers each
+    for line in read_journal(job):
+        if line.event == "live" and line.version is not None:
+            if (line.version, line.explorer) in seen:
+                continue  # a daemon that came later saw it again
+            seen.add((line.version, line.explorer))
+        if line.version is not None:
+            _add(found.setdefault(line.version, VersionHistory(line.version)), line)
+    for name in job.storage.names(job.layout.published):
+        if (sequence := parse_version_folder(name)) is not None:
+            found.setdefault(sequence, VersionHistory(sequence)).on_disk = True
+    newest = dict(sorted(found.items())[-limit:])
+    _add_deletions(job, newest)
+    _add_unseen(job, newest)
+    latest = job.read(Latest, job.layout.latest, IF_ANY)
+    for version in newest.values():
+        version.latest = latest is not None and version.version == latest.sequence
+        if version.on_disk and version.bytes is None:
+            _add_manifest(job, version)
+    return list(newest.values())
+
+
+def _add(version: VersionHistory, line: JournalLine) -> None:
+    if line.event == "live":
+        seconds = line.seconds
+        if seconds is None and version.published is not None:
+            seconds = _finite(max(0.0, line.time - version.published))
+        version.live.append(Live(line.explorer or "?", line.time, seconds, line.pause))
+        return
+    if version.published is None:  # else this one tells of the same, by a daemon that came later
+        version.published = line.time
+    version.step = line.step if version.step is None else version.step
+    version.kind = version.kind or line.kind
+    if line.event == "published":
+        version.bytes = line.bytes
+        version.merge_seconds = line.seconds
+        version.latency_seconds = line.latency
+        version.saved = None if line.latency is None else _finite(line.time - line.latency)
+    elif line.event == "rolled_back":
+        version.of, version.by = line.of, line.by
+
+
+def _finite(seconds: float) -> float | None:
+    """A difference of times that others wrote, or None if infinite, which JSON cannot hold."""
+    return seconds if math.isfinite(seconds) else None
+
+
+def _add_deletions(job: Job, found: dict[int, VersionHistory]) -> None:
+    # Not the deletions of steps and leases, which are many.
+    lines = (line for line in last_lines(job.storage, job.layout.audit) if b'"version"' in line)
+    for line in readable_lines(AuditLine, lines, job.layout.audit):
+        version = found.get(parse_version_folder(line.name) or 0)
+        # What was found half deleted by a daemon that came later is on record again.
+        if line.what == "version" and version is not None and version.pruned is None:
+            version.pruned, version.pruned_why = line.time, line.why
+
+
+def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
+    """Add loads that explorers report and no daemon has journaled."""
+    for report in job.explorer_reports(job.storage.names(job.layout.explorers), IF_ANY):
+        for load in report.last_loads:
+            version = found.get(load.sequence)
+            if version is not None and all(one.explorer != report.name for one in version.live):
+                version.live.append(Live(report.name, None, None, load.pause))
+
+
+def _add_manifest(job: Job, version: VersionHistory) -> None:
+    """Add facts from a version's manifest if the journal does not have them."""
+    try:
+        manifest = read_manifest(job.storage, job.layout.version(version.version))
+    except (OSError, RecordError):
+        return  # pruned meanwhile, or damaged: 'syncd verify' says that
+    version.step, version.kind = manifest.step, manifest.kind
+    version.bytes = sum(file.size for file in manifest.files)
+    if version.merge_seconds is None:
+        version.merge_seconds = manifest.timings.get("build")
+    if manifest.rolled_back is not None:
+        version.of = manifest.rolled_back.sequence

@@ -1,0 +1,236 @@
+"""The current state of a job, read from outside: the JSON of ``syncd status``."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any, Final
+
+from syncd.daemon.steering import Steering
+from syncd.daemon.telling.journal import read_journal
+from syncd.protocol.errors import JobUnavailableError
+from syncd.protocol.journal_lines import AuditLine
+from syncd.protocol.names import (
+    PINNED,
+    parse_lease_marker,
+    parse_step_folder,
+    parse_version_folder,
+)
+from syncd.protocol.records import Format, Latest
+from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
+from syncd.storage.append import last_lines
+from syncd.storage.errnos import is_refused_here
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job, no_folder
+from syncd.storage.record_files import IF_ANY, readable_lines
+
+#: How many of the last events there are, and as many that explorers went live besides: else those
+#: of a large fleet would be all. And the most bytes that are read for them of each file.
+_EVENTS: Final = 50
+_TAIL: Final = 128 * 1024
+
+
+def look(job: Job) -> dict[str, Any]:
+    """The state of a job; this only reads.
+
+    Of what others wrote, what cannot be read is None, or left out.
+
+    Returns:
+        ``docs/cli.md`` lists the keys.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served.
+    """
+    seen = _look(job)
+    seen["memory"] = _memory(seen["daemon"])
+    return seen
+
+
+def look_anyway(folder: Path) -> dict[str, Any]:
+    """The state of a job as by :func:`look`; if that fails, the reason under ``unseen``."""
+    try:
+        return look(Job.at(folder))
+    except (JobUnavailableError, OSError) as error:
+        return {"job": str(folder), "unseen": str(error)}
+
+
+def jobs_at(folder: Path) -> list[Path]:
+    """The folder itself if it is a job, else the jobs in it; the folder if there are none.
+
+    What this user may not look into, such as ``lost+found``, is none.
+
+    Raises:
+        JobUnavailableError: it cannot be looked at.
+        OSError: it cannot be listed.
+    """
+    if is_job(Job.at(folder)):
+        return [folder]
+    inside = (folder / name for name in Storage().names(folder))
+    return [path for path in inside if _may_be_job(path)] or [folder]
+
+
+def _may_be_job(folder: Path) -> bool:
+    """Whether to list the folder as a job; also if storage fails, so that its row shows that."""
+    try:
+        return Job.at(folder).is_there()
+    except OSError as error:
+        return not is_refused_here(error)
+
+
+def is_job(job: Job) -> bool:
+    """Whether syncd has served a job in this folder.
+
+    Raises:
+        JobUnavailableError: it cannot be looked at.
+    """
+    try:
+        return job.is_there()
+    except OSError as error:
+        raise JobUnavailableError(f"cannot access {job.layout.root}: {error}") from error
+
+
+def check_is_job(job: Job) -> None:
+    """Check that syncd has served a job in this folder.
+
+    Raises:
+        JobUnavailableError: it has not, or that cannot be seen.
+    """
+    if not is_job(job):
+        if not job.storage.exists(job.layout.root):
+            raise no_folder(job.layout.root)
+        raise JobUnavailableError(
+            f"{job.layout.root} is not a job that syncd has served: it has no .syncd/format.json; "
+            "'syncd run' with this path starts a daemon for it"
+        )
+
+
+def _look(job: Job) -> dict[str, Any]:
+    check_is_job(job)
+    daemon = job.read(DaemonReport, job.layout.daemon_report, IF_ANY)
+    latest = job.read(Latest, job.layout.latest, IF_ANY)
+    trainer = job.read(TrainerReport, job.layout.trainer_report, IF_ANY)
+    pause = Steering(job).pause()
+    form = job.read(Format, job.layout.format, IF_ANY)
+    return {
+        "job": str(job.layout.root),
+        "lease_time": form.lease_time if form else None,
+        "daemon": daemon.model_dump() if daemon else None,
+        "daemon_lock_held": job.storage.exists(job.layout.daemon_lock),
+        "publishing": job.storage.exists(job.layout.publish_lock),
+        "paused": pause.model_dump() if pause else None,
+        "rollbacks": _rollbacks(job),
+        "latest": latest.model_dump() if latest else None,
+        "trainer": trainer.model_dump() if trainer else None,
+        "versions": [
+            {
+                "sequence": sequence,
+                "leases": _leases(job, sequence),
+                "pinned": _is_there(job.storage, job.layout.lease_folder(sequence) / PINNED),
+            }
+            for name in _names(job.storage, job.layout.published)
+            if (sequence := parse_version_folder(name)) is not None
+        ],
+        "pinned_steps": [
+            step
+            for name in _names(job.storage, job.layout.root)
+            if (step := parse_step_folder(name)) is not None
+            and _is_there(job.storage, job.layout.step(step) / PINNED)
+        ],
+        "explorers": [
+            _explorer(report, latest)
+            for report in job.explorer_reports(_names(job.storage, job.layout.explorers), IF_ANY)
+        ],
+        "quarantined": _names(job.storage, job.layout.quarantine),
+        "free": _free(job.storage, job.layout.root),
+        "events": _events(job),
+    }
+
+
+def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
+    """An explorer's report, and its lag behind LATEST; in steps too if it serves a version.
+
+    One that evaluates a step follows nothing, and is behind nothing. One that waits for its engine
+    has the status ``starting``.
+    """
+    told = report.model_dump()
+    if report.starting is not None:
+        told["status"] = "starting"
+    if report.bench is not None:
+        return {**told, "behind": 0, "behind_steps": None}
+    steps = None if latest is None or report.step is None else latest.step - report.step
+    behind = (latest.sequence if latest else 0) - (report.sequence or 0)
+    return {**told, "behind": behind, "behind_steps": steps}
+
+
+def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The second job of the same daemon, or the reason it cannot be read; None without one."""
+    if daemon is None or daemon["memory_dir"] is None:
+        return None
+    folder = Path(daemon["memory_dir"])
+    if daemon["host"] != socket.gethostname():
+        return {"unseen": f"{folder} of host {daemon['host']}"}
+    try:
+        return _look(Job.at(folder))
+    except (JobUnavailableError, ValueError) as error:  # ValueError: no path has a null character
+        return {"unseen": str(error)}
+
+
+def _names(storage: Storage, folder: Path) -> list[str]:
+    """The names in a folder; none if it cannot be listed."""
+    try:
+        return storage.names(folder)
+    except OSError:
+        return []
+
+
+def _is_there(storage: Storage, path: Path) -> bool:
+    try:
+        return storage.exists(path)
+    except OSError:
+        return False
+
+
+def _rollbacks(job: Job) -> list[dict[str, Any]]:
+    """The rollbacks that no daemon has carried out or refused yet."""
+    try:
+        asked = Steering(job).asked()
+    except OSError:
+        return []
+    return [request.model_dump(include={"id", "sequence", "by", "time"}) for request in asked]
+
+
+def _leases(job: Job, sequence: int) -> list[str]:
+    """The names of the holders of a version."""
+    markers = set(_names(job.storage, job.layout.lease_folder(sequence))) - {PINNED}
+    return sorted((parse_lease_marker(marker) or (marker, ""))[0] for marker in markers)
+
+
+def _free(storage: Storage, folder: Path) -> dict[str, int | None] | None:
+    """Free bytes and inodes for this user; None if the filesystem does not report them."""
+    try:
+        return storage.free(folder)._asdict()
+    except OSError:
+        return None
+
+
+def _events(job: Job) -> list[dict[str, Any]]:
+    """The last lines of the journal and of the audit log together, oldest first."""
+    try:
+        journal = read_journal(job, _TAIL)
+        audit = last_lines(job.storage, job.layout.audit, _TAIL)
+    except OSError:
+        return []  # the rest is worth showing
+    found = [line.model_dump(exclude_none=True, exclude={"protocol"}) for line in journal]
+    for line in readable_lines(AuditLine, audit, job.layout.audit):
+        kept = line.model_dump(include={"time", "what", "name", "why"})
+        found.append({**kept, "event": "pruned"})
+    # Of two in one moment the order is that of their file.
+    found.sort(key=lambda event: float(event["time"]))
+    left = {True: _EVENTS, False: _EVENTS}
+    shown = []
+    for event in reversed(found):
+        is_live = event["event"] == "live"
+        if left[is_live] > 0:
+            left[is_live] -= 1
+            shown.append(event)
+    return shown[::-1]

@@ -1,0 +1,168 @@
+"""Pruning without a running daemon, and the dry run of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from syncd.checkpoint.version import read_manifest
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.decide import (
+    Decision,
+    Learn,
+    Pruning,
+    Skip,
+    decide,
+)
+from syncd.daemon.loop import Loop
+from syncd.daemon.scan import Known, Scanner
+from syncd.daemon.steering import Steering
+from syncd.protocol.errors import JobUnavailableError, RecordError
+from syncd.protocol.events import Event
+from syncd.protocol.records import Latest, SaveOutcome, SaveOutcomes, parse
+from syncd.storage.epoch import Epoch
+from syncd.storage.errnos import NO_ROOM
+from syncd.storage.fsio import LONG_RECORD_LIMIT
+from syncd.storage.job import Job
+from syncd.storage.judge import LOOKS_PER_LEASE, Judge
+from syncd.storage.reserve import Reserve
+from syncd.storage.sessions import DAEMON_SESSION, DaemonLock, Session
+
+log = logging.getLogger(__name__)
+
+#: The most seconds between two looks at the heartbeat of a lock that is held.
+_LOOK: Final = 0.5
+
+
+def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
+    """The deletions that a daemon would do now; changes nothing.
+
+    Raises:
+        JobUnavailableError: this is no job that syncd has served.
+    """
+    lease_time = job.lease_time()
+    known = _known(job)
+    outcomes = dict(known.outcomes)
+    scanner = Scanner(job, config.pointer, Judge(job.storage, lease_time))
+    found: dict[Pruning, None] = {}
+    # A save that would first be put on record as skipped could go right after that.
+    while True:
+        seen = scanner.scan(Known(known.latest, known.published_save, outcomes), config)
+        decision = decide(seen, config)
+        found.update(dict.fromkeys(_prunings(decision)))
+        skips = [action for action in decision.actions if isinstance(action, Skip)]
+        for skip in skips:
+            outcomes[skip.step] = SaveOutcome(identity=skip.identity, outcome="skipped")
+        if skips:
+            scanner.look_again()
+        elif not scanner.has_more:
+            return list(found)
+
+
+def prune_now(
+    job: Job,
+    config: DaemonConfig,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+) -> list[Pruning]:
+    """Take over as a daemon would, prune, and leave.
+
+    Returns:
+        What was deleted.
+
+    Raises:
+        JobUnavailableError: a daemon is working on this job, or this is none.
+    """
+    try:
+        return _prune(job, config, sleep)
+    except OSError as error:
+        # A full disk must not keep out who would make room on it.
+        if error.errno not in NO_ROOM or not Reserve(job).give_up():
+            raise
+    return _prune(job, config, sleep)
+
+
+def _prune(job: Job, config: DaemonConfig, sleep: Callable[[float], None]) -> list[Pruning]:
+    lease_time = job.lease_time()
+    if Steering(job).is_paused():
+        raise JobUnavailableError(
+            f"{job.layout.root} is paused, and nothing is pruned meanwhile: 'syncd resume' it first"
+        )
+    with Session(job.layout, lease_time, prefix=DAEMON_SESSION) as session:
+        lock = _take_lock(job, lease_time, sleep)
+        try:
+            loop = Loop(
+                job,
+                config,
+                session,
+                lock,
+                Judge(job.storage, lease_time),
+                Epoch.take_over(job),
+                cancel=lambda: None,
+                publishes=False,
+            )
+            loop.begin()
+            try:
+                found: dict[Pruning, None] = {}
+                while True:
+                    decision = loop.run_once()
+                    found.update(dict.fromkeys(loop.pruned))
+                    if not loop.has_more and not any(
+                        isinstance(action, Skip | Learn) for action in decision.actions
+                    ):
+                        return list(found)
+            finally:
+                loop.end()
+        finally:
+            lock.release()
+
+
+def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> DaemonLock:
+    """Take the daemon's lock, also from a dead daemon of another host.
+
+    Raises:
+        JobUnavailableError: the holder's heartbeat moved: a daemon is working on this job.
+    """
+    judge = Judge(job.storage, lease_time)
+    lock = DaemonLock(job, lease_time, judge)
+    waited = 0.0
+    while not lock.try_acquire():
+        if not waited:
+            log.info(
+                "%s is held: watching its heartbeat for up to %g s, to see whether the daemon that "
+                "holds it is alive",
+                job.layout.daemon_lock,
+                judge.lease_time,
+                extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),
+            )
+        # A lock that cannot be read neither beats nor dies.
+        if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
+            raise JobUnavailableError(
+                f"a daemon is working on {job.layout.root}, and prunes by itself: set its --keep, "
+                "or stop it first"
+            )
+        pause = min(_LOOK, lease_time / LOOKS_PER_LEASE / 2)
+        sleep(pause)
+        waited += pause
+    return lock
+
+
+def _prunings(decision: Decision) -> list[Pruning]:
+    return [action for action in decision.actions if isinstance(action, Pruning)]
+
+
+def _known(job: Job) -> Known:
+    """The daemon's own records, as far as they can be read."""
+    try:
+        latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
+        published_save = read_manifest(job.storage, job.layout.version(latest.sequence)).settles
+        saves = parse(
+            SaveOutcomes, job.storage.read(job.layout.saves, LONG_RECORD_LIMIT), job.layout.saves
+        )
+    except (OSError, RecordError) as error:
+        raise JobUnavailableError(
+            f"nothing was published in {job.layout.root} yet: {error}"
+        ) from error
+    return Known(latest.sequence, published_save, saves.steps)

@@ -1,0 +1,57 @@
+"""The records that are one line each of a growing file: of the audit, and of the journal."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from syncd.protocol.records import Kind, Record, Seconds, Sequence, Size, Step, Text
+
+
+class AuditLine(Record):
+    """One line of ``.syncd/audit.jsonl``: one deletion."""
+
+    time: float
+    what: Literal["version", "step", "lease"]
+    name: Text
+    why: Text
+    session: str
+
+
+class JournalLine(Record):
+    """One line of ``.syncd/journal.jsonl``: an action of the daemon, or of an explorer.
+
+    Times are by that daemon's clock. Fields that do not belong to an event are None.
+
+    Attributes:
+        event: ``active`` (a daemon took over), ``published``, ``adopted`` (a version that a daemon
+            before this one had finished is LATEST), ``rolled_back``, ``live`` (an explorer serves
+            it), ``skipped``, ``quarantined``, ``refused`` (a rollback).
+        version: the version that it is about.
+        step: its step, or that of the save.
+        kind, bytes: of the version that was published.
+        seconds: of ``published`` the merge, to LATEST; of ``live`` since LATEST named the version,
+            None if a daemon before this one published it.
+        pause: of ``live``: seconds for which the explorer's engine did not serve while it loaded
+            the version, as its report says; None if it does not.
+        latency: seconds from the first look that found the save whole to LATEST.
+        of: the version that is served again.
+        by: who asked for a rollback.
+        explorer: the explorer that serves it.
+        why: why it was quarantined or refused; of ``published`` the NaN and Inf in it, if any.
+    """
+
+    time: float
+    event: Literal[
+        "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined", "refused"
+    ]
+    version: Sequence | None = None
+    step: Step | None = None
+    kind: Kind | None = None
+    bytes: Size | None = None
+    seconds: Seconds | None = None
+    pause: Seconds | None = None
+    latency: Seconds | None = None
+    of: Sequence | None = None
+    by: Text | None = None
+    explorer: Text | None = None
+    why: Text | None = None

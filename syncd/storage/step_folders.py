@@ -1,0 +1,106 @@
+"""Step folders and the pointers to them: listing them, and making them as trainers do."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from pathlib import Path
+from typing import Final
+
+from syncd.protocol.errors import SaveNotReadyError
+from syncd.protocol.names import TEMPORARY, parse_step_folder
+from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+
+log = logging.getLogger(__name__)
+
+_ATTEMPTS: Final = 5
+
+
+def step_folders(job: Job) -> list[int]:
+    """The steps that have a folder, lowest first.
+
+    Raises:
+        OSError: the job's folder cannot be listed.
+    """
+    found = (parse_step_folder(name) for name in job.storage.names(job.layout.root))
+    return sorted(step for step in found if step is not None)
+
+
+def ask_server(job: Job) -> None:
+    """Let the next looks at pointers and step folders be answered by the server."""
+    try:
+        job.storage.refresh(job.layout.root)
+    except OSError as error:
+        if not is_refused_here(error):
+            raise
+        # A user who may only read there sees a change as late as the client's cache allows.
+        log.debug("reading %s as this client has cached it: %s", job.layout.root, error)
+
+
+def check_on_disk(job: Job, step: int) -> None:
+    """See that a step has a folder, by its name and on the server: listings may be late.
+
+    Whether the save in it is whole is not looked at.
+
+    Raises:
+        SaveNotReadyError: it has none; says which steps have.
+        JobUnavailableError: the job is not there now: unmounted, say.
+    """
+    ask_server(job)
+    if job.storage.exists(job.layout.step(step)):
+        return
+    job.check_is_there()
+    there = ", ".join(map(str, step_folders(job)))
+    raise SaveNotReadyError(
+        f"step {step} is not on disk; there are {there}"
+        if there
+        else f"step {step} is not on disk; {job.layout.root} has no steps"
+    )
+
+
+def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
+    """Make the step's folder, if it is not there, by a rename out of a folder of ours.
+
+    Where the job is not mounted its place may be an empty folder: nothing is made in that.
+
+    Args:
+        job: the job.
+        step: whose.
+        mark: an empty file that the folder is born with. A folder that is empty is replaced by the
+            rename of a process that makes it at the same time; one with a file in it is not.
+    """
+    folder = job.layout.step(step)
+    for left in reversed(range(_ATTEMPTS)):
+        draft = job.layout.drafts / f"{TEMPORARY}{folder.name}-{secrets.token_hex(6)}"
+        try:
+            job.storage.mkdir(draft)
+            if mark is not None:
+                job.storage.close(job.storage.create(draft / mark))
+            job.storage.rename(draft, folder)
+        except OSError as error:
+            _remove(job.storage, draft, mark)
+            if error.errno in NOT_EMPTY:
+                return
+            # A daemon that collects leftovers takes a draft that lies still for one.
+            if not (is_gone(error) and left):
+                raise
+        else:
+            job.storage.sync_folder(folder.parent)
+            return
+
+
+def _remove(storage: Storage, draft: Path, mark: str | None) -> None:
+    try:
+        if mark is not None:
+            storage.unlink_if_there(draft / mark)
+        storage.rmdir(draft)
+    except OSError as error:
+        if not is_gone(error):
+            raise
+
+
+def point(job: Job, pointer: Path, step: int) -> None:
+    """Let a pointer name a step, by one rename."""
+    job.storage.replace(pointer, f"{step}\n".encode(), room=job.layout.drafts)

@@ -1,0 +1,30 @@
+"""The extra ``torch``: a check that it is installed, for callers that need torch and NumPy.
+
+The daemon, the command line, ``syncd follow`` and the Reader work without it.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Final
+
+from syncd.protocol.errors import TorchMissingError
+
+_MODULES: Final = ("torch", "numpy")
+
+
+def require_torch(user: str) -> None:
+    """Check that torch and NumPy can be imported, without importing them.
+
+    Args:
+        user: the module, command or option that needs them, for the message.
+
+    Raises:
+        TorchMissingError: one of them is not installed.
+    """
+    missing = [name for name in _MODULES if find_spec(name) is None]
+    if missing:
+        raise TorchMissingError(
+            f"{user} needs {' and '.join(missing)}, not installed here: pip install 'syncd[torch]'",
+            name=missing[0],
+        )

@@ -1,0 +1,85 @@
+"""The branches that the tests cover: ``python -m tests.branches [-n 2 …]``.
+
+Runs the tests that are not slow, then the slow ones, and prints which part of the product's
+branches each covers. Options go to pytest. Child processes are counted, unless they are killed.
+Coverage makes tests slower: how long they take without it is what ``pytest`` says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final, NamedTuple
+
+_ROOT: Final = Path(__file__).resolve().parents[1]
+
+
+class Measured(NamedTuple):
+    """One run of tests; times in seconds."""
+
+    time: float
+    cpu: float
+    passed: bool
+
+
+def _run(folder: Path, mark: str, options: list[str]) -> Measured:
+    """Run the tests with this mark; each process leaves a file of coverage data in ``folder``."""
+    folder.mkdir()
+    environment = os.environ | {"COVERAGE_FILE": str(folder / "data")}
+    command = ("coverage", "run", "-m", "pytest", "-q", "-m", mark, *options)
+    before, start = _cpu_of_children(), time.monotonic()
+    done = subprocess.run([sys.executable, "-m", *command], cwd=_ROOT, env=environment, check=False)
+    passed = done.returncode in {0, 5}  # 5: none of the tests that were asked for has this mark
+    return Measured(time.monotonic() - start, _cpu_of_children() - before, passed)
+
+
+def _cpu_of_children() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _branches(*folders: Path) -> tuple[int, int]:
+    """Return how many branches these runs covered together, and how many there are."""
+    data = [str(path) for folder in folders for path in folder.glob("data.*")]
+    with TemporaryDirectory() as name:
+        environment = os.environ | {"COVERAGE_FILE": str(Path(name, "all"))}
+        report = Path(name, "report")
+        for command in (("combine", "--keep", "-q", *data), ("json", "-q", "-o", str(report))):
+            subprocess.run(
+                [sys.executable, "-m", "coverage", *command], cwd=_ROOT, env=environment, check=True
+            )
+        totals = json.loads(report.read_text())["totals"]
+    return totals["covered_branches"], totals["num_branches"]
+
+
+def main(options: list[str]) -> None:
+    """Measure both, and print a line for each as soon as it is known."""
+    with TemporaryDirectory() as name:
+        quick, slow = Path(name, "quick"), Path(name, "slow")
+        first = _run(quick, "not slow", options)
+        few, every = _branches(quick)
+        _print('pytest -m "not slow"', first, few, every)
+        rest = _run(slow, "slow", options)
+        both = Measured(first.time + rest.time, first.cpu + rest.cpu, first.passed and rest.passed)
+        many, every = _branches(quick, slow)
+        _print("pytest", both, many, every)
+        print(f"the tests that are not slow cover {few / many:.1%} of what all tests cover")
+
+
+def _print(what: str, run: Measured, covered: int, every: int) -> None:
+    failed = "" if run.passed else "; some failed, see above"
+    print(
+        f"{what}: {covered:,} of {every:,} branches ({covered / every:.1%}); "
+        f"{run.time:.0f} s, {run.cpu:.0f} s of CPU, both with coverage{failed}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,71 @@
+"""The documented interface of SGLang as a process: ``python -m tests.engines.sglang_process``."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Final
+
+import httpx2
+
+from explorer_hooks.engines.sglang_fake import FakeSGLang
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def sglang_process(port: int, model_path: str, *faults: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A server that answers, and is killed at the end of the block.
+
+    Args:
+        port: of 127.0.0.1.
+        model_path: what it was started with.
+        faults: the paths of routes that fail.
+    """
+    process = subprocess.Popen(
+        (sys.executable, "-m", "tests.engines.sglang_process", str(port), model_path, *faults),
+        env=os.environ | {"PYTHONPATH": str(_ROOT)},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def main(port: str, model_path: str, *faults: str) -> None:
+    """Serve until it is killed."""
+    fake = FakeSGLang(model_path)
+    fake.faults = dict.fromkeys(faults, "a fault")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            asked = httpx2.Request(self.command, f"http://host{self.path}", content=content)
+            answer = fake.transport.handle_request(asked)
+            self.send_response(answer.status_code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_POST = do_GET  # noqa: N815 # the name that http.server calls
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", int(port)), Handler) as server:
+        print("up", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

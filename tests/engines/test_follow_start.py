@@ -1,0 +1,192 @@
+"""``syncd follow`` at a server that does not answer: it says so, reports it, and can be ended."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import httpx2
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console
+
+from explorer_hooks.engines import http_server
+from explorer_hooks.engines.http_server import HttpServer
+from explorer_hooks.engines.sglang_fake import FakeSGLang
+from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.follow import command
+from explorer_hooks.hook import ExplorerHook
+from syncd.cli.status_page import page
+from syncd.operate.job_state import look
+from syncd.protocol.errors import (
+    InvalidSettingsError,
+    ServerUnreachableError,
+)
+from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
+from tests.jobs import SmallJob
+from tests.multiprocess.processes import DEADLINE, explorer_report
+from tests.ports import free_port
+from tests.rank_programs import ENVIRONMENT
+
+
+@contextmanager
+def nobody() -> Iterator[int]:
+    """A port that refuses connections."""
+    yield free_port()
+
+
+@contextmanager
+def silence() -> Iterator[int]:
+    """A port that takes connections, and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield int(listener.getsockname()[1])
+
+
+def status_of(job: SmallJob) -> str:
+    console = Console(file=io.StringIO(), width=200)
+    console.print(page(look(Job(Storage(job.layout.root), job.layout)), 0.0, 200))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("server", "ends"),
+    [(nobody, signal.SIGTERM), (silence, signal.SIGINT)],
+    ids=["nobody-SIGTERM", "silence-SIGINT"],
+)
+def test_it_says_at_once_that_it_waits_and_a_signal_ends_it(
+    job: SmallJob, server: Callable[[], AbstractContextManager[int]], ends: signal.Signals
+) -> None:
+    with server() as port:
+        url = f"http://127.0.0.1:{port}"
+        arguments = [job.layout.root, "--name", "server-0", "--engine", "vllm", "--url", url]
+        with subprocess.Popen(
+            [sys.executable, "-m", "syncd", "follow", *map(str, arguments)],
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            try:
+                assert process.stderr is not None
+                lines = iter(process.stderr.readline, "")
+                assert any(f"waiting up to 600 s for the server at {url}" in one for one in lines)
+                if server is nobody:
+                    assert "refused" in next(lines)
+                told = explorer_report(job.layout.root, "server-0")
+                assert told.status == "stopped"  # nobody is to wait for it
+                assert told.starting is not None
+                assert url in told.starting
+                shown = status_of(job)
+                assert "starting" in shown
+                assert f"server-0: {told.starting}" in " ".join(shown.split())
+                process.send_signal(ends)
+                assert process.wait(DEADLINE) == 0
+            finally:
+                process.kill()
+    assert explorer_report(job.layout.root, "server-0").starting is None
+    assert "starting" not in status_of(job)
+
+
+def test_each_half_minute_it_says_how_long_it_has_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = 0.0
+
+    class Clock:
+        def monotonic(self) -> float:
+            return passed
+
+        def sleep(self, seconds: float) -> None:
+            nonlocal passed
+            passed += seconds
+
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("refused", request=request)
+
+    monkeypatch.setattr(http_server, "time", Clock())
+    server = HttpServer("http://localhost:1", transport=httpx2.MockTransport(refuse))
+    told: list[str] = []
+    with pytest.raises(ServerUnreachableError, match=r"within 100 s.*--start-timeout"):
+        server.wait_until_up(100.0, told.append)
+    assert [one.partition(":")[0] for one in told] == [
+        f"waiting for {seconds} s of at most 100 s" for seconds in (0, 30, 60, 90)
+    ]
+
+
+def test_an_explorer_that_runs_is_not_starting_any_more(job: SmallJob) -> None:
+    engine = SGLangServer("http://127.0.0.1:1", transport=FakeSGLang("elsewhere").transport)
+    with ExplorerHook(job.layout.root, "server-0", engine):
+        report = explorer_report(job.layout.root, "server-0")
+        assert (report.status, report.starting) == ("running", None)
+
+
+def follow(*arguments: object) -> Result:
+    options = ["--name", "server-0", "--engine", "sglang", "--start-timeout", "0"]
+    return CliRunner().invoke(command, [*map(str, arguments), *options])
+
+
+def test_a_server_that_does_not_come_up_in_time_ends_it(job: SmallJob) -> None:
+    ended = follow(job.layout.root, "--url", f"http://127.0.0.1:{free_port()}")
+    assert isinstance(ended.exception, ServerUnreachableError)
+    assert explorer_report(job.layout.root, "server-0").starting is None
+
+
+class Described(BaseHTTPRequestHandler):
+    """A server with one route, which is not one of SGLang's."""
+
+    def do_GET(self) -> None:
+        content = json.dumps({"paths": {"/other": {"get": {}}}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+def test_a_private_certificate_is_trusted_if_its_authority_is_given(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    subprocess.run(
+        f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=private "
+        f"-addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}".split(),
+        check=True,
+        capture_output=True,
+    )
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with HTTPServer(("127.0.0.1", 0), Described) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = f"https://127.0.0.1:{server.server_port}"
+            ended = follow(job.layout.root, "--url", url)
+            assert isinstance(ended.exception, ServerUnreachableError)
+            assert "does not trust its certificate" in str(ended.exception)
+            ended = follow(job.layout.root, "--url", url, "--cacert", certificate)
+            assert "has no POST /pause_generation" in str(ended.exception)  # so it was read
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_file_that_holds_no_certificate_is_said_so(job: SmallJob, tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").touch()
+    for path in (tmp_path / "empty.pem", tmp_path / "none.pem"):
+        ended = follow(job.layout.root, "--url", "https://127.0.0.1:1", "--cacert", path)
+        assert isinstance(ended.exception, InvalidSettingsError)
+        assert f"{path} contains no certificate" in str(ended.exception)

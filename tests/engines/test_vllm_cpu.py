@@ -1,0 +1,91 @@
+"""Models of which vLLM keeps packed copies on a CPU: what it says is what transformers says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.hook import ExplorerHook
+from tests.engines.broadcast_trainer import DEADLINE, trainer
+from tests.engines.tiny_models import EXPERTS, TIED, model, publish_model, save_model
+from tests.engines.vllm_process import VLLMProcess, why_not
+from tests.engines.waiting import LONG
+from tests.jobs import SmallJob
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+MODELS = {"tied": TIED, "experts": EXPERTS}
+ROWS = torch.randint(0, 256, (8, 24), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, VLLMProcess]]:
+    """A server of each model, with seed 0; they begin side by side."""
+    missing = why_not()
+    if missing is not None:
+        pytest.skip(missing)
+    with ExitStack() as stack:
+        found = {}
+        for name, config in MODELS.items():
+            folder = tmp_path_factory.mktemp(name)
+            base = save_model(folder / "base", 0, config)
+            # Without Triton vLLM has no adapters of experts.
+            found[name] = VLLMProcess(base, folder / "log.txt", takes_adapters=False)
+            stack.callback(found[name].kill)
+        for server in found.values():
+            server.wait_until_up()
+        yield found
+
+
+def agreement(server: VLLMProcess, seed: int, config: PreTrainedConfig) -> float:
+    """Of how many tokens the server finds the same ones most probable, given all before them."""
+    with torch.no_grad():
+        truth = model(seed, config).float()(ROWS).logits.argmax(-1)[:, :-1]
+    said = torch.tensor([server.forced(row) for row in ROWS.tolist()])
+    return float((said == truth).float().mean())
+
+
+def serves(server: VLLMProcess, seed: int, config: PreTrainedConfig) -> bool:
+    """Whether it has these weights: the kernels of a CPU agree in 0.94 to 0.99 with float32."""
+    return agreement(server, seed, config) > 0.85
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_from_its_start_and_after_each_reload_it_says_what_transformers_says(
+    job: SmallJob, servers: dict[str, VLLMProcess], name: str
+) -> None:
+    server, config = servers[name], MODELS[name]
+    assert serves(server, 0, config)
+    with ExplorerHook(job.layout.root, "explorer", VLLMServer(server.url), poll=0.05) as hook:
+        for step, seed in enumerate((1, 2), start=1):
+            saved = save_model(job.layout.root.parent / f"saved-{step}", seed, config)
+            publish_model(job, step, load_file(saved / "model.safetensors"), config)
+            assert hook.pull(LONG).step == step
+            assert serves(server, seed, config)
+    assert not serves(server, 1, config)
+
+
+def test_weights_by_broadcast_reach_a_tied_output_layer_too(
+    servers: dict[str, VLLMProcess],
+) -> None:
+    server = servers["tied"]
+    engine = VLLMServer(server.url)
+    engine.attach()
+    with trainer() as sender:
+        engine.pause()
+        engine.receive(sender.begin(1, 3, tied=True), 1, DEADLINE)
+        assert sender.failure() is None
+        engine.reset_cache()
+        engine.resume()
+        engine.leave()
+    engine.close()
+    assert serves(server, 3, TIED)

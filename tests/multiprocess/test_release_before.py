@@ -1,0 +1,223 @@
+"""A job directory changes hands between the release before and this one, in both directions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from explorer_hooks import ExplorerHook, TorchModule
+from explorer_hooks.reader import Reader
+from syncd.cli import cli
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import FULL, RETIRED
+from tests.multiprocess.processes import (
+    DEADLINE,
+    Daemon,
+    wait_for_step,
+    wait_until,
+)
+from tests.rank_programs import ENVIRONMENT, ROOT
+from tests.stored_job import Model
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
+
+#: The commit that stands for the release before; ``tests/stored_job.py`` made the job with it.
+BEFORE: Final = "361c29a"
+STORED: Final = ROOT / "tests" / "fixtures" / f"job-{BEFORE}.tar.gz"
+PACKAGES: Final = ("syncd", "trainer_hooks", "explorer_hooks")
+DAEMON: Final = ("--tick", "0.05", "--keep", "1", "--no-prune-steps")
+
+#: Commands, explorers and a trainer that resumes; run by the release before.
+RELEASE_BEFORE = """
+import json, sys
+from explorer_hooks import ExplorerHook, TorchModule
+from explorer_hooks.reader import Reader
+from trainer_hooks import load_checkpoint
+import syncd
+import torch
+from click.testing import CliRunner
+from syncd.cli import cli
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 2)
+        self.lm_head = nn.Linear(2, 4, bias=False)
+
+def said(*arguments):
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, (arguments, done.output)
+    return done.stdout
+
+job, model, resumed = sys.argv[1], Model(), Model()
+status, history = (json.loads(said(name, job, "--json")) for name in ("status", "history"))
+said("verify", job)
+with Reader(job, "reader-before") as reader:
+    version = reader.next_version(0, 60)
+    version.verify()
+    version.release()
+with ExplorerHook(job, "explorer-before", TorchModule(model)) as hook:
+    pulled = hook.pull(60)
+found = load_checkpoint(job, resumed, optimizer=torch.optim.SGD(resumed.parameters(), lr=0.1))
+print(json.dumps({
+    "code": syncd.__file__,
+    "latest": status["latest"]["sequence"],
+    "versions": [one["version"] for one in history["versions"]],
+    "verified": version.sequence,
+    "pulled": [pulled.sequence, pulled.step, model.lm_head.weight[0, 0].item()],
+    "resumed": [found.step, resumed.embed_tokens.weight[0, 0].item()],
+}))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """The stored job; its last save is not yet published."""
+    subprocess.run(["tar", "-xzf", str(STORED), "-C", str(tmp_path)], check=True)
+    return tmp_path / "job"
+
+
+@pytest.fixture
+def before(tmp_path: Path) -> Path:
+    """The packages of the release before, from the history of this checkout."""
+    archive = ["git", "-C", str(ROOT), "archive", BEFORE, *PACKAGES]
+    try:
+        packed = subprocess.run(archive, check=True, capture_output=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip(f"git cannot give the files of {BEFORE}: no history, or a shallow clone")
+    tree = tmp_path / "before"
+    tree.mkdir()
+    subprocess.run(["tar", "-x", "-C", str(tree)], input=packed, check=True)
+    return tree
+
+
+def files(folder: Path) -> Mapping[str, bytes]:
+    """The content of all files in a folder."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def journal(job: Path) -> list[dict[str, Any]]:
+    """The lines of a job's journal."""
+    lines = filter(None, JobLayout(job).journal.read_bytes().splitlines())
+    return [json.loads(line) for line in lines]
+
+
+def said(*arguments: object) -> str:
+    """The words of a command that succeeds."""
+    done = CliRunner().invoke(cli, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.stdout.strip()
+
+
+def save(job: Path, step: int) -> None:
+    """A trainer of this release resumes, saves one full checkpoint, keeps no older and ends."""
+    model = Model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    resumed = load_checkpoint(job, model, optimizer=optimizer)
+    assert resumed is not None
+    assert model.embed_tokens.weight[0, 0] == resumed.step == step - 1
+    with TrainerHook(
+        job,
+        model,
+        optimizer=optimizer,
+        settings=SyncSettings(sync_interval=1, save_interval=1),
+        saving=SaveSettings(max_to_keep=1),
+    ) as hook:
+        model.fill(step)
+        hook.after_step(step)
+
+
+def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
+    layout = JobLayout(job)
+    kept = {path: path.read_bytes() for path in layout.quarantine.iterdir()}
+    lines, audit = journal(job), layout.audit.read_bytes()
+    versions = {name: files(layout.published / name) for name in ("v000001", "v000002", "v000005")}
+    status = json.loads(said("status", job, "--json"))
+    assert [status["latest"][key] for key in ("sequence", "step")] == [5, 1]
+    history = json.loads(said("history", job, "--json"))
+    told = [(one["version"], one["step"]) for one in history["versions"]]
+    assert sorted(told) == [(1, 1), (2, 2), (3, 4), (4, 5), (5, 1)]
+    assert said("verify", job).count("\n") == 2
+
+    model = Model(0)
+    with ExplorerHook(job, "serving", TorchModule(model)) as explorer:
+        assert explorer.pull(DEADLINE).sequence == 5  # of the release before, by a rollback
+        assert model.embed_tokens.weight[0, 0] == 1
+        with Daemon(job, *DAEMON) as daemon:
+            wait_for_step(job, 6)  # which a trainer of the release before saved
+            version = explorer.pull(DEADLINE)
+            assert (version.sequence, version.step) == (6, 6)
+            save(job, 7)
+            version = explorer.pull(DEADLINE)
+            assert (version.sequence, version.step) == (7, 7)
+            assert model.lm_head.weight[0, 0] == -7
+            wait_until(lambda: not layout.version(6).exists(), "version 6 is retired")
+            assert daemon.terminate() == 0
+
+    assert {path: path.read_bytes() for path in layout.quarantine.iterdir()} == kept
+    outcomes = json.loads(layout.saves.read_bytes())["steps"]
+    assert outcomes["3"]["outcome"] == "quarantined"
+    assert {step: outcomes[step].get("sequence") for step in "124567"} == {
+        "1": 1, "2": 2, "4": 3, "5": 4, "6": 6, "7": 7
+    }  # fmt: skip
+    # The explorers of 1 and 5 have not been seen dead for --dead-reader-grace; 2 is pinned.
+    assert {name: files(layout.published / name) for name in versions} == versions
+    assert journal(job)[: len(lines)] == lines
+    assert layout.audit.read_bytes().startswith(audit)
+    assert (layout.step(6) / RETIRED).exists()
+    assert (layout.step(7) / FULL).exists()
+    again = json.loads(said("history", job, "--json"))
+    assert [one["version"] for one in again["versions"]] == [*range(1, 8)]
+
+
+def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path) -> None:
+    layout = JobLayout(job)
+    with Daemon(job, *DAEMON) as daemon:
+        wait_for_step(job, 6)
+        save(job, 7)
+        wait_for_step(job, 7)
+        assert daemon.terminate() == 0
+
+    python = [sys.executable, "-P"]
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
+
+    done = subprocess.run(
+        [*python, "-c", RELEASE_BEFORE, str(job)],
+        env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "code": str(before / "syncd" / "__init__.py"),
+        "latest": 7,
+        "versions": [*range(1, 8)],
+        "verified": 7,
+        "pulled": [7, 7, -7.0],
+        "resumed": [7, 7.0],
+    }
+
+    save(job, 8)
+    outcomes, lines = layout.saves.read_bytes(), journal(job)
+    run = [*python, "-m", "syncd", "run", str(job), *DAEMON]
+    with subprocess.Popen(run, env=environment, stderr=subprocess.DEVNULL) as old:
+        try:
+            assert wait_for_step(job, 8).sequence == 8
+            with Reader(job, "checker") as reader:
+                version = reader.next_version(7, DEADLINE)
+                version.verify()
+                version.release()
+            old.terminate()
+            assert old.wait(DEADLINE) == 0
+        finally:
+            old.kill()
+    after = json.loads(layout.saves.read_bytes())["steps"]
+    assert {step: after[step] for step in "1234567"} == json.loads(outcomes)["steps"]
+    assert journal(job)[: len(lines)] == lines

@@ -1,0 +1,116 @@
+"""The storage calls of a merge, a publish and a pull, counted: ``python -m tests.storage_calls``.
+
+It uses only names that also the release before has, so that it can count there too::
+
+    git worktree add --detach /tmp/before 361c29a
+    cp tests/storage_calls.py /tmp/before/tests/ && cd /tmp/before && python -m tests.storage_calls
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from click.testing import CliRunner
+from torch import nn
+
+from explorer_hooks import ExplorerHook, TorchModule
+from syncd.cli import cli
+from syncd.daemon.config import DaemonConfig
+from syncd.storage.fsio import Storage
+from tests.jobs import SmallJob
+from tests.storages import CHANGES, SEAM, Clock
+
+_SHARDS: Final = Path(__file__).parent / "fixtures" / "torch-2.15.0" / "fsdp2"
+_HANGS: Final = 60.0
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the calls of all storages of this process, by their names."""
+    calls: Counter[str] = Counter()
+    lock = threading.Lock()
+
+    def counting(name: str) -> Callable[..., Any]:
+        real = getattr(Storage, name)
+
+        def method(self: Storage, *given: Any) -> Any:
+            with lock:
+                calls[name] += 1
+            return real(self, *given)
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SEAM:
+            patch.setattr(Storage, name, counting(name))
+        yield calls
+
+
+def merge(folder: Path) -> Counter[str]:
+    """``syncd merge`` of four ranks' shards, without receipts, into one file."""
+    with counted() as calls:
+        done = CliRunner().invoke(cli, ["merge", str(_SHARDS), str(folder / "merged")])
+    assert done.exit_code == 0, done.output
+    return calls
+
+
+def publish(folder: Path) -> Counter[str]:
+    """The round of a daemon that publishes a save with a receipt, as the second version."""
+    job = SmallJob(folder / "job")
+    with job.daemon(DaemonConfig(), clock=Clock()) as loop:
+        job.save(1)
+        for _ in range(3):
+            loop.run_once()
+        job.save(2)
+        with counted() as calls:
+            loop.run_once()
+    assert job.versions == ["v000001", "v000002"]
+    return calls
+
+
+def pull(folder: Path) -> Counter[str]:
+    """An explorer that has version 1 pulls version 2, which is there: all but ``close``."""
+    job = SmallJob(folder / "pulled")
+    model = nn.Module()
+    model.weight = nn.Parameter(nn.Linear(3, 1).weight[0].detach())
+    with job.daemon(DaemonConfig()) as loop:
+        job.save(1)
+        loop.run_once()
+        with ExplorerHook(job.layout.root, "explorer", TorchModule(model)) as hook:
+            hook.pull(_HANGS)
+            job.save(2)
+            loop.run_once()
+            with counted() as calls:
+                assert hook.pull(_HANGS).sequence == 2
+    return calls
+
+
+#: What is counted, by its name.
+WORK: Final = {"merge": merge, "publish": publish, "pull": pull}
+
+
+def summary(calls: Counter[str]) -> dict[str, int]:
+    """The number of syncs, of calls that change storage, and of those that only look."""
+    changes = sum(calls[name] for name in CHANGES)
+    syncs = calls["fsync"] + calls["sync_folder"]
+    return {"syncs": syncs, "changes": changes, "looks": calls.total() - changes}
+
+
+def main() -> None:
+    """Print the calls of each."""
+    for name, work in WORK.items():
+        with tempfile.TemporaryDirectory() as folder:
+            calls = work(Path(folder))
+        told = ", ".join(f"{call} {count}" for call, count in sorted(calls.items()))
+        print(f"{name}: {summary(calls)}\n    {told}")
+
+
+if __name__ == "__main__":
+    main()

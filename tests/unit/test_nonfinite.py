@@ -1,0 +1,430 @@
+"""NaN and Inf in weights: found by the trainer's hook, told by the daemon, refused if asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from explorer_hooks.broadcast import WeightReceiver
+from syncd.checkpoint.save import look_at_save
+from syncd.checkpoint.version import read_manifest
+from syncd.cli import cli
+from syncd.coordination.broadcast.group import WeightGroup
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.telling.metrics import Metrics, _JobMeter
+from syncd.protocol.names import RECEIPTS, receipt_name
+from syncd.protocol.policy import SyncMethod
+from syncd.protocol.records import NonFinite, Quarantine, Receipt, parse
+from tests.hooks import written
+from tests.jobs import SmallJob, receipt_of
+from tests.storages import Clock
+from tests.tiny_language import SIZES
+from tests.weight_groups import transfer
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
+from trainer_hooks.fast_path import TrainerBroadcasts
+from trainer_hooks.settings import SaveLayout, SaveLora
+from trainer_hooks.state import host_buffers
+from trainer_hooks.state.finite import Looked, LookedAtBytes, is_finite
+from trainer_hooks.trinity import StateDictWriter
+
+NAN, INF = float("nan"), float("inf")
+FULL = SaveSettings(layout=SaveLayout.FULL)
+
+
+class Mixed(nn.Module):
+    """Weights of each dtype that can be saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+            name = str(dtype).rpartition(".")[2]
+            self.register_parameter(f"a_{name}", nn.Parameter(torch.ones(5, 3, dtype=dtype)))
+        for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            name = str(dtype).rpartition(".")[2]
+            self.register_buffer(f"a_{name}", torch.ones(7).to(dtype))
+        self.register_buffer("int64", torch.ones(2, dtype=torch.int64))
+        self.register_buffer("empty", torch.ones(0))
+        self.register_buffer("scalar", torch.tensor(1.0))
+
+
+def spoil(tensor: Tensor, value: float = NAN) -> None:
+    """Put a value into the middle of a tensor."""
+    with torch.no_grad():
+        flat = tensor.view(-1)
+        bad = torch.tensor(value).to(tensor.dtype)
+        if tensor.itemsize == 1:  # torch does not index fp8
+            flat, bad = flat.view(torch.uint8), bad.view(torch.uint8)
+        flat[flat.numel() // 2] = bad
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save(job: SmallJob, model: nn.Module, step: int = 1, **options: Any) -> NonFinite | None:
+    """Save a step by the hook; what the receipts say of it."""
+    with TrainerHook(job.layout.root, model, **options) as hook:
+        hook.after_step(step)
+        written(hook)
+    return found(job, step)
+
+
+def found(job: SmallJob, step: int) -> NonFinite | None:
+    return look_at_save(job.storage, job.layout.actor(step), step).nonfinite
+
+
+def put(job: SmallJob, step: int, nonfinite: NonFinite | None, config: str | None = None) -> None:
+    """A save with a receipt that tells of NaN and Inf, as another host's hook may write it."""
+    save_id = job.save(step, point=False)
+    actor = job.layout.actor(step)
+    told = receipt_of((actor / "model.safetensors").read_bytes())
+    job.receipt(step, save_id, 0, 1, told.model_copy(update={"nonfinite": nonfinite}))
+    if config is not None:
+        job.put(actor / "huggingface" / "config.json", config.encode())
+    job.point(step)
+
+
+# -- what the hook finds -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saving", [SaveSettings(), FULL], ids=["sharded", "full"])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_the_receipt_names_the_tensors_with_nan_or_inf_of_every_dtype(
+    job: SmallJob, saving: SaveSettings, value: float
+) -> None:
+    model = Mixed()
+    assert save(job, model, 1, saving=saving) == NonFinite(count=0)
+    for tensor in model.state_dict(keep_vars=True).values():
+        if tensor.is_floating_point() and tensor.numel():
+            spoil(tensor, value)
+    bad = {n for n, t in model.state_dict().items() if not t.double().isfinite().all()}
+    # fp8 of the format E4M3 has no Inf: torch makes the largest value of it.
+    assert len(bad) == (7 if value is NAN else 6)
+    told = save(job, model, 2, saving=saving)
+    assert told is not None
+    assert told.count == len(bad)
+    assert len(told.names) == 4
+    assert set(told.names) < bad
+    for name, tensor in model.state_dict().items():
+        if name in bad:
+            tensor.view(torch.uint8 if tensor.itemsize == 1 else tensor.dtype).fill_(1)
+    assert save(job, model, 3, saving=saving) == NonFinite(count=0)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("wrap", [fully_shard, "fsdp1"])
+def test_tensors_that_are_sharded_are_looked_at(job: SmallJob, wrap: Any) -> None:
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    spoil(model[1].weight)  # type: ignore[index]
+    if wrap == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        wrap(model)
+    assert save(job, model) == NonFinite(count=1, names=("1.weight",))
+
+
+@pytest.mark.parametrize("lora", [SaveLora.ADAPTER, SaveLora.MERGED])
+def test_of_a_lora_model_what_is_published_is_looked_at(job: SmallJob, lora: SaveLora) -> None:
+    torch.manual_seed(0)
+    base = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    layer = "model.layers.0.self_attn.q_proj"
+    spoil(model.get_submodule(f"base_model.model.{layer}.lora_B.default").weight)  # type: ignore[arg-type]
+    told = save(job, model, saving=SaveSettings(lora=lora))
+    name = f"base_model.model.{layer}.lora_B.weight"
+    name = name if lora is SaveLora.ADAPTER else f"{layer}.weight"
+    assert told == NonFinite(count=1, names=(name,))
+
+
+def test_a_state_dict_that_is_given_is_looked_at(job: SmallJob) -> None:
+    StateDictWriter(job.layout.root)({"a": torch.ones(2), "b": torch.tensor([INF])}, 1)
+    assert found(job, 1) == NonFinite(count=1, names=("b",))
+
+
+def test_on_a_cpu_the_training_thread_does_not_look(
+    job: SmallJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = set()
+    real = torch.aminmax
+
+    def aminmax(*given: Any) -> Any:
+        looks.add(threading.current_thread())
+        return real(*given)
+
+    monkeypatch.setattr(torch, "aminmax", aminmax)
+    for step, saving in ((1, SaveSettings()), (2, FULL)):
+        save(job, nn.Linear(2, 2), step, saving=saving)
+    assert len(looks) == 2
+    assert threading.current_thread() not in looks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("saving", [SaveSettings(), FULL], ids=["sharded", "full"])
+def test_on_a_gpu_each_tensor_is_looked_at_before_it_is_copied(
+    job: SmallJob, saving: SaveSettings
+) -> None:
+    model = Mixed().cuda()
+    assert save(job, model, 1, saving=saving) == NonFinite(count=0)
+    spoil(model.a_bfloat16, INF)
+    spoil(model.a_float8_e4m3fn)
+    told = save(job, model, 2, saving=saving)
+    assert told is not None
+    assert set(told.names) == {"a_bfloat16", "a_float8_e4m3fn"}
+
+
+@pytest.mark.usefixtures("group")
+def test_what_was_looked_at_on_its_device_is_not_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a GPU: tied tensors are one look, and a buffer that is used again is another."""
+    monkeypatch.setattr(host_buffers, "_looks_at", lambda _: True)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+    weight = model[1].weight.to_local()  # type: ignore[operator, union-attr]
+    state = model.state_dict()
+    state |= {"tied": state["1.weight"], "empty": torch.ones(0), "_extra_state": torch.tensor(NAN)}
+    buffers = host_buffers.HostBuffers()
+    for value in (1.0, NAN, 2.0):
+        spoil(weight, value)
+        copied = buffers.copy(state)
+        with monkeypatch.context() as no_look:
+            no_look.setattr(host_buffers, "is_finite", None)
+            bad = host_buffers.nonfinite_names(copied)
+        assert bad == (["1.weight", "tied"] if value is NAN else [])
+
+
+def test_many_looks_are_fetched_at_once() -> None:
+    looked = Looked()
+    names = [f"{dtype}-{n}" for n in range(3) for dtype in (torch.float32, torch.bfloat16)]
+    for n in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = torch.zeros(4, 5, dtype=dtype).t()
+            if n == 1:
+                spoil(tensor.t(), -INF)
+            looked.add(f"{dtype}-{n}", tensor)
+    assert looked.fetch() == {torch.device("cpu")}
+    assert looked.nonfinite() == {name for name in names if name.endswith("-1")}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float8_e5m2])
+@pytest.mark.parametrize("parts", [1, 3, 8, 1000])
+def test_bytes_are_looked_at_in_parts_of_any_size(dtype: torch.dtype, parts: int) -> None:
+    for bad in (False, True):
+        tensor = torch.arange(-20, 20).to(dtype)
+        if bad:
+            spoil(tensor)
+        content = memoryview(bytearray(tensor.view(torch.uint8).numpy().tobytes()))
+        looked = LookedAtBytes(dtype)
+        for at in range(0, len(content), parts):
+            looked.add(content[at : at + parts])
+        assert looked.is_finite is is_finite(tensor) is not bad
+
+
+# -- what becomes of it ------------------------------------------------------------------------
+
+
+def test_a_version_with_nan_is_published_with_a_warning_and_counted(
+    job: SmallJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    model = nn.Linear(3, 2)
+    metrics = Metrics()
+    meter = _JobMeter(metrics, job)
+    with job.daemon(meter=meter) as loop:
+        for step, value in ((1, 1.0), (2, NAN)):
+            spoil(model.weight, value)
+            save(job, model, step)
+            loop.run_once()
+    name = "syncd_nonfinite_versions_total"
+    assert metrics.registry.get_sample_value(name, {"job_dir": str(job.layout.root)}) == 1
+    assert job.latest.step == 2
+    manifests = [read_manifest(job.storage, job.layout.version(n)) for n in (1, 2)]
+    assert manifests[0].nonfinite == NonFinite(count=0)
+    assert manifests[1].nonfinite == NonFinite(count=1, names=("weight",))
+    page = CliRunner().invoke(cli, ["status", str(job.layout.root)]).output
+    assert "with NaN or Inf in 1 tensor (weight)" in " ".join(page.split())
+    trainer, daemon = (record.getMessage() for record in caplog.records)
+    assert "of step 2 has NaN or Inf in 1 tensor (weight)" in trainer
+    assert daemon.startswith("version 2 of step 2 has NaN or Inf in 1 tensor (weight)")
+    fields = caplog.records[-1].__dict__["fields"]
+    assert fields == {"version": 2, "step": 2, "count": 1, "tensors": ["weight"]}
+
+
+def test_a_daemon_that_refuses_nan_quarantines_it_and_serves_the_next_save(job: SmallJob) -> None:
+    with job.daemon(DaemonConfig(refuse_nonfinite=True)) as loop:
+        put(job, 1, NonFinite(count=0))
+        loop.run_once()
+        put(job, 2, NonFinite(count=2, names=("head", "layers.0")))
+        loop.run_once()
+        assert job.latest.step == 1
+        (path,) = job.layout.quarantine.iterdir()
+        record = parse(Quarantine, path.read_bytes(), path)
+        assert record.error == "NonFiniteError"
+        assert "step 2 has NaN or Inf in 2 tensors (head, layers.0)" in record.reason
+        put(job, 3, NonFinite(count=0))
+        loop.run_once()
+        assert job.latest.step == 3
+        assert (job.outcomes[2], job.outcomes[3]) == ("quarantined", "published")
+        loop.config = DaemonConfig()
+        put(job, 4, NonFinite(count=1, names=("head",)))
+        loop.run_once()
+    assert job.latest.step == 4
+
+
+def test_a_save_that_nobody_looked_at_is_published_and_its_version_says_so(
+    job: SmallJob, clock: Clock
+) -> None:
+    """Also by a daemon that refuses NaN: nothing is known of it."""
+    with job.daemon(DaemonConfig(refuse_nonfinite=True), clock=clock) as loop:
+        put(job, 1, None)
+        loop.run_once()
+        assert read_manifest(job.storage, job.layout.version(1)).nonfinite is None
+        job.save(2, NAN, receipts=False)
+        for _ in range(2):
+            loop.run_once()
+            clock.advance(5)
+    assert read_manifest(job.storage, job.layout.version(2)).nonfinite is None
+
+
+def test_what_ranks_found_is_put_together(job: SmallJob) -> None:
+    """Each has parts of the same tensors; one is of a release that did not look."""
+    actor = job.layout.actor(1)
+    job.save(1)
+    shards = [
+        receipt_of(b"\0" * 8, f"model_world_size_3_rank_{rank}.pt").model_copy(
+            update={"nonfinite": one}
+        )
+        for rank, one in enumerate((NonFinite.of(["a", "b"]), NonFinite.of([*"bcdefg"]), None))
+    ]
+    for rank, shard in enumerate(shards):
+        job.receipt(1, "run-1-9", rank, 3, shard)
+    told = look_at_save(job.storage, actor, 1).nonfinite
+    assert told == NonFinite(count=6, names=("a", "b", "c", "d"))
+    assert str(told) == "NaN or Inf in 6 tensors (a, b, c, d, …)"
+    job.receipt(1, "run-1-9", 0, 3, shards[0].model_copy(update={"nonfinite": NonFinite(count=0)}))
+    job.receipt(1, "run-1-9", 1, 3, shards[1].model_copy(update={"nonfinite": NonFinite(count=0)}))
+    assert look_at_save(job.storage, actor, 1).nonfinite is None
+
+
+def test_a_receipt_stays_small_and_forges_no_line_of_the_log(
+    job: SmallJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"{n}\n2026-01-31 ERROR all is lost\x1b[2J" + "x" * 500 for n in range(100)]
+    model = nn.Module()
+    for name in names:
+        model.register_parameter(name.replace(".", ""), nn.Parameter(torch.tensor([NAN])))
+    told = save(job, model)
+    assert told is not None
+    assert told.count == 100
+    receipt = job.layout.actor(1) / RECEIPTS / receipt_name(0)
+    assert len(receipt.read_bytes()) < 2000
+    assert parse(Receipt, receipt.read_bytes(), receipt).files[0].nonfinite == told
+    # By another writer: as it is read.
+    put(job, 2, NonFinite(count=9, names=tuple(names)))
+    with job.daemon() as loop:
+        loop.run_once()
+    warned = [r.getMessage() for r in caplog.records if "NaN or Inf" in r.getMessage()]
+    assert len(warned) == 2
+    assert all(line.isprintable() and len(line) < 1200 for line in warned)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_trainer_that_broadcasts_says_that_it_has_sent_nan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model)
+    settings = SyncSettings(method=SyncMethod.NCCL, broadcast_bucket=64)
+    path = TrainerBroadcasts(model, settings, None)
+
+    def send(group: WeightGroup) -> bool:
+        path._group = group
+        return path.send(7)
+
+    for value in (1.0, -INF):
+        spoil(model[1].weight.to_local(), value)  # type: ignore[operator, union-attr]
+        sender, receiver = transfer(
+            send, lambda group: dict(WeightReceiver(group).receive(lambda _: None))
+        )
+        assert sender.result()
+        assert len(receiver.result()) == 4
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert line.startswith("step 7 was broadcast with NaN or Inf in 1 tensor (1.weight)")
+
+
+# -- the config --------------------------------------------------------------------------------
+
+
+def config(**more: Any) -> dict[str, Any]:
+    return {"model_type": "tiny", "rope_scaling": {"factor": 2.0}, "layers": [1, 2]} | more
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.__dict__.get("event") == "model_config_changed"
+    ]
+
+
+def test_a_config_whose_settings_differ_from_the_version_before_is_said_once(
+    job: SmallJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    changed = config(rope_scaling={"factor": 4.0}, eos="\x1b[2J")
+    del changed["layers"]
+    configs = [
+        json.dumps(config(transformers_version="5.0")),
+        json.dumps(dict(reversed(config().items())), indent=8),  # the same settings
+        json.dumps(changed),
+        json.dumps(changed),
+    ]
+    with job.daemon() as loop:
+        for step, content in enumerate(configs):
+            put(job, step, None, content)
+            loop.run_once()
+            assert len(told(caplog)) == (step >= 2)
+    (line,) = told(caplog)
+    assert line.startswith(
+        "config.json of version 3 differs from that of version 2: "
+        'eos (absent → "\\u001b[2J"); layers ([1, 2] → absent); rope_scaling.factor (2.0 → 4.0);'
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"a": ' + "[" * 900 + "STEP" + "]" * 900 + "}",  # found by comparing, or later
+        '{"a":' * 450 + "STEP" + "}" * 450,
+        "{" + ",".join(f'"{"x" * 900}{n}": STEP' for n in range(1000)) + "}",
+        "[" * 100_000, "{" + " " * 1024 * 1024 + "}", '{"a": NaN}', "{", "STEP", "",
+    ],
+    ids=["nested lists", "nested", "long", "unclosed", "too long", "NaN", "broken", "1", "empty"],
+)  # fmt: skip
+def test_a_config_that_cannot_be_read_keeps_nothing_from_being_published(
+    job: SmallJob, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    with job.daemon() as loop:
+        for step in range(2):
+            put(job, step, None, content.replace("STEP", str(step)) + " " * step)
+            loop.run_once()
+        assert job.latest.step == 1
+        put(job, 2, None, json.dumps({str(n) * 100: n for n in range(2000)}))
+        loop.run_once()
+    assert job.latest.step == 2
+    assert all(len(line) < 2500 for line in told(caplog))

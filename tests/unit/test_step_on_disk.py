@@ -1,0 +1,93 @@
+"""Asking for a step by its number: it is on disk, is becoming whole, or is not there at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from explorer_hooks import bench
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from syncd.coordination import TrainerSynchronizer
+from syncd.coordination.member import Seams
+from syncd.protocol.errors import SaveNotReadyError
+from syncd.protocol.names import FULL
+from syncd.protocol.policy import RunningStatus, Version
+from tests.explorers import LONG, publish
+from tests.jobs import SmallJob
+from tests.multiprocess.processes import wait_until
+
+pytestmark = pytest.mark.lagging
+
+ASKS: dict[str, Callable[[ExplorerHook, int], object]] = {
+    "pull_step": lambda hook, step: hook.pull_step(step),
+    "bench.step": bench.step,
+    "set_model_state_dict_with_step_num": lambda hook, step: (
+        hook.synchronizer.set_model_state_dict_with_step_num(step)
+    ),
+}
+
+
+@pytest.fixture
+def hook(job: SmallJob) -> Iterator[ExplorerHook]:
+    with ExplorerHook(
+        job.layout.root, "explorer", FakeEngine(), poll=0.02, storage=job.explorers
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("ask", ASKS)
+def test_a_step_that_is_not_on_disk_is_an_error_at_once_and_nothing_is_pointed_to_it(
+    job: SmallJob, hook: ExplorerHook, ask: str
+) -> None:
+    with pytest.raises(SaveNotReadyError, match=r"step 99 is not on disk; .* has no steps"):
+        ASKS[ask](hook, 99)
+    assert not job.layout.state_pointer.exists()
+    for step in (4, 0):
+        job.save(step, point=False)
+        (job.layout.step(step) / FULL).touch()  # else they are pruned
+    publish(job, 8)
+    with pytest.raises(SaveNotReadyError, match=r"step 99 is not on disk; there are 0, 4, 8$"):
+        ASKS[ask](hook, 99)
+    assert job.layout.state_pointer.read_text() == "8\n"
+
+
+def test_a_trainer_that_asks_for_a_step_that_is_not_on_disk_announces_nothing(
+    job: SmallJob,
+) -> None:
+    with TrainerSynchronizer(job.layout.root, seams=Seams(storage=job.explorers)) as trainer:
+        trainer.set_trainer_status(RunningStatus.RUNNING)
+        with pytest.raises(SaveNotReadyError, match="step 99 is not on disk"):
+            trainer.set_model_state_dict_with_step_num(99)
+        assert trainer._me.record.step is None
+
+
+def test_a_step_that_has_just_come_is_found_though_its_client_remembers_that_it_was_not_there(
+    job: SmallJob, hook: ExplorerHook
+) -> None:
+    with pytest.raises(SaveNotReadyError):
+        hook.pull_step(4)
+    job.hosts.let_time_pass()
+    job.save(4, point=False)
+    with ThreadPoolExecutor(1) as aside, job.daemon() as loop:
+        pulling = aside.submit(hook.pull_step, 4, LONG)
+        wait_until(job.layout.state_pointer.exists, "it is pointed to")
+        loop.run_once()
+        assert pulling.result(LONG) == Version(1, 4)
+
+
+def test_a_step_whose_save_is_not_whole_yet_is_waited_for(
+    job: SmallJob, hook: ExplorerHook
+) -> None:
+    job.layout.actor(4).mkdir(parents=True)
+    job.hosts.let_time_pass()
+    with ThreadPoolExecutor(1) as aside, job.daemon() as loop:
+        pulling = aside.submit(hook.pull_step, 4, LONG)
+        wait_until(job.layout.state_pointer.exists, "it is pointed to")
+        loop.run_once()
+        assert not pulling.done()
+        job.save(4)
+        loop.run_once()
+        assert pulling.result(LONG) == Version(1, 4)

@@ -1,0 +1,24 @@
+"""The number of storage calls: on a network filesystem each is a round trip, a sync far more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.storage_calls import WORK, summary
+
+#: The most that each may make; whoever needs fewer lowers it, and whoever needs more says why.
+MOST = {
+    "merge": {"syncs": 6, "changes": 15, "looks": 208},
+    "publish": {"syncs": 23, "changes": 88, "looks": 104},
+    "pull": {"syncs": 2, "changes": 9, "looks": 27},
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_no_more_storage_calls_are_made(tmp_path: Path, name: str) -> None:
+    calls = WORK[name](tmp_path)
+    found = summary(calls)
+    assert all(found.values())  # they are seen
+    assert all(found[kind] <= MOST[name][kind] for kind in found), (found, calls)

@@ -1,0 +1,274 @@
+"""When an explorer's wait begins and ends: before the trainer comes, and after it has gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import pytest
+
+from explorer_hooks.engines.fake import FakeEngine
+from explorer_hooks.hook import ExplorerHook
+from syncd.coordination import ExplorerSynchronizer, TrainerSynchronizer
+from syncd.coordination.member import Seams
+from syncd.protocol.errors import WaitTimeoutError
+from syncd.protocol.participants import Rendezvous
+from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, SyncStyle, Version
+from syncd.protocol.records import SaveOutcome, SaveOutcomes, encode
+from tests.explorers import LONG, publish, report
+from tests.jobs import LEASE_TIME, SmallJob
+from tests.multiprocess.processes import wait_until
+
+pytestmark = pytest.mark.lagging
+
+HELD = Version(1, 1)
+#: Waits for weights that end with the trainer, by the name of the method.
+WAITS: dict[str, Callable[..., Any]] = {
+    "wait_new_model_state_dict": ExplorerSynchronizer.wait_new_model_state_dict,
+    "wait_for_weights": partial(
+        ExplorerSynchronizer.wait_for_weights, joins=lambda: True, ends_with_trainer=True
+    ),
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.fixture
+def aside(stack: ExitStack) -> Callable[..., Future[Any]]:
+    return stack.enter_context(ThreadPoolExecutor(2)).submit
+
+
+@pytest.fixture
+def trainer(job: SmallJob) -> Iterator[TrainerSynchronizer]:
+    with TrainerSynchronizer(job.layout.root, seams=Seams(poll=0.02)) as made:
+        made.set_trainer_status(RunningStatus.RUNNING)
+        yield made
+
+
+@pytest.fixture
+def explorer(job: SmallJob) -> Iterator[ExplorerSynchronizer]:
+    yield from explorer_of(job)
+
+
+def explorer_of(job: SmallJob, clock: Callable[[], float] = time.monotonic) -> Iterator[Any]:
+    seams = Seams(storage=job.explorers, poll=0.02, clock=clock)
+    with ExplorerSynchronizer(job.layout.root, "explorer", seams=seams) as made:
+        made.set_explorer_status(RunningStatus.RUNNING)
+        job.hosts.let_time_pass()
+        yield made
+
+
+def fast() -> float:
+    """A clock that has a lease time go by in a second."""
+    return LEASE_TIME * time.monotonic()
+
+
+def waits_for_a_version(job: SmallJob) -> bool:
+    return report(job).status == RunningStatus.REQUIRE_SYNC.value
+
+
+# -- after the trainer -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["closes", "dies", "says that nothing newer comes"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_trainers_last_save_is_waited_for_after_its_end(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any, wait: str, end: str
+) -> None:
+    publish(job, 1)
+    with job.daemon() as loop:
+        if end == "says that nothing newer comes":
+            waiting = aside(WAITS[wait], explorer, HELD, timeout=LONG)
+            wait_until(lambda: waits_for_a_version(job), "it waits")
+            job.save(2)
+            trainer.notify_no_new_model_state_dict()
+            wait_until(lambda: report(job).requests == 2, "it has heard, and asks again")
+        else:
+            job.save(2)
+            trainer.set_model_state_dict(None, 2)
+            trainer.close() if end == "closes" else trainer._me.session.close()
+            waiting = aside(WAITS[wait], explorer, HELD, timeout=LONG)
+            wait_until(lambda: waits_for_a_version(job), "it waits")
+        loop.run_once()
+        assert waiting.result(LONG) == Version(2, 2)
+        trainer.close()
+        assert WAITS[wait](explorer, Version(2, 2), timeout=LONG) in {None, Version(2, 2)}
+
+
+def test_a_step_that_was_saved_again_is_waited_for_and_not_taken_for_the_one_before(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any
+) -> None:
+    publish(job, 1)
+    assert explorer.get_latest_model_version() == HELD
+    with job.daemon() as loop:
+        job.save(1, 8.0, counter=1)
+        trainer.close()
+        waiting = aside(explorer.wait_new_model_state_dict, HELD, timeout=LONG)
+        wait_until(lambda: waits_for_a_version(job), "it waits")
+        loop.run_once()
+        assert waiting.result(LONG) == Version(2, 1)
+
+
+@pytest.mark.parametrize("outcome", ["quarantined", "skipped"])
+def test_a_last_save_that_never_becomes_a_version_ends_the_wait(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any, aside: Any, outcome: Any
+) -> None:
+    publish(job, 1)
+    with job.daemon():
+        identity = job.save(2)
+        trainer.close()
+        waiting = aside(explorer.wait_new_model_state_dict, HELD, timeout=LONG)
+        wait_until(lambda: waits_for_a_version(job), "it waits")
+        saves = SaveOutcomes(steps={2: SaveOutcome(identity=identity, outcome=outcome)})
+        job.put(job.layout.saves, encode(saves))
+        assert waiting.result(LONG) == HELD
+
+
+def test_a_version_whose_outcome_cannot_be_written_is_published_all_the_same(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any
+) -> None:
+    publish(job, 1)
+    with job.daemon():
+        job.layout.saves.unlink()
+        job.hosts.settle()
+        trainer.close()
+        assert explorer.wait_new_model_state_dict(HELD, timeout=LONG) == HELD
+
+
+def test_a_step_that_is_pointed_to_and_not_on_disk_is_not_waited_for(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any
+) -> None:
+    publish(job, 1)
+    with job.daemon():
+        job.point(9)
+        trainer.close()
+        assert explorer.wait_new_model_state_dict(HELD, timeout=LONG) == HELD
+
+
+def test_a_last_save_that_is_not_published_in_time_is_an_error(
+    job: SmallJob, trainer: TrainerSynchronizer, explorer: Any
+) -> None:
+    publish(job, 1)
+    with job.daemon():
+        job.save(2)
+        trainer.close()
+        with pytest.raises(WaitTimeoutError, match="see `syncd status "):
+            explorer.wait_new_model_state_dict(HELD, timeout=0.2)
+
+
+@pytest.mark.parametrize("daemon", ["was never there", "was killed"])
+def test_a_wait_for_the_last_save_ends_a_lease_time_after_no_daemon_lives(
+    job: SmallJob, trainer: TrainerSynchronizer, daemon: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    publish(job, 1)
+    job.save(2)
+    if daemon == "was killed":
+        job.layout.daemon_lock.touch()
+    trainer.close()
+    for explorer in explorer_of(job, clock=fast):
+        begun = fast()
+        assert explorer.wait_new_model_state_dict(HELD, timeout=LEASE_TIME * LONG) == HELD
+        assert fast() - begun >= LEASE_TIME
+    assert f"step 2 is saved and not published, and no daemon has worked in {job.layout.root}" in (
+        caplog.text
+    )
+
+
+# -- before the trainer --------------------------------------------------------------------------
+
+
+def test_who_holds_a_version_of_a_trainer_that_never_registers_goes_on_at_once(
+    job: SmallJob, explorer: Any
+) -> None:
+    publish(job, 1)
+    with job.daemon():
+        job.save(2)
+        assert explorer.wait_new_model_state_dict(HELD, timeout=LONG) == HELD
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("comes", ["a trainer", "a version"])
+def test_who_holds_nothing_waits_for_a_trainer_or_a_version_and_says_so_once(
+    job: SmallJob, explorer: Any, aside: Any, wait: str, comes: str,
+    caplog: pytest.LogCaptureFixture, stack: ExitStack,
+) -> None:  # fmt: skip
+    told = (
+        f"explorer waits for a trainer, or a first version: no trainer works in {job.layout.root}"
+    )
+    waiting = aside(WAITS[wait], explorer, None, timeout=LONG)
+    wait_until(lambda: told in caplog.text, "it says what it waits for")
+    if comes == "a trainer":
+        trainer = stack.enter_context(TrainerSynchronizer(job.layout.root))
+        wait_until(trainer.modules, "it has registered, and is loading")
+        assert not waiting.done()
+        trainer.set_trainer_status(RunningStatus.RUNNING)
+        wait_until(trainer.explorer_requires_sync, "it asks that one")
+    assert not waiting.done()
+    publish(job, 1)
+    assert waiting.result(LONG) == HELD
+    assert caplog.text.count(told) == 1
+
+
+def test_who_holds_nothing_is_told_at_the_deadline_that_no_trainer_came(
+    job: SmallJob, explorer: Any
+) -> None:
+    for call in (explorer.wait_new_model_state_dict, explorer.wait_for_trainer):
+        with pytest.raises(WaitTimeoutError, match=r"no trainer has come to .*, and no version"):
+            call(None, timeout=0.1)
+    publish(job, 1)
+    explorer.wait_for_trainer(None, timeout=LONG)
+    explorer.wait_for_trainer(HELD, timeout=LONG)
+
+
+def test_who_has_seen_a_trainer_go_without_a_version_goes_on_and_says_so_once(
+    trainer: TrainerSynchronizer, explorer: Any, aside: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = aside(explorer.wait_new_model_state_dict, None, timeout=LONG)
+    wait_until(trainer.explorer_requires_sync, "it asks")
+    trainer.close()
+    assert waiting.result(LONG) is None
+    assert explorer.wait_new_model_state_dict(None, timeout=LONG) is None
+    assert caplog.text.count("no version was published: explorer goes on without one") == 1
+
+
+class Taker(FakeEngine):
+    """Takes broadcasts."""
+
+    workers = 1
+
+    def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """It is in no group."""
+
+
+@pytest.mark.parametrize("engine", [FakeEngine, Taker])
+@pytest.mark.parametrize("method", SyncMethod)
+def test_a_step_on_nothing_waits_for_the_trainer(
+    job: SmallJob, aside: Any, stack: ExitStack, method: SyncMethod, engine: type[FakeEngine]
+) -> None:
+    settings = SyncSettings(method=method, style=SyncStyle.TRAINER_DRIVEN)
+    with ExplorerHook(
+        job.layout.root, "explorer", engine(), settings=settings, poll=0.02, storage=job.explorers
+    ) as hook:
+        job.hosts.let_time_pass()
+        waiting = aside(hook.after_step, 1)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        trainer = stack.enter_context(TrainerSynchronizer(job.layout.root))
+        trainer.set_trainer_status(RunningStatus.RUNNING)
+        if method is SyncMethod.NCCL and engine is Taker:
+            assert waiting.result(LONG) is None  # the trainer says when
+            return
+        wait_until(trainer.explorer_requires_sync, "it asks")
+        publish(job, 1)
+        assert waiting.result(LONG) == HELD

@@ -1,0 +1,121 @@
+"""Tensors that hold NaN or Inf, found by their smallest and their largest value."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from syncd.coordination.host_memory import HostMemory
+
+#: NaN makes both the smallest and the largest value NaN.
+_BY_VALUE: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+#: torch has no aminmax of fp8. Without the sign, NaN and Inf are the largest among its bits.
+_BY_BITS: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_NO_SIGN: Final = 0x7F
+#: Elements of fp8 whose bits are copied at a time.
+_BLOCK: Final = 4 * 1024 * 1024
+
+
+@torch.no_grad()
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether no element is NaN or Inf. A dtype other than fp64 to bf16 and fp8 has none.
+
+    Args:
+        tensor: strided, of any shape, on the CPU.
+    """
+    looked = Looked()
+    looked.add(None, tensor)
+    looked.fetch()
+    return not looked.nonfinite()
+
+
+class Looked:
+    """Tensors that were looked at, each on its device and its current stream.
+
+    No call but :meth:`nonfinite` needs the result, so none waits for a device. A look reads each
+    element once, and makes two scalars; of fp8, whose bits are copied, 4 MiB besides.
+    """
+
+    def __init__(self) -> None:
+        self._scalars: defaultdict[
+            tuple[torch.device, torch.dtype], list[tuple[Hashable, Tensor]]
+        ] = defaultdict(list)
+        self._fetched: list[tuple[list[Hashable], HostMemory, torch.dtype]] = []
+
+    @torch.no_grad()
+    def add(self, key: Hashable, tensor: Tensor) -> None:
+        """Look at a strided tensor. It may be freed or changed by its stream afterwards."""
+        dtype = tensor.dtype
+        if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS:
+            return
+        scalars = self._scalars[tensor.device, dtype]
+        if dtype in _BY_VALUE:
+            scalars += [(key, scalar) for scalar in torch.aminmax(tensor)]
+        else:
+            blocks = torch.split(tensor.reshape(-1).view(torch.uint8), _BLOCK)
+            scalars += [(key, (block & _NO_SIGN).amax()) for block in blocks]
+
+    def fetch(self) -> set[torch.device]:
+        """Copy what was found to the host.
+
+        Returns:
+            The devices on whose current streams the copies are.
+        """
+        for (device, dtype), found in self._scalars.items():
+            keys, scalars = zip(*found, strict=True)
+            stacked = torch.stack(scalars)
+            memory = HostMemory(stacked.nbytes, device)
+            memory.content.copy_(stacked.view(torch.uint8), non_blocking=True)
+            self._fetched.append((list(keys), memory, dtype))
+        devices = {device for device, _ in self._scalars}
+        self._scalars.clear()
+        return devices
+
+    def nonfinite(self) -> set[Hashable]:
+        """The keys of the tensors that hold NaN or Inf; once all that was fetched has come."""
+        return {
+            key
+            for keys, memory, dtype in self._fetched
+            for key, is_good in zip(
+                keys, memory.content.view(dtype).double().isfinite().tolist(), strict=True
+            )
+            if not is_good
+        }
+
+
+class LookedAtBytes:
+    """One tensor that is looked at as its bytes come, in parts of any size.
+
+    Args:
+        dtype: of the tensor.
+
+    Attributes:
+        is_finite: whether no element so far is NaN or Inf.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.is_finite = True
+        self._dtype = dtype
+        self._begun = b""
+
+    def add(self, part: memoryview) -> None:
+        """Look at the next bytes, writable memory that may change afterwards."""
+        size = self._dtype.itemsize
+        if self._begun:  # a part has ended inside an element
+            missing = size - len(self._begun)
+            self._begun, part = self._begun + bytes(part[:missing]), part[missing:]
+            if len(self._begun) == size:
+                self._look(memoryview(bytearray(self._begun)))
+                self._begun = b""
+        whole = len(part) // size * size
+        self._look(part[:whole])
+        self._begun += bytes(part[whole:])
+
+    def _look(self, part: memoryview) -> None:
+        if part and self.is_finite:
+            elements = torch.frombuffer(part, dtype=torch.uint8).view(self._dtype)
+            self.is_finite = is_finite(elements)

@@ -1,0 +1,258 @@
+"""One transfer on its way out: the handshake, the buckets, and the word of all that it is there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from syncd.checkpoint.merging.plan import PlannedTensor
+from syncd.checkpoint.tensor_rules import shown
+from syncd.coordination.broadcast.weight_meta import (
+    AHEAD,
+    AT_A_TIME,
+    Bucket,
+    BucketPiece,
+    Header,
+    Image,
+    WeightMeta,
+)
+from syncd.coordination.host_memory import HostMemory, wait_for_copies
+from syncd.coordination.tensors import bytes_of
+from syncd.protocol.errors import BroadcastError
+from syncd.protocol.records import NonFinite
+from trainer_hooks.state.finite import Looked
+from trainer_hooks.state.gather import flat_bytes
+
+if TYPE_CHECKING:
+    from syncd.coordination.broadcast.group import Broadcasting, WeightGroup
+
+#: Bytes that are brought to the host at a time, for a digest of them.
+_HASHED: Final = 16 * 1024 * 1024
+
+
+class _Sending(NamedTuple):
+    """A bucket that is being sent.
+
+    Attributes:
+        memory: of the bucket; held until it is sent.
+        is_buffer: whether that is memory that other buckets will use.
+        broadcasting: to be waited for.
+    """
+
+    memory: Tensor
+    is_buffer: bool
+    broadcasting: Broadcasting
+
+
+class Outgoing:
+    """Rank 0's side of one transfer. What fails is kept, until :meth:`end` raises it.
+
+    Args:
+        group: that it goes to.
+        tensors: in the order in which they are put.
+        buffers: for what is packed.
+        bucket_bytes, has_digests: as receivers are told.
+
+    Attributes:
+        image: how the tensors are cut.
+        error: why it has failed; None while it has not.
+    """
+
+    def __init__(
+        self,
+        group: WeightGroup,
+        tensors: Sequence[PlannedTensor],
+        buffers: Buffers,
+        *,
+        bucket_bytes: int,
+        has_digests: bool,
+    ) -> None:
+        self._group = group
+        self._tensors = tensors
+        self._meta = WeightMeta.of(tensors)
+        self._header = Header.of(self._meta, bucket_bytes, has_digests=has_digests)
+        self.image = Image.of(self._meta, self._header.bucket_bytes)
+        self.error: BroadcastError | None = None
+        self._fault: str | None = None
+        self._buffers = buffers
+        self._pieces = ((bucket, one) for bucket in self.image.buckets for one in bucket.pieces)
+        self._room = torch.empty(0)
+        self._sources: set[torch.device] = set()
+        self._under_way: deque[_Sending] = deque()
+        self._digests: list[bytes] = []
+        self._tied: dict[int, bytes] = {}
+        self._looked = Looked()
+
+    def greet(self) -> None:
+        """Say what will be sent, and hear from all receivers that they are ready for it."""
+        self._unless_failed(self._greet)
+
+    def put(self, number: int, whole: Tensor) -> None:
+        """Send a tensor. It may be freed when this returns, but not be changed before the end.
+
+        Args:
+            number: in the plan; tensors come in order.
+            whole: on any device.
+        """
+        self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
+        if whole.device.type in {"cpu", "cuda"}:  # others may not have aminmax of every dtype
+            self._unless_failed(lambda: self._looked.add(self._tensors[number].name, whole))
+
+    def compare(self, number: int, name: str, whole: Tensor) -> None:
+        """See that a tensor that is left out is the same as the one that is sent for it."""
+        self._unless_failed(lambda: self._compare(number, name, flat_bytes(whole)))
+
+    def end(self) -> None:
+        """Wait until all receivers have the last byte.
+
+        Raises:
+            BroadcastError: they have not, or that is not known.
+        """
+        self._unless_failed(self._end)
+        if self.error is not None:
+            raise self.error
+
+    def nonfinite(self) -> NonFinite:
+        """The tensors that were sent with NaN or Inf; to be called once, after :meth:`end`."""
+        wait_for_copies(self._looked.fetch())
+        found = self._looked.nonfinite()
+        return NonFinite.of([one.name for one in self._tensors if one.name in found])
+
+    def _greet(self) -> None:
+        self._say(self._header.encode())
+        if not self._group.agree(ok=True):
+            self._say(self._meta.encode())
+        if not self._group.agree(ok=True):
+            raise BroadcastError("an explorer cannot take the weights: see its log for the reason")
+
+    def _put(self, number: int, flat: Tensor) -> None:
+        if self._tensors[number].copies:
+            self._tied[number] = _digest(flat)
+        for bucket, piece in self._pieces if flat.numel() else ():
+            part = flat[piece.first :][: piece.size]
+            if len(bucket.pieces) == 1 and part.device == self._group.device:
+                self._send(part, is_buffer=False)
+            else:
+                self._pack(bucket, piece, part)
+            if piece.first + piece.size == flat.numel():
+                break
+        if flat.numel() > self._header.bucket_bytes:
+            self._wait_while(lambda: True)  # it would be held while the next one is gathered
+
+    def _compare(self, number: int, name: str, flat: Tensor) -> None:
+        if _digest(flat) != self._tied[number]:
+            self._fault = (
+                f"{shown(name)} is not the same as {shown(self._tensors[number].name)}, and "
+                "config.json says tie_word_embeddings: tie them, or say that they are not"
+            )
+
+    def _end(self) -> None:
+        self._wait_while(lambda: True)
+        if self._header.has_digests:
+            self._say(b"".join(self._digests))
+        if not self._group.agree(self._fault is None):
+            raise BroadcastError(
+                self._fault or "an explorer has not taken the weights: see its log for the reason"
+            )
+
+    def _pack(self, bucket: Bucket, piece: BucketPiece, part: Tensor) -> None:
+        """Copy a piece into memory for a bucket, and send that once it is full."""
+        if piece is bucket.pieces[0]:
+            self._wait_while(lambda: sum(one.is_buffer for one in self._under_way) == AT_A_TIME)
+            self._room = self._buffers.next(bucket.size, self._group.device, part.device)
+            self._sources.clear()
+        self._room[piece.at :][: piece.size].copy_(part, non_blocking=True)
+        self._sources.add(part.device)
+        if piece is bucket.pieces[-1]:
+            if self._group.device.type == "cpu":
+                wait_for_copies(self._sources)
+            self._send(self._room, is_buffer=True)
+
+    def _send(self, memory: Tensor, *, is_buffer: bool) -> None:
+        """Send memory that stays as it is until that is waited for."""
+        if self._header.has_digests:
+            self._digests.append(_digest(memory))
+        room = self._header.bucket_bytes - memory.numel()
+        self._wait_while(
+            lambda: (
+                len(self._under_way) == AHEAD
+                or sum(one.memory.numel() for one in self._under_way) > room
+            )
+        )
+        broadcasting = self._group.broadcast(memory)
+        self._under_way.append(_Sending(memory, is_buffer, broadcasting))
+
+    def _wait_while(self, true: Callable[[], bool]) -> None:
+        """Wait for what is under way, the oldest first."""
+        while self._under_way and true():
+            self._under_way[0].broadcasting.wait()
+            self._under_way.popleft()
+
+    def _say(self, content: bytes) -> None:
+        told = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(self._group.device)
+        self._group.broadcast(told).wait()
+
+    def _unless_failed(self, work: Callable[[], None]) -> None:
+        """Do something, and keep its error: raised here, it would leave ranks in a collective."""
+        if self.error is not None:
+            return
+        try:
+            work()
+        except BroadcastError as error:
+            self.error = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks gather
+            self.error = BroadcastError(f"a transfer could not be sent: {error}")
+            self.error.__cause__ = error
+
+
+class Buffers:
+    """Memory that two buckets are packed in, kept from one transfer to the next."""
+
+    def __init__(self) -> None:
+        self._made: deque[_BucketBuffer] = deque()
+
+    def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
+        """So many bytes of the one that was not given last.
+
+        Args:
+            size: bytes.
+            device: where they are.
+            source: what is copied into them comes from there.
+        """
+        buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
+        if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
+            buffer = _BucketBuffer(size, device, source)
+        self._made.append(buffer)
+        return buffer.content[:size]
+
+    def close(self) -> None:
+        """Let them go; torch holds what it still sends."""
+        self._made.clear()
+
+
+class _BucketBuffer:
+    """Memory for a bucket, zero at first, as what lies between tensors is sent, too."""
+
+    def __init__(self, size: int, device: torch.device, source: torch.device) -> None:
+        self.like = (device, source.type)
+        self.size = size
+        # Held: on the host it is pinned for as long.
+        self._memory = HostMemory(size, source) if device.type == "cpu" else None
+        self.content = (
+            torch.zeros(size, dtype=torch.uint8, device=device)
+            if self._memory is None
+            else self._memory.content.zero_()
+        )
+
+
+def _digest(flat: Tensor) -> bytes:
+    """Of the bytes of a tensor, on any device."""
+    hasher = xxhash.xxh3_128()
+    for part in torch.split(flat, _HASHED):
+        hasher.update(bytes_of(part.cpu()))
+    return hasher.digest()
