@@ -27,7 +27,7 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.events import Event
-from syncd.protocol.names import parse_version_folder, version_folder
+from syncd.protocol.names import delta_folder, parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
@@ -61,6 +61,7 @@ class Publisher:
     Attributes:
         config: of the next version; the loop sets it at each round.
         latest: LATEST, as this daemon wrote or found it; None before the first version.
+        latest_bytes: the bytes of the files of the version that LATEST names, if that is whole.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
         outcomes: what became of the saves.
@@ -87,6 +88,7 @@ class Publisher:
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
+        self.latest_bytes: int | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
         self.outcomes = Outcomes(job, epoch, wall=wall)
@@ -125,6 +127,8 @@ class Publisher:
             self._job.layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
+        for sequence in found.deltas_above:
+            self._discard_delta(sequence)
         if served is None:
             return None
         self._serve(served)
@@ -132,6 +136,25 @@ class Publisher:
         if served.rolled_back is None:
             self.outcomes.found_published(served)
         return found.adopted
+
+    def _discard_delta(self, sequence: int) -> None:
+        """Discard a delta to a version above LATEST. One that stays harms no one."""
+        name = delta_folder(sequence)
+        log.warning(
+            "discarding %s: LATEST does not name its version",
+            name,
+            extra=Event.DELTA_DISCARDED(version=sequence),
+        )
+        try:
+            self._epoch.condemn(self._job.layout.delta(sequence))
+        except OSError as error:
+            if not is_gone(error):
+                log.warning(
+                    "cannot discard %s now: %s",
+                    name,
+                    error,
+                    extra=Event.CLEANUP_DELAYED(reason=error),
+                )
 
     def check_room(self, save: WholeSave) -> None:
         """Check that there is enough space for a merge before it begins.
@@ -308,6 +331,7 @@ class Publisher:
 
     def _serve(self, manifest: Manifest) -> None:
         back = manifest.rolled_back
+        self.latest_bytes = sum(file.size for file in manifest.files)
         self.published_save = manifest.settles
         self.served_request = None if back is None else back.request
 
