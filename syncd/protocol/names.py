@@ -40,6 +40,8 @@ MODEL_CONFIG: Final = "config.json"
 NAME_MAP: Final = "name_map.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
+#: The record of a delta, in a folder of its own.
+DELTA: Final = "delta.json"
 #: A file under this prefix is being written; it is garbage until it is renamed.
 TEMPORARY: Final = ".tmp-"
 
