@@ -347,6 +347,7 @@ class Publisher:
             step=manifest.step,
             folder=version_folder(manifest.sequence),
             kind=manifest.kind,
+            dtype=manifest.dtype,
         )
         self._epoch.publish_file(self._job.layout.latest, encode(latest))
         self.latest = latest

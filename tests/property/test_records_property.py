@@ -80,6 +80,7 @@ FINITE_JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TIMES | TEXT, branches, max_leaves=8
 )
 LOADS = st.builds(reports.Load, sequence=SEQUENCES, time=TIMES, pause=st.none() | st.floats(0, 1e6))
+DTYPES = st.sampled_from(["BF16", "F8_E4M3, BF16"])
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.Format: st.builds(records.Format, lease_time=st.floats(0.05, 3600)),
     records.Latest: st.builds(
@@ -87,6 +88,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         sequence=SEQUENCES,
         step=NUMBERS,
         folder=st.from_regex(r"v[0-9]{6,18}", fullmatch=True),
+        dtype=st.none() | DTYPES,
     ),
     records.Manifest: st.builds(
         records.Manifest,
@@ -98,6 +100,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         files=st.lists(VERSION_FILES, max_size=3).map(tuple),
         tensors=st.lists(TENSORS, max_size=3).map(tuple),
         base_model=st.none() | ADAPTED_MODELS,
+        dtype=st.none() | DTYPES,
         rolled_back=st.none() | ROLLED_BACK,
         nonfinite=NON_FINITE,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
@@ -109,6 +112,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         rank=NUMBERS,
         world_size=SEQUENCES,
         files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
+        sync_dtype=st.sampled_from([None, "bf16", "fp16"]),
     ),
     records.SaveOutcomes: st.builds(
         records.SaveOutcomes, steps=st.dictionaries(NUMBERS, OUTCOMES, max_size=3)
