@@ -14,6 +14,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Final, Self
@@ -25,6 +26,7 @@ from explorer_hooks.engines.base import Engine, InProcessEngine
 from explorer_hooks.engines.server_engine import ServerEngine
 from explorer_hooks.engines.sglang_server import SGLangServer
 from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.followers import Followers
 from explorer_hooks.hook import ExplorerHook
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.server_fit import Fits
@@ -62,7 +64,13 @@ _FOLDER = click.Path(path_type=Path, file_okay=False)
     type=click.Choice(list(_SERVERS)),
     help="The kind of server at --url, which loads each version over HTTP.",
 )
-@click.option("--url", help="The address of the server, e.g. http://127.0.0.1:8000.")
+@click.option(
+    "--url",
+    "urls",
+    multiple=True,
+    help="The address of the server, e.g. http://127.0.0.1:8000. Repeat it for several servers of "
+    "this host, which become the explorers NAME-0, NAME-1 and so on.",
+)
 @click.option(
     "--start-timeout",
     type=options.SecondsRange(min=0),
@@ -135,7 +143,7 @@ def command(
     run: str | None,
     link: Path | None,
     server: str | None,
-    url: str | None,
+    urls: tuple[str, ...],
     start_timeout: float,
     cacert: Path | None,
     in_flight: str | None,
@@ -168,59 +176,69 @@ def command(
 
     Ends at SIGTERM or Ctrl-C, after a running command has ended.
     """
-    if [run, link, server].count(None) != 2:
-        raise click.UsageError("Give exactly one of --engine, --command and --link.")
-    if (server is None) != (url is None):
-        raise click.UsageError("--engine and --url belong together: give both.")
-    if cacert is not None and server is None:
-        raise click.UsageError("--cacert needs --engine and an https --url.")
-    if budget is not None and stage is None:
-        raise click.UsageError("--budget limits the copies in --stage: give both.")
-    if broadcast and server is None:
-        raise click.UsageError("--broadcast needs an --engine to send weights to.")
-    if broadcast_timeout is not None and not broadcast:
-        raise click.UsageError("--broadcast-timeout needs --broadcast.")
+    for is_wrong, why in (
+        ([run, link, server].count(None) != 2, "Give exactly one of --engine, --command, --link."),
+        ((server is None) != (not urls), "--engine and --url belong together: give both."),
+        (len(set(urls)) < len(urls), "--url is given twice with the same address."),
+        (cacert and not server, "--cacert needs --engine and an https --url."),
+        (budget and not stage, "--budget limits the copies in --stage: give both."),
+        (broadcast and not server, "--broadcast needs an --engine to send weights to."),
+        (broadcast_timeout and not broadcast, "--broadcast-timeout needs --broadcast."),
+    ):
+        if is_wrong:
+            raise click.UsageError(why)
     staging = None
     if stage is not None:
         staging = Staging(stage, budget, keep_last=link is not None)
-    engine: Engine
-    if server is not None and url is not None:
-        # Otherwise httpx2 logs a line for each request, one every 2 s.
-        logging.getLogger("httpx2").setLevel(logging.WARNING)
-        engine = _SERVERS[server](
-            url,
-            mode=in_flight,
-            base=base,
-            lora_name=lora_name,
-            is_local=False if spans_hosts else None,
-            api_key=os.environ.get("SYNCD_API_KEY"),
-            admin_api_key=os.environ.get("SYNCD_ADMIN_API_KEY"),
-            cacert=cacert,
-            load_timeout=timeout,
-            start_timeout=start_timeout,
-        )
-    else:
-        fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
-        engine = _engine(run, link, timeout, fits, staging)
     settings = SyncSettings(
         style=SyncStyle.EXPLORER_DRIVEN if ask else SyncStyle.FULLY_ASYNC,
         method=SyncMethod.NCCL if broadcast else SyncMethod.CHECKPOINT,
     )
     if broadcast_timeout is not None:
         settings = replace(settings, broadcast_timeout=broadcast_timeout)
-    with (
-        _Ended() as ended,
-        ExplorerHook(
+    engines: dict[str, Callable[..., Engine]] = {}
+    if server is not None:
+        # Otherwise httpx2 logs a line for each request, one every 2 s.
+        logging.getLogger("httpx2").setLevel(logging.WARNING)
+        for number, url in enumerate(urls):
+            each = name if len(urls) == 1 else f"{name}-{number}"
+            engines[each] = partial(
+                _SERVERS[server],
+                url,
+                mode=in_flight,
+                base=base,
+                lora_name=lora_name,
+                is_local=False if spans_hosts else None,
+                api_key=os.environ.get("SYNCD_API_KEY"),
+                admin_api_key=os.environ.get("SYNCD_ADMIN_API_KEY"),
+                cacert=cacert,
+                load_timeout=timeout,
+                start_timeout=start_timeout,
+            )
+    else:
+        fits = Fits(base, casts=True, whose=str(base)) if base is not None else None
+        engines[name] = lambda cancel: _engine(run, link, timeout, fits, staging)  # noqa: ARG005 # waits for nothing
+
+    def opened(name: str, cancel: Callable[[], None]) -> ExplorerHook:
+        return ExplorerHook(
             job,
             name,
-            engine,
+            engines[name](cancel=cancel),
             settings=settings,
             staging=staging,
             memory_dir=memory_dir,
-        ) as hook,
-    ):
-        ended.by(hook.cancel)
-        serve(hook, _print_json if as_json else _say)
+        )
+
+    told = _print_json if as_json else _say
+    with _Ended() as ended:
+        if len(engines) > 1:
+            followers = Followers({each: partial(opened, each) for each in engines}, told)
+            ended.by(followers.end)
+            followers.run()
+            return
+        with opened(name, lambda: None) as hook:
+            ended.by(hook.cancel)
+            serve(hook, partial(told, name))
 
 
 def _engine(
@@ -266,13 +284,14 @@ class _Ended:
         self._cancel()
 
 
-def _say(version: Version) -> None:
-    log.info("serving version %d, step %d", version.sequence, version.step)
+def _say(name: str, version: Version) -> None:
+    log.info("%s serves version %d, step %d", name, version.sequence, version.step)
 
 
-def _print_json(version: Version) -> None:
-    _say(version)
-    click.echo(json.dumps({"version": version.sequence, "step": version.step}))
+def _print_json(name: str, version: Version) -> None:
+    _say(name, version)
+    told = {"explorer": name, "version": version.sequence, "step": version.step}
+    click.echo(json.dumps(told))
 
 
 class CommandEngine(InProcessEngine):

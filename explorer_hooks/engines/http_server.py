@@ -168,12 +168,18 @@ class HttpServer:
             raise ServerRefusedError(f"{said}{hint}", answer=_json(response), status=status)
         return _json(response)
 
-    def wait_until_up(self, timeout: float, told: Callable[[str], object]) -> None:
+    def wait_until_up(
+        self,
+        timeout: float,
+        told: Callable[[str], object],
+        cancel: Callable[[], None] = lambda: None,
+    ) -> None:
         """Wait until the server lists its routes: a starting server needs a while.
 
         Args:
             timeout: seconds.
             told: given the reason why it still waits: as soon as there is one, then each 30 s.
+            cancel: called after each attempt that failed; it raises to stop.
 
         Raises:
             ServerUnreachableError: it did not come up in time.
@@ -196,6 +202,7 @@ class HttpServer:
                 if now >= next_word:
                     next_word = now + _WORD
                     told(f"waiting for {waited:.0f} s of at most {timeout:g} s: {error}")
+                cancel()
                 time.sleep(_POLL)
             else:
                 return

@@ -63,6 +63,7 @@ class ServerEngine(ServerCalls):
         timeout: seconds for a short request.
         load_timeout: seconds for a pause, a load, and the token after it, each.
         start_timeout: seconds to wait for a server that is not up yet, at the beginning.
+        cancel: called each half second of that wait; it raises to stop.
         transport: the seam for tests.
 
     Attributes:
@@ -90,6 +91,7 @@ class ServerEngine(ServerCalls):
         timeout: float = 30.0,
         load_timeout: float = 1800.0,
         start_timeout: float = 600.0,
+        cancel: Callable[[], None] = lambda: None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         if mode not in {None, *self.modes}:
@@ -111,6 +113,7 @@ class ServerEngine(ServerCalls):
         self._lora_name = lora_name
         self._load_timeout = load_timeout
         self._start_timeout = start_timeout
+        self._cancel = cancel
         self._kinds = frozenset({"full", "adapter"})
         self._loaded: dict[str, str] = {}
         self._torn: str | None = None
@@ -151,7 +154,7 @@ class ServerEngine(ServerCalls):
         waits = f"waiting up to {self._start_timeout:g} s for {self._whose} to answer"
         self._told_waiting(waits)
         log.info("%s", waits)
-        self._server.wait_until_up(self._start_timeout, self._say_waiting)
+        self._server.wait_until_up(self._start_timeout, self._say_waiting, self._cancel)
         self._kinds = self._find_kinds()
         named = self._named_folder()
         if self._fits is None and named is not None:

@@ -131,7 +131,11 @@ def test_each_version_that_is_served_is_a_line_of_json(job: SmallJob, tmp_path: 
     ) as process:  # fmt: skip
         try:
             assert process.stdout is not None
-            assert json.loads(process.stdout.readline()) == {"version": 1, "step": 3}
+            assert json.loads(process.stdout.readline()) == {
+                "explorer": "a",
+                "version": 1,
+                "step": 3,
+            }
             process.terminate()
             assert process.communicate(timeout=60)[0] == ""
             assert process.returncode == 0
@@ -187,3 +191,8 @@ def test_a_package_that_is_broken_keeps_nobody_from_the_rest(tmp_path: Path) -> 
 def test_following_imports_no_torch() -> None:
     program = "import sys, explorer_hooks.follow; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_server_that_is_given_twice_is_refused(job: SmallJob) -> None:
+    twice = ["--name", "a", "--engine", "vllm", *["--url", "http://127.0.0.1:1"] * 2]
+    assert "the same address" in follow(job.layout.root, *twice).output

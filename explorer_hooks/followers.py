@@ -1,0 +1,106 @@
+"""Followers of several servers of one host, side by side in one process. Without torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Final
+
+from explorer_hooks.bench import serve
+from explorer_hooks.hook import ExplorerHook
+from syncd.protocol.errors import (
+    CancelledError,
+    JobUnavailableError,
+    NameTakenError,
+    SyncdError,
+)
+from syncd.protocol.policy import Version
+
+log = logging.getLogger(__name__)
+#: Seconds between two attempts to follow with a server.
+_AGAIN: Final = 10.0
+#: Seconds between two looks whether all have ended. A signal handler runs in between.
+_LOOK: Final = 0.5
+
+#: Opens a hook for one server; calls its argument often meanwhile, which raises to stop.
+Opens = Callable[[Callable[[], None]], ExplorerHook]
+
+
+class Followers:
+    """Explorers that follow one job, each with a thread and a server of its own.
+
+    An explorer whose server fails does not touch the others: its error is logged, and it is opened
+    again after ``again`` seconds, until :meth:`end`. An error that concerns the job, or an
+    explorer's name, ends all of them.
+
+    Args:
+        opens: explorer's name → what opens its hook.
+        served: called with the name and each version that its server serves, by any thread.
+        again: seconds between two attempts.
+    """
+
+    def __init__(
+        self,
+        opens: Mapping[str, Opens],
+        served: Callable[[str, Version], object],
+        *,
+        again: float = _AGAIN,
+    ) -> None:
+        self._opens = opens
+        self._served = served
+        self._again = again
+        self._ended = threading.Event()
+        self._hooks: dict[str, ExplorerHook] = {}
+        self._errors: list[Exception] = []
+
+    def end(self) -> None:
+        """Let :meth:`run` end soon. A signal handler of its thread may call this."""
+        self._ended.set()
+        for hook in list(self._hooks.values()):
+            hook.cancel()
+
+    def run(self) -> None:
+        """Follow until :meth:`end`.
+
+        Raises:
+            JobUnavailableError, NameTakenError: as :class:`ExplorerHook`, for any of them.
+        """
+        threads = [
+            threading.Thread(target=self._follow, args=[name], name=f"syncd-{name}")
+            for name in self._opens
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(_LOOK)
+        if self._errors:
+            raise self._errors[0]
+
+    def _follow(self, name: str) -> None:
+        while not self._ended.is_set():
+            try:
+                with self._opens[name](self._check) as hook:
+                    self._hooks[name] = hook
+                    self._check()  # end() may have looked before the hook was listed
+                    serve(hook, partial(self._served, name))
+            except CancelledError:
+                return
+            except (JobUnavailableError, NameTakenError) as error:
+                self._errors.append(error)
+                self.end()
+            except (SyncdError, OSError) as error:
+                log.error("%s: %s; trying again in %g s", name, error, self._again)
+                self._ended.wait(self._again)
+            except Exception as error:
+                self._errors.append(error)
+                self.end()
+                raise
+            finally:
+                self._hooks.pop(name, None)
+
+    def _check(self) -> None:
+        if self._ended.is_set():
+            raise CancelledError("the follower was told to end")
