@@ -152,6 +152,7 @@ class Reader:
         step: int | None,
         nothing_new: int = 0,
         refused: str | None = None,
+        hub_names: bool = False,
     ) -> None:
         """Write this explorer's state to ``explorers/NAME.json``.
 
@@ -161,6 +162,8 @@ class Reader:
             step: the step of that version.
             nothing_new: how many of its waits have ended without a newer version.
             refused: the newer version that it refuses, and the reason.
+            hub_names: whether it takes versions in which tensors have the hub's names. In a new job
+                versions have the trainer's names as long as one explorer does not.
         """
         now = time.time()
         if self._loads is None:
@@ -178,6 +181,7 @@ class Reader:
                 "refused": refused,
                 "loads": self._loads,
                 "workers": 0,  # it takes no part in broadcasts
+                "hub_names": hub_names,
                 "time": now,
             }
         )
