@@ -135,6 +135,11 @@ class Format(Record):
     lease_time: LeaseTime = 30.0
 
 
+#: The floating dtypes of a version by safetensors' names, the one with the most bytes first:
+#: ``BF16``, or ``F8_E4M3, BF16``. None if it has none, or an older release wrote the record.
+VersionDtype = Annotated[str, Field(max_length=200)] | None
+
+
 class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
@@ -148,6 +153,7 @@ class Latest(Record):
     step: Step
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
     kind: Kind = "full"
+    dtype: VersionDtype = None
     delta_from: Sequence | None = None
 
 
@@ -255,6 +261,7 @@ class Manifest(Record):
         remote: that path, of kind ``remote`` alone.
         base_model: which model the adapter is for, of kind ``adapter`` alone; None also if the
             adapter does not say: then the explorer has to know.
+        dtype: the floating dtypes of the tensors.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
@@ -276,6 +283,7 @@ class Manifest(Record):
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     base_model: AdaptedModel | None = None
+    dtype: VersionDtype = None
     rolled_back: RolledBack | None = None
     nonfinite: NonFinite | None = None
     timings: dict[str, float] = Field(default_factory=dict)
@@ -388,6 +396,8 @@ class Receipt(Record):
         save_id: run id, step and counter; the same on all ranks of one save.
         files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` and
             ``lora_adapter/`` files.
+        sync_dtype: the dtype that this rank cast floating tensors of the published weights to
+            (``bf16``, ``fp16``); None if it cast none.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -395,6 +405,7 @@ class Receipt(Record):
     rank: Annotated[int, Field(ge=0)]
     world_size: Annotated[int, Field(ge=1)]
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
+    sync_dtype: Annotated[str, Field(max_length=20)] | None = None
 
 
 class HubPiece(BaseModel):
