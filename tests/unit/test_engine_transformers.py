@@ -105,7 +105,7 @@ def test_a_generation_config_that_is_none_is_refused(tmp_path: Path) -> None:
     version = make_version(
         tmp_path / "v1", packed(model.state_dict()), files={"generation_config.json": b"[1"}
     )
-    with pytest.raises(EngineMismatchError, match=r"generation_config\.json is no JSON"):
+    with pytest.raises(EngineMismatchError, match=r"generation_config\.json is not JSON"):
         TransformersModel(model).check(version)
 
 
