@@ -50,7 +50,6 @@ class TransformersModel(TorchModule):
     must have the same ranks and scaling, on the same modules, and must not be merged. If it names
     another base model than the model was loaded from, it is refused. That comparison needs two
     names on a hub; if one is a folder, the check is skipped, and that is logged once.
-    are names of a hub; where one is a folder, that is not known, and logged once.
 
     Args:
         model: ``from_pretrained``, on any device; or a ``PeftModel``, or a model with an adapter
