@@ -105,7 +105,7 @@ class Decisions:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank 0 did not send its decision what to save: {error}; is its process gone?"
+                f"rank 0 did not send its decision about what to save: {error}; has it ended?"
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
