@@ -118,10 +118,10 @@ def changed_positions(
                 several = [positions for positions in found if positions is not None]
                 if several:
                     positions = several[0] if len(several) == 1 else _union(several)
-                    yield tensor, positions.astype(np.int64) + block * BLOCK
+                    yield tensor, positions + block * BLOCK
 
 
-def _union(several: Sequence[NDArray[np.uint32]]) -> NDArray[np.int64]:
+def _union(several: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     changed = np.zeros(BLOCK, np.bool_)
     for positions in several:
         changed[positions] = True
