@@ -47,8 +47,10 @@ _HEAD: Final = struct.Struct("<BIIII")
 _MORE: Final = 255
 #: A block that does not shrink below this part of its bytes is stored as it is.
 _WORTH: Final = 0.6
-#: NumPy changes its way of looking for elements at this density.
+#: NumPy changes its way of looking for elements above one in so many.
 _DENSE: Final = 10
+#: If a smaller part of the words differ, only their elements are compared.
+_FEW: Final = 0.35
 #: Shorter parts gain nothing by a frame.
 _SHORT: Final = 32
 
@@ -81,13 +83,13 @@ class Encoder:
         Returns:
             The encoded block, and the number of elements that differ; nothing and 0 if none does.
         """
-        positions = changed_positions(old, new)
+        positions, differences = _changes(old, new)
         count = len(positions)
         if count == 0:
             return b"", 0
         width = new.itemsize
         gaps = _gap_bytes(positions)
-        zigzag = _zigzag(new.take(positions) - old.take(positions), width)
+        zigzag = _zigzag(differences, width)
         changes = np.minimum(zigzag, _MORE).astype(np.uint8, copy=False)
         large = zigzag[changes == _MORE]
         parts = [self._part(part.tobytes()) for part in (gaps, changes, large)]
@@ -115,33 +117,54 @@ def count_changed(old: Elements, new: Elements) -> int:
     return int(np.count_nonzero(old != new))
 
 
-def changed_positions(old: Elements, new: Elements) -> Positions:
-    """The positions at which two blocks differ, ascending."""
-    differ = old != new
-    size = len(differ)
-    if size % 8 or np.count_nonzero(differ) > size // _DENSE:
-        return np.flatnonzero(differ)
-    # NumPy tests each element of a sparse array by a branch: by eights there are fewer of them.
-    eights = np.flatnonzero(differ.view(np.uint64) != 0)
-    found = np.flatnonzero(differ.view(np.uint64)[eights].view(np.bool_))
-    positions: Positions = (eights[found >> 3] << 3) | (found & 7)
+def _changes(old: Elements, new: Elements) -> tuple[Positions, Elements]:
+    """The positions at which two blocks differ, ascending, and new - old there."""
+    if new.nbytes % 8 == 0:
+        # Words of eight bytes are compared, and only then the elements of those that differ.
+        before, after = old.view(np.uint64), new.view(np.uint64)
+        differ = before != after
+        if np.count_nonzero(differ) < _FEW * len(differ):
+            words = _nonzero(differ)
+            old, new = before.take(words).view(old.dtype), after.take(words).view(new.dtype)
+            inside = np.flatnonzero(old != new)
+            shift = 3 - (new.itemsize.bit_length() - 1)
+            positions: Positions = (words.take(inside >> shift) << shift) | (
+                inside & ((1 << shift) - 1)
+            )
+            return positions, (new - old).take(inside)
+    positions = np.flatnonzero(old != new)
+    return positions, (new - old).take(positions)
+
+
+def _nonzero(flags: NDArray[np.bool_]) -> Positions:
+    """The positions of all that are true.
+
+    NumPy tests each element of a sparse array by a branch, which costs many times as much as its
+    way with a dense one: so groups of eight are looked at first.
+    """
+    if len(flags) % 8 or np.count_nonzero(flags) * _DENSE > len(flags):
+        return np.flatnonzero(flags)
+    eights = flags.view(np.uint64)
+    groups = _nonzero(eights != 0)
+    inside = np.flatnonzero(eights[groups].view(np.bool_))
+    positions: Positions = (groups[inside >> 3] << 3) | (inside & 7)
     return positions
 
 
 def _gap_bytes(positions: Positions) -> _Bytes:
     gaps = np.empty_like(positions)
     gaps[0] = positions[0]
-    np.subtract(positions[1:], positions[:-1] + 1, out=gaps[1:])
-    longer = np.flatnonzero(gaps >= _MORE)
-    if not len(longer):
+    np.subtract(positions[1:], positions[:-1], out=gaps[1:])
+    gaps[1:] -= 1
+    if gaps.max() < _MORE:
         return gaps.astype(np.uint8)
-    more = gaps[longer] // _MORE
-    gaps[longer] -= more * _MORE
-    before = np.zeros_like(gaps)
-    before[longer] = more
-    ends = np.cumsum(before) + np.arange(len(gaps))
-    found = np.full(int(ends[-1]) + 1, _MORE, np.uint8)
-    found[ends] = gaps
+    more = gaps // _MORE
+    last = (gaps + more).astype(np.uint8)  # gaps - 255 more, mod 256
+    more += 1
+    ends = np.cumsum(more)
+    found = np.full(int(ends[-1]), _MORE, np.uint8)
+    ends -= 1
+    found[ends] = last
     return found
 
 
@@ -224,33 +247,30 @@ class Decoder:
         begin += stored[0]
         changes = self._part(block[begin : begin + stored[1]], count)
         begin += stored[1]
-        positions = _positions(gaps, count, elements)
-        more = int(np.count_nonzero(changes == _MORE))
+        more = changes.count(_MORE)
         if more and width == 1:
             raise BlockError("a change of one byte is said to be larger")
-        large = self._part(block[begin:], more * width).view(UINT[width])
+        large = np.frombuffer(self._part(block[begin:], more * width), UINT[width])
         if more and (large.min() < _MORE or large.max() == np.iinfo(large.dtype).max):
             raise BlockError("a large change is none")
-        return positions, changes, large
+        return _positions(gaps, count, elements), np.frombuffer(changes, np.uint8), large
 
-    def _part(self, stored: memoryview, length: int) -> _Bytes:
+    def _part(self, stored: memoryview, length: int) -> bytes:
         """The bytes of a part, of a length that is bounded already."""
         if len(stored) > length:
             raise BlockError("a part is longer than its content")
-        if len(stored) == length:
-            return np.frombuffer(stored, np.uint8)
-        return np.frombuffer(self._unpack(stored, length), np.uint8)
+        return bytes(stored) if len(stored) == length else self._unpack(stored, length)
 
 
-def _positions(gaps: _Bytes, count: int, elements: int) -> Positions:
-    ends = gaps != _MORE
-    if int(np.count_nonzero(ends)) != count or not ends[-1]:
+def _positions(gaps: bytes, count: int, elements: int) -> Positions:
+    if len(gaps) - gaps.count(_MORE) != count or gaps[-1] == _MORE:
         raise BlockError("its gaps are not those of so many changes")
-    reached = np.cumsum(gaps, dtype=np.int64)
+    parts = np.frombuffer(gaps, np.uint8)
+    reached = np.cumsum(parts, dtype=np.int64)
     if len(gaps) != count:
-        reached = reached[ends]
+        reached = reached[parts != _MORE]
     reached += np.arange(count)
-    if int(reached[-1]) >= elements:
+    if reached[-1] >= elements:
         raise BlockError("a change is outside the block")
     return reached
 
