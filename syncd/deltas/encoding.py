@@ -176,11 +176,13 @@ def _zigzag(difference: Elements, width: int) -> Elements:
     return found
 
 
-def _unzigzag(zigzag: Elements, width: int) -> Elements:
-    one = UINT[width].type(1)
-    zigzag = zigzag + one
-    found: Elements = (zigzag >> one) ^ (~(zigzag & one) + one)
-    return found
+def _unzigzag(zigzag: Elements) -> Elements:
+    """The differences, in the memory of what :func:`_zigzag` made of them."""
+    zigzag += 1
+    sign = zigzag & 1
+    zigzag >>= 1
+    zigzag ^= np.negative(sign, out=sign)
+    return zigzag
 
 
 class Decoder:
@@ -188,6 +190,7 @@ class Decoder:
 
     def __init__(self) -> None:
         self._unpack = _unpacker()
+        self._numbers = np.arange(BLOCK)
 
     def apply(self, block: memoryview, count: int, elements: Elements) -> None:
         """Make the new elements of a block out of the old ones, in place.
@@ -205,11 +208,10 @@ class Decoder:
             elements[:] = np.frombuffer(block[1:], elements.dtype)
             return
         positions, changes, large = sparse
-        width = elements.itemsize
-        zigzag = changes.astype(UINT[width])
+        zigzag = changes.astype(elements.dtype)
         if len(large):
             zigzag[changes == _MORE] = large
-        np.add.at(elements, positions, _unzigzag(zigzag, width))
+        np.add.at(elements, positions, _unzigzag(zigzag))
 
     def positions(self, block: memoryview, count: int, elements: int, width: int) -> Positions:
         """The positions of the elements that a block changes, ascending.
@@ -220,7 +222,7 @@ class Decoder:
             BlockError: it is not such a block.
         """
         sparse = self._sparse(block, count, elements, width)
-        return np.arange(elements) if sparse is None else sparse[0]
+        return self._numbers[:elements] if sparse is None else sparse[0]
 
     def _sparse(
         self, block: memoryview, count: int, elements: int, width: int
@@ -247,32 +249,32 @@ class Decoder:
         begin += stored[0]
         changes = self._part(block[begin : begin + stored[1]], count)
         begin += stored[1]
-        more = changes.count(_MORE)
+        more = int(np.count_nonzero(changes == _MORE))
         if more and width == 1:
             raise BlockError("a change of one byte is said to be larger")
-        large = np.frombuffer(self._part(block[begin:], more * width), UINT[width])
+        large = self._part(block[begin:], more * width).view(UINT[width])
         if more and (large.min() < _MORE or large.max() == np.iinfo(large.dtype).max):
             raise BlockError("a large change is none")
-        return _positions(gaps, count, elements), np.frombuffer(changes, np.uint8), large
+        return self._positions(gaps, count, elements), changes, large
 
-    def _part(self, stored: memoryview, length: int) -> bytes:
+    def _part(self, stored: memoryview, length: int) -> _Bytes:
         """The bytes of a part, of a length that is bounded already."""
         if len(stored) > length:
             raise BlockError("a part is longer than its content")
-        return bytes(stored) if len(stored) == length else self._unpack(stored, length)
+        part = stored if len(stored) == length else self._unpack(stored, length)
+        return np.frombuffer(part, np.uint8)
 
-
-def _positions(gaps: bytes, count: int, elements: int) -> Positions:
-    if len(gaps) - gaps.count(_MORE) != count or gaps[-1] == _MORE:
-        raise BlockError("its gaps are not those of so many changes")
-    parts = np.frombuffer(gaps, np.uint8)
-    reached = np.cumsum(parts, dtype=np.int64)
-    if len(gaps) != count:
-        reached = reached[parts != _MORE]
-    reached += np.arange(count)
-    if reached[-1] >= elements:
-        raise BlockError("a change is outside the block")
-    return reached
+    def _positions(self, gaps: _Bytes, count: int, elements: int) -> Positions:
+        ends = gaps != _MORE
+        if int(np.count_nonzero(ends)) != count or not ends[-1]:
+            raise BlockError("its gaps are not those of so many changes")
+        reached = np.cumsum(gaps, dtype=np.int64)
+        if len(gaps) != count:
+            reached = reached[ends]
+        reached += self._numbers[:count]
+        if reached[-1] >= elements:
+            raise BlockError("a change is outside the block")
+        return reached
 
 
 def _packer() -> Callable[[bytes], bytes]:
