@@ -247,7 +247,7 @@ class History:
         for number, tensors in enumerate(self.tensors):
             # Numbers have gaps, and each version splits its tensors into other files.
             names = sorted(
-                tensors, key=lambda name, n=number: xxhash.xxh32_intdigest(f"{name} {n}")
+                tensors, key=lambda name, n=number: xxhash.xxh32_intdigest(f"{name} {n}".encode())
             )
             split = [names[: number % len(names)], names[number % len(names) :]]
             files = [part for part in split if part]
