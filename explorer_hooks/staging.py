@@ -16,7 +16,6 @@ used, and removed.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -24,18 +23,21 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import xxhash
 from filelock import FileLock, Timeout
 
+from explorer_hooks.delta_base import DeltaBase, DeltaBases
+from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.deltas.ends import NoDeltaError
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,21 @@ _SPARE: Final = 64 * 1024 * 1024
 
 class NotStagedError(Exception):
     """Raised when there is no copy, and why; the version itself may be as good as ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The bytes that were read from a job to make a copy of a version.
+
+    Attributes:
+        full_bytes: of the version's own files.
+        delta_bytes: of deltas; None if none was used.
+        no_delta: why none was used, if one could have been.
+    """
+
+    full_bytes: int = 0
+    delta_bytes: int | None = None
+    no_delta: str | None = None
 
 
 class Staging:
@@ -68,6 +85,11 @@ class Staging:
             from its folder for longer than this process lives. Other explorers that use the folder
             remove it all the same, once this one is gone.
         storage: the seam for tests.
+
+    Attributes:
+        folder: the stage folder.
+        fetched: the bytes that this process read for the last copy that :meth:`stage` gave; none if
+            it was there already.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -95,6 +117,10 @@ class Staging:
         self._rooms = f"syncd-{os.geteuid()}-"
         self._room = self.folder / f"{self._rooms}{_boot()}"
         self._kept: str | None = None
+        self._bases = DeltaBases(self._storage, self._room)
+        #: Seconds that the last copy took of which all bytes were read from the job.
+        self._full_copy_took = 0.0
+        self.fetched = Fetched()
         self._open()
 
     def stage(
@@ -164,14 +190,14 @@ class Staging:
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
         name = self._name(version)
+        self.fetched = Fetched()
         copy = self._held(name, version)
         if copy is None:
             with self._elected(cancel):
                 # Whoever was elected before may have copied it.
                 copy = self._held(name, version)
                 if copy is None:
-                    self._sweep()
-                    self._copy(version, name, cancel)
+                    self._make(version, name, cancel)
                     copy = self._held(name, version)
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
@@ -213,13 +239,73 @@ class Staging:
         with lock:
             yield
 
+    def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+        """Make a copy: of an older copy on this host and deltas, or else of the version's files."""
+        base, why = None, None
+        if version.kind == "full" and self._is_elsewhere(version):
+            try:
+                base = self._bases.find(
+                    version, self._copies(), patience=self._full_copy_took / 2, cancel=cancel
+                )
+            except NoDeltaError as error:
+                why = str(error)
+        try:
+            if base is not None:
+                why = self._make_of(base, version, name, cancel)
+        finally:
+            if base is not None:
+                base.copy.release()
+        if base is None or why is not None:
+            self._sweep()
+            self._copy(version, name, cancel)
+            self.fetched = replace(self.fetched, no_delta=why)
+
+    def _is_elsewhere(self, version: LeasedVersion) -> bool:
+        """Whether a version is on another filesystem; on the same one its files are not copied."""
+        there, here = version.storage.status(version.folder), self._storage.status(self._room)
+        return there is not None and here is not None and there.st_dev != here.st_dev
+
+    def _make_of(
+        self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
+    ) -> str | None:
+        """Make a copy of a held base and deltas; returns why that is not possible."""
+        self._sweep()  # it passes over the base, which is held
+        try:
+            with self._draft(version, name) as draft:
+                base.make(version, self._storage, draft, cancel)
+        except (NoDeltaError, NotStagedError, VerificationError, OSError) as error:
+            log.warning(
+                "copying all of version %d, because it cannot be made from version %d by deltas: "
+                "%s",
+                version.sequence,
+                base.version.manifest.sequence,
+                error,
+            )
+            return str(error)
+        others = (file.size for file in version.manifest.files if not is_weights(file.name))
+        self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
+        return None
+
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        size = sum(file.size for file in version.manifest.files)
-        self._check_room(size)
+        begun = time.monotonic()
+        with self._draft(version, name) as draft:
+            version.copy_to(self._storage, draft, cancel=cancel)
+        if self._is_elsewhere(version):
+            self._full_copy_took = time.monotonic() - begun
+        self.fetched = Fetched(full_bytes=sum(file.size for file in version.manifest.files))
+
+    @contextmanager
+    def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
+        """A folder for a version's files, which becomes the copy if all goes well.
+
+        Raises:
+            NotStagedError: there is no room.
+        """
+        self._check_room(sum(file.size for file in version.manifest.files))
         draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
         self._storage.mkdir(draft)
         try:
-            version.copy_to(self._storage, draft, cancel=cancel)
+            yield draft
             self._storage.write_new(draft / MANIFEST, encode(version.manifest))
             self._storage.sync_folder(draft)
             self._storage.rename(draft, self._room / name)
@@ -305,75 +391,3 @@ class Staging:
 def _boot() -> str:
     """What tells this start of the host from every other."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())
-
-
-class StagedCopy:
-    """One process's hold on a whole copy.
-
-    Promised: the copy stays until :meth:`release`, or the end of the process and of those that it
-    has forked. A fork has no hold of its own: nothing that it does ends its parent's.
-
-    Attributes:
-        folder: of the copy.
-    """
-
-    def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
-        self._storage = storage
-        self._fd = fd
-        self._pid = os.getpid()
-        self.folder = folder
-
-    def release(self) -> None:
-        """Let it go. Safe to call twice."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            if os.getpid() == self._pid:
-                # Not by the close alone: forks have the same lock, for as long as they live.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            self._storage.release(fd)
-
-    @staticmethod
-    @contextmanager
-    def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Whether nobody holds a copy, nor can as long as this goes on."""
-        try:
-            fd = storage.open_read(folder / MANIFEST)
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            yield True  # no copy of ours is without one
-            return
-        try:
-            yield _locked(fd, fcntl.LOCK_EX)
-        finally:
-            storage.release(fd)
-
-
-def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; None where there is none."""
-    path = folder / MANIFEST
-    try:
-        fd = storage.open_read(path)
-    except OSError as error:
-        if is_gone(error):
-            return None
-        raise
-    # Who holds it alone is about to remove it. Nor is it this copy, where it was removed, and made
-    # anew, between the open and the lock.
-    if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
-        return StagedCopy(storage, folder, fd)
-    storage.release(fd)
-    return None
-
-
-def _locked(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(storage: Storage, fd: int, path: Path) -> bool:
-    found = storage.status(path)
-    return found is not None and os.path.samestat(found, storage.fstat(fd))
