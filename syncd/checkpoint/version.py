@@ -81,7 +81,7 @@ def verify_version(
         if progress is not unheard:
             progress(sum(done.copy().values()), total)
 
-    _each_file(verify, storage, folder, manifest, threads, look)
+    each_file(verify, storage, folder, manifest, threads, look)
 
 
 def copy_version(
@@ -115,22 +115,28 @@ def copy_version(
     """
     for name in sorted({file.name for file in manifest.files if "/" in file.name}):
         to.make_folder((target / name).parent, below=target.parent)
-    copy = partial(_copy, storage, folder, to, target)
-    _each_file(copy, storage, folder, manifest, threads, cancel)
+    copy = partial(copy_file, storage, folder, to, target)
+    each_file(copy, storage, folder, manifest, threads, cancel)
 
 
 #: Looks at one file of a version, of which it is given what the manifest says, and a check.
-_Work = Callable[[VersionFile, Mapping[str, TensorEntry], Check], None]
+FileWork = Callable[[VersionFile, Mapping[str, TensorEntry], Check], None]
 
 
-def _each_file(
-    work: _Work,
+def each_file(
+    work: FileWork,
     storage: Storage,
     folder: Path,
     manifest: Manifest,
     threads: int,
     cancel: Callable[[], None],
 ) -> None:
+    """Do some work for each file of a version, several at a time.
+
+    Raises:
+        VerificationError: the manifest is damaged, or the folder has weights that are not in it.
+        BaseException: the error of the work, or of ``cancel``.
+    """
     listed = {file.name for file in manifest.files}
     told: dict[str, dict[str, TensorEntry]] = {name: {} for name in listed}
     for entry in manifest.tensors:
@@ -175,7 +181,7 @@ def _check_nothing_else(
             )
 
 
-def _copy(
+def copy_file(
     storage: Storage,
     folder: Path,
     to: Storage,
@@ -184,6 +190,12 @@ def _copy(
     told: Mapping[str, TensorEntry],
     cancel: Check,
 ) -> None:
+    """Copy one file of a version and verify it in the same pass, as :func:`copy_version` does.
+
+    Raises:
+        VerificationError: it is missing, or not what the manifest says.
+        OSError: one of the two storages failed.
+    """
     path, copy = folder / file.name, target / file.name
     linked = to.link_if_possible(path, copy)
     _verify(storage, folder, file, told, cancel, None if linked else _Copy(to, copy))

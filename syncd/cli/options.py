@@ -165,6 +165,13 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         help="How many of the newest versions to keep, besides leased ones.",
     ),
     click.option(
+        "--keep-deltas",
+        type=click.IntRange(min=1),
+        default=_DEFAULTS.keep_deltas,
+        show_default=True,
+        help="How many of the newest deltas to keep at most; together no more than half a version.",
+    ),
+    click.option(
         "--prune-steps/--no-prune-steps",
         default=_DEFAULTS.prune_steps,
         show_default=True,

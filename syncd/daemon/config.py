@@ -118,6 +118,8 @@ class DaemonConfig(BaseModel):
             ``latest_checkpointed_iteration.txt``.
         tick: how often to look at the job if no event reports a change.
         keep: how many of the newest versions to keep besides leased ones; LATEST is one of them.
+        keep_deltas: how many of the newest deltas to keep at most; fewer if their bytes together
+            are more than half of a version's.
         digests: whether versions carry xxh3-128 digests, which explorers check.
         cast: the dtype to cast floating tensors of versions to: ``bf16``, ``fp16`` or ``fp32``,
             rounded as torch does; None keeps the saved dtypes. Integers, bool and fp8 stay.
@@ -156,6 +158,7 @@ class DaemonConfig(BaseModel):
     )
     tick: Annotated[Seconds, Field(gt=0, le=60)] = 1.0
     keep: Annotated[Count, Field(ge=1)] = 2
+    keep_deltas: Annotated[Count, Field(ge=1)] = 16
     digests: bool = True
     cast: Cast | None = None
     dcp_prefix: str | None = None
@@ -180,6 +183,7 @@ LIVE_KEYS: Final = frozenset(
     {
         "tick",
         "keep",
+        "keep_deltas",
         "digests",
         "cast",
         "max_shard_size",

@@ -5,6 +5,7 @@ Published versions stay by rules that compose, each a function of the sequences.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -75,6 +76,14 @@ class StepSeen:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSeen:
+    """A delta on disk: the version that it leads to, and the bytes of its files."""
+
+    sequence: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """A job at one moment.
 
@@ -86,7 +95,9 @@ class Observation:
         quarantined: whether that save is on record as one that cannot be published.
         published_save: the identity of the save that LATEST was made from.
         latest: LATEST's sequence; 0 before the first.
+        full_bytes: of LATEST's files; None where that is not known.
         versions: the published sequences.
+        deltas: the deltas on disk.
         lease_folders: the sequences that can be leased.
         leases: all leases.
         steps: step folders on record.
@@ -105,7 +116,9 @@ class Observation:
     quarantined: bool = False
     published_save: str | None = None
     latest: int = 0
+    full_bytes: int | None = None
     versions: tuple[int, ...] = ()
+    deltas: tuple[DeltaSeen, ...] = ()
     lease_folders: tuple[int, ...] = ()
     leases: tuple[LeaseSeen, ...] = ()
     steps: tuple[StepSeen, ...] = ()
@@ -187,6 +200,14 @@ class CloseLeaseFolder:
 
 
 @dataclass(frozen=True, slots=True)
+class PruneDelta:
+    """Delete a delta."""
+
+    sequence: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class PruneStep:
     """Delete a step folder if its content has not changed since the scan."""
 
@@ -202,7 +223,7 @@ class Learn:
 
 
 #: What deletes something that someone had made.
-Pruning = DropLease | RetireVersion | PruneStep
+Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 Action = (
     Publish
     | GiveUp
@@ -253,6 +274,7 @@ def decide(seen: Observation, config: DaemonConfig) -> Decision:
     prunings: tuple[Action, ...] = (
         *_leases(seen, config),
         *_versions(seen, config),
+        *_deltas(seen, config),
         *_steps(seen, config),
     )
     pending = bool(new) or by_waiting
@@ -329,6 +351,24 @@ def _versions(
     for sequence in sorted(leasable.difference(seen.versions)):
         if sequence < seen.latest and sequence not in leased:
             yield CloseLeaseFolder(sequence)
+
+
+def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
+    """Deltas beyond the newest few: a chain of more bytes than half a version serves nobody.
+
+    Behind the first one that goes all older ones go too, because a chain ends with the newest.
+    Nothing above LATEST is touched, as with versions.
+    """
+    together = 0
+    newest_first = sorted(seen.deltas, key=lambda delta: -delta.sequence)
+    at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
+    for count, delta in enumerate((d for d in newest_first if d.sequence <= seen.latest), start=1):
+        together += delta.bytes
+        if count > config.keep_deltas:
+            yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
+        elif together > at_most:
+            why = "together with all newer ones it has more than half the bytes of a version"
+            yield PruneDelta(delta.sequence, why)
 
 
 #: Given all published sequences, lowest first: those that must stay.

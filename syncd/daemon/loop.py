@@ -21,6 +21,7 @@ from syncd.daemon.decide import (
     GiveUp,
     Learn,
     Observation,
+    PruneDelta,
     PruneStep,
     Pruning,
     Publish,
@@ -251,7 +252,7 @@ class Loop:
                 self._pruner.close_lease_folder(action)
             case Learn(step):
                 self._learn_in_turn(step)
-            case DropLease() | RetireVersion() | PruneStep():
+            case DropLease() | RetireVersion() | PruneDelta() | PruneStep():
                 if self._prune(action):
                     self.pruned.append(action)
         return ""
@@ -266,6 +267,10 @@ class Loop:
             case RetireVersion():
                 gone = self._pruner.retire_version(action)
                 self._journal.pruned(versions_retired=int(gone))
+            case PruneDelta():
+                self._pruner.prune_delta(action)
+                self._journal.pruned(deltas_pruned=1)
+                return True
             case PruneStep():
                 gone = self._pruner.prune_step(action)
                 self._journal.pruned(steps_pruned=int(gone))
@@ -316,6 +321,7 @@ class Loop:
         latest = self._publisher.latest
         return Known(
             latest=latest.sequence if latest else 0,
+            full_bytes=self._publisher.latest_bytes,
             published_save=self._publisher.published_save,
             outcomes=self._outcomes.of_step,
             served_request=self._publisher.served_request,

@@ -1,4 +1,4 @@
-"""Pruning of versions, step folders and dead leases, by way of the trash and on record."""
+"""Pruning of versions, deltas, step folders and dead leases, by way of the trash, on record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
-from syncd.daemon.decide import CloseLeaseFolder, DropLease, PruneStep, RetireVersion, StepSeen
+from syncd.daemon.decide import (
+    CloseLeaseFolder,
+    DropLease,
+    PruneDelta,
+    PruneStep,
+    RetireVersion,
+    StepSeen,
+)
 from syncd.daemon.steps import look_at_step
 from syncd.protocol.events import Event
 from syncd.protocol.journal_lines import AuditLine
@@ -17,6 +24,8 @@ from syncd.protocol.names import (
     LORA_ADAPTER,
     RECEIPTS,
     SAVING,
+    delta_folder,
+    parse_delta_folder,
     parse_step_folder,
     parse_version_folder,
     step_folder,
@@ -80,6 +89,15 @@ class Pruner:
         self._record("version", version_folder(action.sequence), action.why)
         self._job.storage.remove_tree(doomed)
         return True
+
+    def prune_delta(self, action: PruneDelta) -> None:
+        """Delete a delta. Nobody leases one: a reader that finds it gone reads the version."""
+        try:
+            doomed = self._epoch.condemn(self._job.layout.delta(action.sequence))
+        except FileNotFoundError:
+            return
+        self._record("delta", delta_folder(action.sequence), action.why)
+        self._job.storage.remove_tree(doomed)
 
     def close_lease_folder(self, action: CloseLeaseFolder) -> None:
         """Remove the empty lease folder of a version that is gone."""
@@ -173,6 +191,8 @@ class Pruner:
                 self._record("step", name, _LEFT)
             elif parse_version_folder(name) is not None:
                 self._record("version", name, _LEFT)
+            elif parse_delta_folder(name) is not None:
+                self._record("delta", name, _LEFT)
             self._on_record.add(doomed.name)
         self._epoch.sweep()
 
@@ -235,7 +255,9 @@ class Pruner:
                     pass  # the newer one stays
         self._job.storage.sync_folder(folder)  # before the other names are deleted
 
-    def _record(self, what: Literal["version", "step", "lease"], name: str, why: str) -> None:
+    def _record(
+        self, what: Literal["version", "step", "lease", "delta"], name: str, why: str
+    ) -> None:
         log.info(
             "pruned %s %s: %s",
             what,

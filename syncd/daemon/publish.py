@@ -1,11 +1,7 @@
-"""Publishing: merge a save inside the daemon's room, commit it, and let LATEST name it.
-
-``saves.json`` records the outcome of each step's last save.
-"""
+"""Publishing: merge a save inside the daemon's room, commit it, and let LATEST name it."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import stat
 import time
@@ -13,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from syncd.checkpoint.build import FreeSpace, build_model_folder
-from syncd.checkpoint.chunked_save import holds_model_only
 from syncd.checkpoint.merging.options import MergeOptions, Progress, Work, unheard
-from syncd.checkpoint.remote import look_at_weights, write_remote
+from syncd.checkpoint.remote import write_remote
 from syncd.checkpoint.republish import republish
-from syncd.checkpoint.save import Remote, Save, WholeSave
+from syncd.checkpoint.save import Remote, WholeSave
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
 from syncd.protocol.errors import (
     JobUnavailableError,
@@ -27,15 +23,12 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.events import Event
-from syncd.protocol.names import parse_version_folder, version_folder
+from syncd.protocol.names import delta_folder, parse_version_folder, version_folder
 from syncd.protocol.records import (
     Latest,
     Manifest,
     PublishNotice,
-    Quarantine,
     RolledBack,
-    SaveOutcome,
-    SaveOutcomes,
     encode,
 )
 from syncd.protocol.requests import BenchRequest, RollbackRequest
@@ -61,6 +54,7 @@ class Publisher:
     Attributes:
         config: of the next version; the loop sets it at each round.
         latest: LATEST, as this daemon wrote or found it; None before the first version.
+        latest_bytes: the bytes of the files of the version that LATEST names, if that is whole.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
         outcomes: what became of the saves.
@@ -87,6 +81,7 @@ class Publisher:
         advice = "make room there, or lower --keep"
         self._free_space = FreeSpace(job.storage, job.layout.epochs, job.layout.root, advice=advice)
         self.latest: Latest | None = None
+        self.latest_bytes: int | None = None
         self.published_save: str | None = None
         self.served_request: str | None = None
         self.outcomes = Outcomes(job, epoch, wall=wall)
@@ -125,6 +120,8 @@ class Publisher:
             self._job.layout.lease_folder(self.latest.sequence)
         ):
             self._epoch.open_leasing(self.latest.sequence)
+        for sequence in found.deltas_above:
+            self._discard_delta(sequence)
         if served is None:
             return None
         self._serve(served)
@@ -132,6 +129,25 @@ class Publisher:
         if served.rolled_back is None:
             self.outcomes.found_published(served)
         return found.adopted
+
+    def _discard_delta(self, sequence: int) -> None:
+        """Discard a delta to a version above LATEST. One that stays harms no one."""
+        name = delta_folder(sequence)
+        log.warning(
+            "discarding %s: LATEST does not name its version",
+            name,
+            extra=Event.DELTA_DISCARDED(version=sequence),
+        )
+        try:
+            self._epoch.condemn(self._job.layout.delta(sequence))
+        except OSError as error:
+            if not is_gone(error):
+                log.warning(
+                    "cannot discard %s now: %s",
+                    name,
+                    error,
+                    extra=Event.CLEANUP_DELAYED(reason=error),
+                )
 
     def check_room(self, save: WholeSave) -> None:
         """Check that there is enough space for a merge before it begins.
@@ -308,6 +324,7 @@ class Publisher:
 
     def _serve(self, manifest: Manifest) -> None:
         back = manifest.rolled_back
+        self.latest_bytes = sum(file.size for file in manifest.files)
         self.published_save = manifest.settles
         self.served_request = None if back is None else back.request
 
@@ -350,135 +367,3 @@ class Publisher:
         )
         self._epoch.publish_file(self._job.layout.latest, encode(latest))
         self.latest = latest
-
-
-class Outcomes:
-    """The active daemon's record of saves: published, skipped or quarantined.
-
-    What happened has happened, also where storage refuses to put it on record now: see
-    :meth:`write_again`.
-
-    Args:
-        job: the job.
-        epoch: the active daemon's room.
-        wall: seconds since the epoch, for records that people read.
-
-    Attributes:
-        of_step: step → what became of its last save.
-    """
-
-    def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
-        self._job = job
-        self._epoch = epoch
-        self._wall = wall
-        self._unwritten = False
-        self.of_step: dict[int, SaveOutcome] = {}
-
-    def published(self, step: int, identity: str, sequence: int) -> None:
-        """A save was published."""
-        outcome = SaveOutcome(identity=identity, outcome="published", sequence=sequence)
-        self._put_on_record(step, outcome)
-
-    def found_published(self, manifest: Manifest) -> None:
-        """Record a version that a previous daemon made of a save."""
-        recorded = self.of_step.get(manifest.step)
-        # A later save of that step may have been quarantined: it is not tried again.
-        if recorded is not None and recorded.outcome == "quarantined":
-            return
-        outcome = SaveOutcome(
-            identity=manifest.save_id, outcome="published", sequence=manifest.sequence
-        )
-        if recorded is not None and recorded.identity == manifest.save_id:
-            outcome = outcome.model_copy(update={"model_only": recorded.model_only})
-        self._put_on_record(manifest.step, outcome)
-
-    def skip(self, step: int, identity: str) -> None:
-        """A save will never be published."""
-        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
-
-    def quarantine(self, save: Save, error: Exception) -> Path:
-        """A save cannot be published, and is not tried again.
-
-        Returns:
-            The file of the record that says why.
-        """
-        identity = save.known_as or ""
-        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
-        path = self._job.layout.quarantine / f"step_{save.step}-{name}.json"
-        record = Quarantine(
-            step=save.step,
-            identity=identity,
-            error=type(error).__name__,
-            reason=str(error),
-            time=self._wall(),
-        )
-        try:
-            self._epoch.publish_file(path, encode(record))
-        except OSError as refused:
-            log.error(
-                "cannot write %s: %s",
-                path,
-                refused,
-                extra=Event.RECORD_UNWRITTEN(path=path, reason=refused),
-            )
-        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
-        return path
-
-    def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
-        """Record whether a save of torch.distributed.checkpoint holds only a model.
-
-        Nothing is where it is not the save on record any more.
-
-        Args:
-            step: of the save.
-            prefix: what the names of the model's tensors begin with; None to find out.
-            cancel: called between reads; raises to stop.
-
-        Raises:
-            OSError: as the storage says: nothing is known.
-        """
-        outcome = self.of_step.get(step)
-        if outcome is None:
-            return
-        actor = self._job.layout.actor(step)
-        try:
-            model_only = holds_model_only(self._job.storage, actor, prefix=prefix, cancel=cancel)
-        except OSError as error:
-            if is_gone(error):
-                return
-            raise
-        now = look_at_weights(self._job.storage, self._job.layout.step(step), step)
-        if now.identity == outcome.identity:
-            self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
-
-    def forget(self, step: int) -> None:
-        """Take a step whose folder is gone off the record."""
-        if self.of_step.pop(step, None) is not None:
-            self._write()
-
-    def write_again(self) -> None:
-        """Write the records that storage refused before."""
-        if self._unwritten:
-            self._write()
-
-    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
-        if self.of_step.get(step) != outcome:
-            self.of_step[step] = outcome
-            self._write()
-
-    def _write(self) -> None:
-        try:
-            self._epoch.publish_file(
-                self._job.layout.saves, encode(SaveOutcomes(steps=self.of_step))
-            )
-        except OSError as error:
-            if not self._unwritten:
-                log.error(
-                    "cannot write %s now: %s",
-                    self._job.layout.saves,
-                    error,
-                    extra=Event.RECORD_UNWRITTEN(path=self._job.layout.saves, reason=error),
-                )
-            self._unwritten = True
-        else:
-            self._unwritten = False

@@ -12,7 +12,7 @@ from typing import Final
 from syncd.checkpoint.version import read_manifest
 from syncd.protocol.errors import ProtocolMismatchError, RecordError
 from syncd.protocol.events import Event
-from syncd.protocol.names import parse_version_folder
+from syncd.protocol.names import parse_delta_folder, parse_version_folder
 from syncd.protocol.records import Latest, Manifest, R, SaveOutcome, SaveOutcomes
 from syncd.protocol.reports import DaemonReport, ExplorerReport
 from syncd.storage.errnos import is_gone, is_no_record, is_refused_here
@@ -36,6 +36,8 @@ class FoundVersions:
         served: the manifest of the version that LATEST names; None where that is damaged.
         adopted: a finished version that LATEST does not name yet: the highest one.
         unfinished: the versions above LATEST, and above ``adopted``, that are not whole.
+        deltas_above: the deltas to versions above ``adopted``, or LATEST if none is adopted: no
+            daemon makes one before LATEST names its version.
         outcomes: step → what became of its last save.
         highest: the highest sequence that anything in the job has ever named.
     """
@@ -44,6 +46,7 @@ class FoundVersions:
     served: Manifest | None = None
     adopted: Manifest | None = None
     unfinished: list[int] = field(default_factory=list)
+    deltas_above: list[int] = field(default_factory=list)
     outcomes: dict[int, SaveOutcome] = field(default_factory=dict)
     highest: int = 0
 
@@ -58,7 +61,7 @@ def look_back(job: Job) -> FoundVersions:
     # What this client remembers of these may be older than the take-over.
     for folder in (job.layout.state, job.layout.published, job.layout.leases):
         job.storage.refresh(folder)
-    for folder in (job.layout.explorers, job.layout.requests):
+    for folder in (job.layout.explorers, job.layout.requests, job.layout.deltas):
         _refresh_of_others(job.storage, folder)
     look = _Look(job)
     found = FoundVersions(latest=look.record(Latest, job.layout.latest))
@@ -83,6 +86,7 @@ def look_back(job: Job) -> FoundVersions:
             _let_be(job.layout.version(sequence), "it is incomplete, but leased")
         else:
             found.unfinished.append(sequence)
+    found.deltas_above = look.deltas_above(found.adopted.sequence if found.adopted else known)
     if found.latest is not None:
         try:
             found.served = look.finished(found.latest.sequence)
@@ -146,6 +150,27 @@ class _Look:
         )
         return [sequence for sequence in found if sequence is not None]
 
+    def deltas(self) -> list[int]:
+        folder = self._job.layout.deltas
+        try:
+            found = (parse_delta_folder(name) for name in self._job.storage.names(folder))
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            _let_be(folder, error)
+            return []
+        return [sequence for sequence in found if sequence is not None]
+
+    def deltas_above(self, latest: int) -> list[int]:
+        """The deltas to versions that LATEST did not name."""
+        found = []
+        for sequence in self.deltas():
+            if sequence > latest + _BELIEVED:
+                _let_be(self._job.layout.delta(sequence), "no daemon made it")
+            elif sequence > latest:
+                found.append(sequence)
+        return found
+
     def finished(self, sequence: int) -> Manifest | None:
         """The manifest of a published version, if every file that it lists has its size."""
         folder = self._job.layout.version(sequence)
@@ -181,7 +206,7 @@ class _Look:
 
     def highest_sequence(self, found: FoundVersions) -> int:
         """The highest sequence that anything in the job has ever named: it never goes back."""
-        named = [0, *self.published()]
+        named = [0, *self.published(), *self.deltas()]
         if found.latest is not None:
             named.append(found.latest.sequence)
         # With LATEST at hand, an empty one above it is of a version that was never published: its

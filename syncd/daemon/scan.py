@@ -12,12 +12,13 @@ from syncd.checkpoint.remote import look_at_weights
 from syncd.checkpoint.save import Save, Unfinished, is_saved_over
 from syncd.daemon.complaints import LetBe
 from syncd.daemon.config import DaemonConfig
-from syncd.daemon.decide import LeaseSeen, Observation, Pointer, PointerState
+from syncd.daemon.decide import DeltaSeen, LeaseSeen, Observation, Pointer, PointerState
 from syncd.daemon.steering import Steering
 from syncd.daemon.steps import LOOK_AGAIN, Steps
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import (
     DCP_METADATA,
+    parse_delta_folder,
     parse_lease_marker,
     parse_pointer,
     parse_version_folder,
@@ -38,6 +39,7 @@ class Known:
 
     Attributes:
         latest: LATEST's sequence, 0 before the first.
+        full_bytes: of LATEST's files; None where that is not known.
         published_save: the identity of the save that LATEST was made from.
         outcomes: step → what became of its last save.
         served_request: the request that LATEST is the result of.
@@ -47,6 +49,7 @@ class Known:
     published_save: str | None
     outcomes: Mapping[int, SaveOutcome]
     served_request: str | None = None
+    full_bytes: int | None = None
 
 
 class Scanner:
@@ -78,6 +81,7 @@ class Scanner:
         self._settled: object = None  # pointer as it was when its save needed no more looks
         self._settled_at = 0.0
         self._dead_since: dict[str, float] = {}
+        self._delta_bytes: dict[int, int] = {}  # a delta never changes
         self._steps = Steps(job, clock=clock)
         self._let_be = LetBe(clock=clock)
         self._steering = Steering(job)
@@ -117,7 +121,9 @@ class Scanner:
             and outcome.identity == save.known_as,
             published_save=known.published_save,
             latest=known.latest,
+            full_bytes=known.full_bytes,
             versions=versions,
+            deltas=self._deltas(),
             lease_folders=lease_folders,
             leases=tuple(self._leases(lease_folders)),
             steps=steps,
@@ -222,6 +228,29 @@ class Scanner:
     def _versions(self, folder: Path) -> tuple[int, ...]:
         found = (parse_version_folder(name) for name in self._job.storage.names(folder))
         return tuple(sequence for sequence in found if sequence is not None)
+
+    def _deltas(self) -> tuple[DeltaSeen, ...]:
+        folder = self._job.layout.deltas
+        try:
+            found = {parse_delta_folder(name) for name in self._job.storage.names(folder)} - {None}
+            before = self._delta_bytes
+            self._delta_bytes = {
+                sequence: before[sequence] if sequence in before else self._size(sequence)
+                for sequence in found
+                if sequence is not None
+            }
+        except OSError as error:
+            if not is_refused_here(error):
+                raise
+            self._let_be.say(folder, error)
+            return ()
+        return tuple(DeltaSeen(*item) for item in sorted(self._delta_bytes.items()))
+
+    def _size(self, sequence: int) -> int:
+        """The bytes of a delta's files."""
+        folder = self._job.layout.delta(sequence)
+        found = (self._job.storage.status(folder / n) for n in self._job.storage.names(folder))
+        return sum(status.st_size for status in found if status is not None)
 
     def _leases(self, sequences: tuple[int, ...]) -> list[LeaseSeen]:
         held = [

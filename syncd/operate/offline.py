@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from syncd.checkpoint.version import read_manifest
@@ -49,7 +50,7 @@ def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
     found: dict[Pruning, None] = {}
     # A save that would first be put on record as skipped could go right after that.
     while True:
-        seen = scanner.scan(Known(known.latest, known.published_save, outcomes), config)
+        seen = scanner.scan(replace(known, outcomes=outcomes), config)
         decision = decide(seen, config)
         found.update(dict.fromkeys(_prunings(decision)))
         skips = [action for action in decision.actions if isinstance(action, Skip)]
@@ -157,7 +158,7 @@ def _known(job: Job) -> Known:
     """The daemon's own records, as far as they can be read."""
     try:
         latest = parse(Latest, job.storage.read(job.layout.latest), job.layout.latest)
-        published_save = read_manifest(job.storage, job.layout.version(latest.sequence)).settles
+        served = read_manifest(job.storage, job.layout.version(latest.sequence))
         saves = parse(
             SaveOutcomes, job.storage.read(job.layout.saves, LONG_RECORD_LIMIT), job.layout.saves
         )
@@ -165,4 +166,5 @@ def _known(job: Job) -> Known:
         raise JobUnavailableError(
             f"nothing was published in {job.layout.root} yet: {error}"
         ) from error
-    return Known(latest.sequence, published_save, saves.steps)
+    full_bytes = sum(file.size for file in served.files)
+    return Known(latest.sequence, served.settles, saves.steps, full_bytes=full_bytes)

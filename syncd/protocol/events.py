@@ -37,6 +37,7 @@ class Event(StrEnum):
     DAEMON_PAUSED = "daemon_paused"
     DAEMON_STANDS_BY = "daemon_stands_by"
     DAEMON_STOPPED = "daemon_stopped"
+    DELTA_DISCARDED = "delta_discarded"
     EVENTS_UNAVAILABLE = "events_unavailable"
     FAULT = "fault"
     HEARTBEAT_RESUMED = "heartbeat_resumed"

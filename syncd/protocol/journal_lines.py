@@ -11,7 +11,7 @@ class AuditLine(Record):
     """One line of ``.syncd/audit.jsonl``: one deletion."""
 
     time: float
-    what: Literal["version", "step", "lease"]
+    what: Literal["version", "step", "lease", "delta"]
     name: Text
     why: Text
     session: str

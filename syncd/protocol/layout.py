@@ -12,6 +12,7 @@ from syncd.protocol.names import (
     ACTOR,
     CHECKPOINT_POINTER,
     STATE_POINTER,
+    delta_folder,
     step_folder,
     version_folder,
 )
@@ -53,6 +54,15 @@ class JobLayout:
     def version(self, sequence: int) -> Path:
         """``published/v000017``: one immutable version."""
         return self.published / version_folder(sequence)
+
+    @property
+    def deltas(self) -> Path:
+        """The folder of all deltas; it is not there before the first one."""
+        return self.root / "deltas"
+
+    def delta(self, sequence: int) -> Path:
+        """``deltas/d000017``: one immutable delta, to the version of this sequence."""
+        return self.deltas / delta_folder(sequence)
 
     @property
     def state(self) -> Path:

@@ -38,11 +38,14 @@ ADAPTER_PICKLE: Final = "adapter_model.bin"
 MODEL_CONFIG: Final = "config.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
+#: The record of a delta, in a folder of its own.
+DELTA: Final = "delta.json"
 #: A file under this prefix is being written; it is garbage until it is renamed.
 TEMPORARY: Final = ".tmp-"
 
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _VERSION = re.compile(r"v([0-9]{6,18})", re.ASCII)
+_DELTA = re.compile(r"d([0-9]{6,18})", re.ASCII)
 _SHARD = re.compile(r"model_world_size_([1-9][0-9]{0,6})_rank_(0|[1-9][0-9]{0,6})\.pt", re.ASCII)
 _POINTER = re.compile(rb"\s*(-?[0-9]{1,18})\s*", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
@@ -91,6 +94,17 @@ def parse_version_folder(name: str) -> int | None:
     """The sequence that a folder's name says, or None if it is not a version folder."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match and version_folder(int(match[1])) == name else None
+
+
+def delta_folder(sequence: int) -> str:
+    """The name of the folder of the delta to a version, e.g. ``d000017``."""
+    return f"d{sequence:06d}"
+
+
+def parse_delta_folder(name: str) -> int | None:
+    """The sequence that a folder's name says, or None if it is not the folder of a delta."""
+    match = _DELTA.fullmatch(name)
+    return int(match[1]) if match and delta_folder(int(match[1])) == name else None
 
 
 def shard_name(world_size: int, rank: int) -> str:

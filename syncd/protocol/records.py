@@ -286,6 +286,44 @@ class Manifest(Record):
         return self.save_id if back is None or back.instead_of is None else back.instead_of
 
 
+class DeltaEnd(BaseModel):
+    """One of the two versions that a delta joins.
+
+    Attributes:
+        content: xxh3-128 over name, dtype, shape and digest of all tensors
+            (:func:`syncd.deltas.ends.content_of`): the delta fits any version with these bytes.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    sequence: Sequence
+    save_id: str
+    content: Digest
+
+
+class Delta(Record):
+    """``delta.json``: the elements that differ between two published versions (docs/deltas.md).
+
+    Attributes:
+        base: the version to begin with.
+        target: the version that the delta makes of it.
+        files: the other files of the folder; the digest is the xxh3-128 of a file's bytes.
+        changed: how many elements differ.
+        elements: how many elements all tensors have.
+    """
+
+    base: DeltaEnd
+    target: DeltaEnd
+    files: Annotated[tuple[VersionFile, ...], FailFast()]
+    changed: Size
+    elements: Size
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all files but ``delta.json``."""
+        return sum(file.size for file in self.files)
+
+
 _SAVE_ID: Final = re.compile(
     r"([^-]+)-(0|[1-9][0-9]{0,18})-(0|[1-9][0-9]{0,18})", re.ASCII | re.DOTALL
 )

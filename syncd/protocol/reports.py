@@ -216,6 +216,7 @@ class DaemonCounters(BaseModel):
     quarantined: Size = 0
     versions_retired: Size = 0
     steps_pruned: Size = 0
+    deltas_pruned: Size = 0
     merged_bytes: Size = 0
 
 

@@ -45,6 +45,7 @@ ROLLED_BACK = st.builds(
     records.RolledBack, sequence=SEQUENCES, instead_of=st.none() | TEXT, request=TEXT
 )
 ADAPTED_MODELS = st.builds(records.AdaptedModel, name=TEXT.filter(bool), revision=st.none() | TEXT)
+DELTA_ENDS = st.builds(records.DeltaEnd, sequence=SEQUENCES, save_id=TEXT, content=DIGESTS)
 OUTCOMES = st.builds(
     records.SaveOutcome,
     identity=TEXT,
@@ -101,6 +102,14 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         rolled_back=st.none() | ROLLED_BACK,
         nonfinite=NON_FINITE,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
+    ),
+    records.Delta: st.builds(
+        records.Delta,
+        base=DELTA_ENDS,
+        target=DELTA_ENDS,
+        files=st.lists(VERSION_FILES, max_size=3).map(tuple),
+        changed=NUMBERS,
+        elements=NUMBERS,
     ),
     records.Receipt: st.builds(
         records.Receipt,

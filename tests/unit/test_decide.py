@@ -10,12 +10,14 @@ from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import (
     AnswerRequest,
     CloseLeaseFolder,
+    DeltaSeen,
     DropLease,
     Forget,
     LeaseSeen,
     Observation,
     Pointer,
     PointerState,
+    PruneDelta,
     PruneStep,
     Publish,
     Republish,
@@ -161,6 +163,32 @@ def test_the_lease_folder_of_a_version_that_is_gone_is_closed_when_it_is_empty()
     assert actions(job(lease_folders=(1, 2, 3))) == [CloseLeaseFolder(1)]
     held = job(lease_folders=(1, 2, 3), leases=(LeaseSeen(1, "a.s", None),))
     assert actions(held) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "full_bytes", "keep_deltas", "gone"),
+    [
+        ({1: 10, 2: 10, 3: 10}, 100, 16, []),
+        ({1: 10, 2: 10, 3: 10}, 100, 2, [1]),
+        ({1: 10, 2: 20, 3: 30}, 100, 16, [1]),  # half of it, and no byte more
+        ({1: 10, 2: 21, 3: 30}, 100, 16, [2, 1]),
+        ({1: 10, 2: 60, 3: 30}, 100, 16, [2, 1]),  # behind a gap no chain leads on
+        ({1: 10, 3: 51}, 100, 16, [3, 1]),
+        ({1: 10, 2: 10, 3: 10}, None, 16, []),
+        ({1: 10, 3: 10, 4: 99, 9: 1}, 100, 1, [1]),  # nothing above LATEST is touched or counted
+        ({3: 0}, 0, 16, []),
+    ],
+)
+def test_deltas_beyond_half_a_version_or_the_number_to_keep_go_newest_first(
+    sizes: dict[int, int], full_bytes: int | None, keep_deltas: int, gone: list[int]
+) -> None:
+    found = tuple(DeltaSeen(sequence, size) for sequence, size in sizes.items())
+    decision = decide(
+        job(deltas=found, full_bytes=full_bytes),
+        CONFIG.model_copy(update={"keep_deltas": keep_deltas}),
+    )
+    pruned = [action for action in decision.actions if isinstance(action, PruneDelta)]
+    assert [action.sequence for action in pruned] == gone
 
 
 def test_a_dead_lease_is_dropped_after_the_grace() -> None:

@@ -83,7 +83,7 @@ def test_another_file_name_is_no_lease(marker: str) -> None:
     assert names.parse_lease_marker(marker) is None
 
 
-def test_all_of_ours_is_below_dot_syncd_or_published() -> None:
+def test_all_of_ours_is_below_dot_syncd_published_or_deltas() -> None:
     job = layout.JobLayout(Path("/job"))
     ours = [
         value
@@ -92,10 +92,10 @@ def test_all_of_ours_is_below_dot_syncd_or_published() -> None:
         and name not in {"state_pointer", "checkpoint_pointer"}
         and isinstance(value := getattr(job, name), Path)
     ]
-    ours += [job.version(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
+    ours += [job.version(1), job.delta(1), job.lease_folder(1), job.session("s"), job.explorer("e")]
     assert len(ours) > 15
     for path in ours:
-        assert path.parts[2] in {".syncd", "published"}
+        assert path.parts[2] in {".syncd", "published", "deltas"}
     assert len(set(ours)) == len(ours)
 
 

@@ -64,7 +64,7 @@ class Caster:
             # It is given back with the last view of it: an error may hold one.
             self._memory = memoryview(mmap.mmap(fd, _SIZE))
             self._child = ChildProcess(
-                "merging.cast_child",
+                "checkpoint.merging.cast_child",
                 (fd,),
                 where,
                 task="cast",

@@ -22,9 +22,7 @@ from syncd.storage.errnos import GONE
 _PACKAGE: Final = str(Path(__file__).resolve().parents[3])
 #: Not ``-m``, which would look for modules in the working folder before all others. The package
 #: comes last, so that it hides no module either.
-_PROGRAM: Final = (
-    "import sys; sys.path.append(sys.argv[1]); from syncd.checkpoint.{module} import run; run()"
-)
+_PROGRAM: Final = "import sys; sys.path.append(sys.argv[1]); from syncd.{module} import run; run()"
 #: So often ``cancel`` is asked while the child works.
 _LOOK: Final = 0.05
 _PIPE: Final = 1024 * 1024
@@ -38,7 +36,7 @@ class ChildProcess:
     """A running child. Close it.
 
     Args:
-        module: of ``syncd.checkpoint``; its ``run()`` is called, with ``arguments`` from
+        module: of ``syncd``; its ``run()`` is called, with ``arguments`` from
             ``sys.argv[2]`` on.
         arguments: numbers.
         where: the file that it is started for, for messages.

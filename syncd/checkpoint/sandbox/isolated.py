@@ -255,7 +255,7 @@ class IsolatedParser:
         given = self._limits
         # Without ``site``, which may run what others installed.
         self._child = child = ChildProcess(
-            "sandbox.parser_child",
+            "checkpoint.sandbox.parser_child",
             (given.memory, given.memory_factor, given.memory_most, given.cpu_seconds),
             where,
             task="read",

@@ -34,7 +34,12 @@ _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
 #: Another name there → the kind of thing deleted that it is counted as.
-_PRUNED: Final = {"versions_retired": "version", "steps_pruned": "step", "leases_dropped": "lease"}
+_PRUNED: Final = {
+    "versions_retired": "version",
+    "steps_pruned": "step",
+    "leases_dropped": "lease",
+    "deltas_pruned": "delta",
+}
 
 
 class Metrics:
@@ -71,7 +76,9 @@ class Metrics:
             "nonfinite_versions", "Published versions that hold NaN or Inf.", JOB
         )
         self.rollbacks = self._counter("rollbacks", "Rollbacks: old versions published again.", JOB)
-        self.pruned = self._counter("pruned", "Deleted versions, steps and leases.", JOB, "what")
+        self.pruned = self._counter(
+            "pruned", "Deleted versions, deltas, steps and leases.", JOB, "what"
+        )
         self.merged_bytes = self._counter("merge_bytes", "Bytes of published versions.", JOB)
         self.errors = self._counter("errors", "Errors, by class.", JOB, "error")
         self.tick = self._histogram(

@@ -1,0 +1,151 @@
+"""The record of saves, ``saves.json``: each was published, skipped or quarantined."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from syncd.checkpoint.chunked_save import holds_model_only
+from syncd.checkpoint.remote import look_at_weights
+from syncd.checkpoint.save import Save
+from syncd.protocol.events import Event
+from syncd.protocol.records import Manifest, Quarantine, SaveOutcome, SaveOutcomes, encode
+from syncd.storage.epoch import Epoch
+from syncd.storage.errnos import is_gone
+from syncd.storage.job import Job
+
+log = logging.getLogger(__name__)
+
+
+class Outcomes:
+    """The active daemon's record of saves: published, skipped or quarantined.
+
+    What happened has happened, also where storage refuses to put it on record now: see
+    :meth:`write_again`.
+
+    Args:
+        job: the job.
+        epoch: the active daemon's room.
+        wall: seconds since the epoch, for records that people read.
+
+    Attributes:
+        of_step: step → what became of its last save.
+    """
+
+    def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
+        self._job = job
+        self._epoch = epoch
+        self._wall = wall
+        self._unwritten = False
+        self.of_step: dict[int, SaveOutcome] = {}
+
+    def published(self, step: int, identity: str, sequence: int) -> None:
+        """A save was published."""
+        outcome = SaveOutcome(identity=identity, outcome="published", sequence=sequence)
+        self._put_on_record(step, outcome)
+
+    def found_published(self, manifest: Manifest) -> None:
+        """Record a version that a previous daemon made of a save."""
+        recorded = self.of_step.get(manifest.step)
+        # A later save of that step may have been quarantined: it is not tried again.
+        if recorded is not None and recorded.outcome == "quarantined":
+            return
+        outcome = SaveOutcome(
+            identity=manifest.save_id, outcome="published", sequence=manifest.sequence
+        )
+        if recorded is not None and recorded.identity == manifest.save_id:
+            outcome = outcome.model_copy(update={"model_only": recorded.model_only})
+        self._put_on_record(manifest.step, outcome)
+
+    def skip(self, step: int, identity: str) -> None:
+        """A save will never be published."""
+        self._put_on_record(step, SaveOutcome(identity=identity, outcome="skipped"))
+
+    def quarantine(self, save: Save, error: Exception) -> Path:
+        """A save cannot be published, and is not tried again.
+
+        Returns:
+            The file of the record that says why.
+        """
+        identity = save.known_as or ""
+        name = hashlib.blake2s(identity.encode(), digest_size=6).hexdigest()
+        path = self._job.layout.quarantine / f"step_{save.step}-{name}.json"
+        record = Quarantine(
+            step=save.step,
+            identity=identity,
+            error=type(error).__name__,
+            reason=str(error),
+            time=self._wall(),
+        )
+        try:
+            self._epoch.publish_file(path, encode(record))
+        except OSError as refused:
+            log.error(
+                "cannot write %s: %s",
+                path,
+                refused,
+                extra=Event.RECORD_UNWRITTEN(path=path, reason=refused),
+            )
+        self._put_on_record(save.step, SaveOutcome(identity=identity, outcome="quarantined"))
+        return path
+
+    def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
+        """Record whether a save of torch.distributed.checkpoint holds only a model.
+
+        Nothing is where it is not the save on record any more.
+
+        Args:
+            step: of the save.
+            prefix: what the names of the model's tensors begin with; None to find out.
+            cancel: called between reads; raises to stop.
+
+        Raises:
+            OSError: as the storage says: nothing is known.
+        """
+        outcome = self.of_step.get(step)
+        if outcome is None:
+            return
+        actor = self._job.layout.actor(step)
+        try:
+            model_only = holds_model_only(self._job.storage, actor, prefix=prefix, cancel=cancel)
+        except OSError as error:
+            if is_gone(error):
+                return
+            raise
+        now = look_at_weights(self._job.storage, self._job.layout.step(step), step)
+        if now.identity == outcome.identity:
+            self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
+
+    def forget(self, step: int) -> None:
+        """Take a step whose folder is gone off the record."""
+        if self.of_step.pop(step, None) is not None:
+            self._write()
+
+    def write_again(self) -> None:
+        """Write the records that storage refused before."""
+        if self._unwritten:
+            self._write()
+
+    def _put_on_record(self, step: int, outcome: SaveOutcome) -> None:
+        if self.of_step.get(step) != outcome:
+            self.of_step[step] = outcome
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self._epoch.publish_file(
+                self._job.layout.saves, encode(SaveOutcomes(steps=self.of_step))
+            )
+        except OSError as error:
+            if not self._unwritten:
+                log.error(
+                    "cannot write %s now: %s",
+                    self._job.layout.saves,
+                    error,
+                    extra=Event.RECORD_UNWRITTEN(path=self._job.layout.saves, reason=error),
+                )
+            self._unwritten = True
+        else:
+            self._unwritten = False

@@ -1,0 +1,239 @@
+"""Making a version's files from an older version and deltas, in one pass.
+
+The base is only read. Headers and small files are those of the version's own folder. The digest of
+each tensor is computed of the bytes that are written, and compared with the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import xxhash
+
+from syncd.checkpoint.merging.options import Progress, unheard
+from syncd.checkpoint.parallel import Check
+from syncd.checkpoint.safetensors_file import SafetensorsFile, file_digest
+from syncd.checkpoint.safetensors_header import HeaderEntry
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.checkpoint.version import WEIGHTS, copy_file, each_file
+from syncd.deltas.delta_folder import BLOCK, blocks_of
+from syncd.deltas.delta_reader import DeltaReader
+from syncd.deltas.encoding import Decoder, as_elements
+from syncd.deltas.ends import NoDeltaError, elements_of, in_order, why_no_chain
+from syncd.deltas.whole_version import Places, WholeVersion, check_header, open_weights
+from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
+from syncd.protocol.records import Delta, Manifest, TensorEntry, VersionFile
+from syncd.storage.fsio import Storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: So many bytes are made durable at a time.
+_SYNC_EVERY: Final = 256 * 1024 * 1024
+
+
+class Link(NamedTuple):
+    """A delta of a chain: its folder, and its record."""
+
+    folder: Path
+    delta: Delta
+
+
+def apply_chain(
+    storage: Storage,
+    target: WholeVersion,
+    chain: Sequence[Link],
+    base: WholeVersion,
+    *,
+    to: Storage,
+    draft: Path,
+    threads: int = 4,
+    cancel: Callable[[], None] = lambda: None,
+    progress: Progress = unheard,
+) -> None:
+    """Make the files of a version, the manifest aside, verified in the same pass.
+
+    Args:
+        storage: the storage of the deltas and of the target.
+        target: the published version; only headers and small files are read of it.
+        chain: the deltas that lead from the base to the target, in order.
+        base: a whole version that nobody deletes meanwhile. It is never written to.
+        to: the storage of the draft, and of the base.
+        draft: an empty folder; its own entry is the caller's to sync. After an error the caller
+            removes it.
+        threads: how many files are made at a time, and no more than there are processors.
+        cancel: called often, in this thread; it raises to stop.
+        progress: called in this thread with the bytes of tensors that are done, and those of all.
+
+    Raises:
+        NoDeltaError: the deltas do not make this version of this base.
+        VerificationError: the target's own folder is not what its manifest says.
+        OSError: one of the two storages failed.
+    """
+    with _opened(storage, target.manifest, chain, base.manifest) as readers, ExitStack() as stack:
+        places = stack.enter_context(open_weights(to, base))
+        making = _Making(storage, target, readers, places, to, draft)
+        for name in sorted({file.name for file in target.manifest.files if "/" in file.name}):
+            to.make_folder((draft / name).parent, below=draft.parent)
+
+        def look() -> None:
+            cancel()
+            progress(sum(making.done.copy().values()), making.total)
+
+        each_file(making.make, storage, target.folder, target.manifest, threads, look)
+
+
+def changed_positions(
+    storage: Storage, base: Manifest, target: Manifest, chain: Sequence[Link]
+) -> Iterator[tuple[TensorEntry, NDArray[np.int64]]]:
+    """The positions of all elements that a chain changes: of any of its deltas.
+
+    Give these elements the values that they have in a verified copy of the target, and a tensor
+    that held any mixture of the versions of the chain holds the target.
+
+    Args:
+        storage: the storage of the deltas.
+        base: the version to begin with.
+        target: the version to end with.
+        chain: the deltas between them, in order.
+
+    Yields:
+        A tensor, and positions in it as if it had one dimension, ascending: int64, at most 2^20. A
+        tensor may come several times, with positions that ascend from one time to the next.
+
+    Raises:
+        NoDeltaError: the deltas do not lead from the base to the target, or are damaged.
+        OSError: storage failed.
+    """
+    with _opened(storage, target, chain, base) as readers:
+        decoder = Decoder()
+        for number, tensor in enumerate(in_order(target)):
+            for block in range(blocks_of(elements_of(tensor))):
+                found = [reader.positions(number, block, decoder) for reader in readers]
+                several = [positions for positions in found if positions is not None]
+                if several:
+                    positions = several[0] if len(several) == 1 else _union(several)
+                    yield tensor, positions.astype(np.int64) + block * BLOCK
+
+
+def _union(several: Sequence[NDArray[np.uint32]]) -> NDArray[np.int64]:
+    changed = np.zeros(BLOCK, np.bool_)
+    for positions in several:
+        changed[positions] = True
+    return np.flatnonzero(changed)
+
+
+@contextmanager
+def _opened(
+    storage: Storage, target: Manifest, chain: Sequence[Link], base: Manifest
+) -> Iterator[list[DeltaReader]]:
+    why = why_no_chain([link.delta for link in chain], base, target)
+    if why is not None:
+        raise NoDeltaError(why)
+    tensors = in_order(target)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(DeltaReader(storage, link.folder, link.delta, tensors))
+            for link in chain
+        ]
+
+
+@dataclass(eq=False)
+class _Making:
+    """The making of all files of a version, each in one thread."""
+
+    storage: Storage
+    target: WholeVersion
+    readers: Sequence[DeltaReader]
+    places: Places
+    to: Storage
+    draft: Path
+
+    def __post_init__(self) -> None:
+        tensors = in_order(self.target.manifest)
+        self.numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
+        self.done: dict[str, int] = {}
+        self.total = sum(elements_of(tensor) * ITEMSIZE[tensor.dtype] for tensor in tensors)
+
+    def make(self, file: VersionFile, told: Mapping[str, TensorEntry], check: Check) -> None:
+        """Make one file of the draft."""
+        if not file.name.endswith(WEIGHTS):
+            copy_file(self.storage, self.target.folder, self.to, self.draft, file, told, check)
+            return
+        path = self.target.folder / file.name
+        try:
+            published = SafetensorsFile.open(self.storage, path)
+        except (CheckpointError, SaveNotReadyError) as error:
+            raise VerificationError(str(error)) from error
+        with published:
+            if published.size != file.size:
+                raise VerificationError(f"{path}: its size is not what the manifest says")
+            check_header(published, told)
+        fd = self.to.create(self.draft / file.name)
+        with self.to.closing(fd):
+            self.to.pwrite_all(fd, published.header, 0)
+            digests = _FileMaking(self, file.name, fd, check).run(published.entries, told)
+            if file_digest(published.header, digests) != file.digest:
+                raise VerificationError(f"{path}: its header has another digest than the manifest")
+            self.to.fsync(fd)
+
+
+class _FileMaking:
+    """The making of one file's tensors, in a buffer of one block."""
+
+    def __init__(self, making: _Making, name: str, fd: int, check: Check) -> None:
+        self._making = making
+        self._name = name
+        self._fd = fd
+        self._check = check
+        self._decoder = Decoder()
+        self._memory = memoryview(bytearray(0))
+        self._unsynced = 0
+        making.done[name] = 0
+
+    def run(self, entries: Sequence[HeaderEntry], told: Mapping[str, TensorEntry]) -> list[bytes]:
+        """Make the tensors in file order; returns their digests."""
+        found = []
+        for entry in entries:
+            digest = self._tensor(entry)
+            if digest.hex() != told[entry.name].digest:
+                raise NoDeltaError(
+                    f"{shown(entry.name)} has another digest than the manifest says: the copy of "
+                    "the base or a delta is damaged"
+                )
+            found.append(digest)
+        return found
+
+    def _tensor(self, entry: HeaderEntry) -> bytes:
+        source, place = self._making.places[entry.name]
+        number = self._making.numbers[entry.name]
+        width = ITEMSIZE[entry.dtype]
+        hasher = xxhash.xxh3_128()
+        step = BLOCK * width
+        size = entry.end - entry.begin
+        if len(self._memory) < min(step, size):
+            self._memory = memoryview(bytearray(min(step, size)))
+        for block, begin in enumerate(range(0, size, step)):
+            self._check()
+            part = self._memory[: min(step, size - begin)]
+            if self._making.to.pread_fully(source.fd, part, place.begin + begin) < len(part):
+                raise NoDeltaError(f"{source.path} became shorter while it was read")
+            elements = as_elements(part, width)
+            for reader in self._making.readers:
+                reader.apply(number, block, elements, self._decoder)
+            hasher.update(part)
+            self._making.to.pwrite_all(self._fd, part, entry.begin + begin)
+            self._advance(len(part))
+        return hasher.digest()
+
+    def _advance(self, count: int) -> None:
+        self._making.done[self._name] += count
+        self._unsynced += count
+        if self._unsynced >= _SYNC_EVERY:
+            self._making.to.fsync(self._fd)  # one of gigabytes could not be interrupted
+            self._unsynced = 0

@@ -1,0 +1,89 @@
+"""The folder of a delta: its files, the entries of its index, and reading its record.
+
+::
+
+    delta.json   the record
+    index        an entry of 24 bytes for each block that changed
+    blocks       the blocks, one behind the other, in the order of the index
+
+A tensor is divided into blocks of 2^20 elements, the last one shorter. A block without changes has
+no entry.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Final
+
+import xxhash
+
+from syncd.deltas.ends import NoDeltaError
+from syncd.protocol.names import DELTA
+from syncd.protocol.records import Delta, VersionFile, parse
+from syncd.storage.fsio import Storage
+
+INDEX: Final = "index"
+BLOCKS: Final = "blocks"
+#: Elements of a block.
+BLOCK: Final = 2**20
+#: An entry of the index, little endian: the number of the tensor in the order of the names, the
+#: number of the block in it, the bytes of the encoded block, the elements that changed in it, and
+#: the xxh3-64 of the encoded block.
+ENTRY: Final = struct.Struct("<IIIIQ")
+#: A delta above this part of changed elements is not made: it would save little.
+DENSEST: Final = 0.30
+_BUFFER: Final = 1024 * 1024
+
+
+def blocks_of(elements: int) -> int:
+    """The blocks of a tensor with so many elements."""
+    return -(-elements // BLOCK)
+
+
+def read_delta(storage: Storage, folder: Path) -> Delta:
+    """The record of a delta's folder.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        RecordError: it is not a delta.
+    """
+    path = folder / DELTA
+    return parse(Delta, storage.read(path), path)
+
+
+def verify_delta(storage: Storage, folder: Path, delta: Delta) -> None:
+    """Compare the files of a delta with their sizes and digests in the record.
+
+    Raises:
+        NoDeltaError: a file is not what the record says.
+        OSError: a file is missing, or storage failed.
+    """
+    for file in checked_files(delta, folder).values():
+        path = folder / file.name
+        hasher = xxhash.xxh3_128()
+        fd = storage.open_read(path)
+        try:
+            size = storage.fstat(fd).st_size
+            while size == file.size and (part := storage.read_part(fd, _BUFFER)):
+                hasher.update(part)
+        finally:
+            storage.release(fd)
+        if size != file.size or hasher.hexdigest() != file.digest:
+            raise NoDeltaError(f"{path} is not what {DELTA} says: its size or its digest differs")
+
+
+def checked_files(delta: Delta, folder: Path) -> dict[str, VersionFile]:
+    """The files of a delta by name: an index and blocks, both with a digest.
+
+    Raises:
+        NoDeltaError: the record names others.
+    """
+    files = {file.name: file for file in delta.files}
+    if (
+        sorted(files) != [BLOCKS, INDEX]
+        or len(delta.files) != len(files)
+        or any(file.digest is None for file in delta.files)
+    ):
+        raise NoDeltaError(f"{folder / DELTA} does not name the files {INDEX} and {BLOCKS}, once")
+    return files

@@ -1,0 +1,169 @@
+"""Reading a delta that anybody may have written: it is checked against the version that it makes.
+
+Nothing in a delta names a place outside its two files. Before anything is allocated for it, every
+length is compared with the most that the version's tensors allow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import numpy as np
+import xxhash
+
+from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
+from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX, checked_files
+from syncd.deltas.encoding import BlockError, Decoder, Elements, Positions
+from syncd.deltas.ends import NoDeltaError, elements_of
+from syncd.protocol.records import Delta, TensorEntry
+from syncd.storage.fsio import Storage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_ENTRIES: Final = np.dtype(
+    [("tensor", "<u4"), ("block", "<u4"), ("length", "<u4"), ("count", "<u4"), ("digest", "<u8")]
+)
+
+
+class DeltaReader:
+    """An open delta, whose index fits the tensors of its target. Close it, or use it in ``with``.
+
+    May be used by several threads, each with a :class:`~syncd.deltas.encoding.Decoder` of its own.
+
+    Args:
+        storage: the storage that the delta is on.
+        folder: of the delta.
+        delta: its record.
+        tensors: of the target, in the order of the names.
+
+    Raises:
+        NoDeltaError: the delta is not whole, or not one of these tensors.
+        OSError: a file is missing, or cannot be read.
+    """
+
+    def __init__(
+        self, storage: Storage, folder: Path, delta: Delta, tensors: Sequence[TensorEntry]
+    ) -> None:
+        self._storage = storage
+        self._folder = folder
+        self._tensors = tensors
+        files = checked_files(delta, folder)
+        counts = np.array([elements_of(tensor) for tensor in tensors], np.int64)
+        widths = np.array([ITEMSIZE[tensor.dtype] for tensor in tensors], np.int64)
+        if files[INDEX].size > int(-(-counts // BLOCK).sum()) * ENTRY.size:
+            raise self._broken("its index has more entries than the version has blocks")
+        index = storage.read(folder / INDEX, files[INDEX].size)
+        if xxhash.xxh3_128_hexdigest(index) != files[INDEX].digest:
+            raise self._broken("its index has another digest than its record says")
+        if len(index) % ENTRY.size:
+            raise self._broken("its index is no whole number of entries")
+        self._entries = np.frombuffer(index, _ENTRIES)
+        self._offsets = self._checked(delta, counts, widths, files[BLOCKS].size)
+        keys = (self._entries["tensor"].astype(np.int64) << 32) | self._entries["block"]
+        self._order = np.argsort(keys, kind="stable")
+        self._keys = keys[self._order]
+        if (self._keys[1:] == self._keys[:-1]).any():
+            raise self._broken("its index has a block twice")
+        status = storage.status(folder / BLOCKS)
+        if status is None or status.st_size != files[BLOCKS].size:
+            raise self._broken("its blocks have another size than its record says")
+        self._fd = storage.open_read(folder / BLOCKS)
+
+    def _checked(
+        self, delta: Delta, counts: NDArray[Any], widths: NDArray[Any], size: int
+    ) -> NDArray[np.int64]:
+        """The offset of each entry's bytes, once all entries are known to be possible."""
+        tensors, blocks = self._entries["tensor"], self._entries["block"].astype(np.int64)
+        lengths = self._entries["length"].astype(np.int64)
+        changed = self._entries["count"].astype(np.int64)
+        if (tensors >= len(counts)).any():
+            raise self._broken("its index names a tensor that the version does not have")
+        left = counts[tensors] - blocks * BLOCK
+        if (left <= 0).any():
+            raise self._broken("its index names a block that its tensor does not have")
+        inside = np.minimum(left, BLOCK)
+        if (changed < 1).any() or (changed > inside).any():
+            raise self._broken("its index has a block with too many changes, or none")
+        if (lengths < 1).any() or (lengths > inside * widths[tensors] + 1).any():
+            raise self._broken("its index has a block that is longer than its elements, or empty")
+        if int(lengths.sum()) != size:
+            raise self._broken("its blocks do not fill their file")
+        if int(changed.sum()) != delta.changed or int(counts.sum()) != delta.elements:
+            raise self._broken("its record counts other elements than its index")
+        return np.cumsum(lengths) - lengths
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._storage.release(self._fd)
+
+    def apply(self, tensor: int, block: int, elements: Elements, decoder: Decoder) -> bool:
+        """Make new elements of a block out of old ones, in place.
+
+        Args:
+            tensor: its number in the order of the names.
+            block: the number of the block.
+            elements: the old ones, of the whole block.
+            decoder: of this thread.
+
+        Returns:
+            False if nothing changed.
+
+        Raises:
+            NoDeltaError: the block is damaged; the elements are then neither the old nor the new.
+            OSError: storage failed.
+        """
+        found = self._load(tensor, block)
+        if found is None:
+            return False
+        encoded, count = found
+        try:
+            decoder.apply(encoded, count, elements)
+        except BlockError as error:
+            raise self._broken_block(tensor, block, error) from None
+        return True
+
+    def positions(self, tensor: int, block: int, decoder: Decoder) -> Positions | None:
+        """The positions inside a block that changed, ascending; None if nothing did.
+
+        Raises:
+            NoDeltaError: the block is damaged.
+            OSError: storage failed.
+        """
+        found = self._load(tensor, block)
+        if found is None:
+            return None
+        encoded, count = found
+        entry = self._tensors[tensor]
+        elements = min(BLOCK, elements_of(entry) - block * BLOCK)
+        try:
+            return decoder.positions(encoded, count, elements, ITEMSIZE[entry.dtype])
+        except BlockError as error:
+            raise self._broken_block(tensor, block, error) from None
+
+    def _load(self, tensor: int, block: int) -> tuple[memoryview, int] | None:
+        """The encoded bytes of a block, whose digest is right, and its count of changes."""
+        key = tensor << 32 | block
+        at = int(np.searchsorted(self._keys, key))
+        if at == len(self._keys) or self._keys[at] != key:
+            return None
+        row = int(self._order[at])
+        entry = self._entries[row]
+        encoded = self._storage.pread_all(self._fd, int(entry["length"]), int(self._offsets[row]))
+        if xxhash.xxh3_64_intdigest(encoded) != int(entry["digest"]):
+            raise self._broken_block(tensor, block, "its digest is not the one in the index")
+        return memoryview(encoded), int(entry["count"])
+
+    def _broken_block(self, tensor: int, block: int, why: object) -> NoDeltaError:
+        return self._broken(f"block {block} of {shown(self._tensors[tensor].name)}: {why}")
+
+    def _broken(self, why: str) -> NoDeltaError:
+        return NoDeltaError(f"the delta {self._folder} cannot be used: {why}")

@@ -1,0 +1,81 @@
+"""A whole version on disk, and the places of its tensors in its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import HeaderEntry
+from syncd.checkpoint.tensor_rules import shown
+from syncd.checkpoint.version import WEIGHTS
+from syncd.deltas.ends import NoDeltaError
+from syncd.protocol.errors import CheckpointError, SaveNotReadyError
+from syncd.protocol.records import Manifest, TensorEntry
+from syncd.storage.fsio import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class WholeVersion:
+    """A whole version on disk: a published one, or a copy of one.
+
+    Attributes:
+        folder: with the files that the manifest lists.
+        manifest: of the version.
+    """
+
+    folder: Path
+    manifest: Manifest
+
+    def __str__(self) -> str:
+        return f"version {self.manifest.sequence} in {self.folder}"
+
+
+#: The open file that a tensor is in, and the tensor's place in it.
+Places = Mapping[str, tuple[SafetensorsFile, HeaderEntry]]
+
+
+@contextmanager
+def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
+    """Open all files of weights of a version; the headers must be what the manifest says.
+
+    Yields:
+        The place of each tensor, by its name.
+
+    Raises:
+        NoDeltaError: the files are not those of the manifest.
+        OSError: one is missing, or cannot be read.
+    """
+    told: dict[str, dict[str, TensorEntry]] = {
+        file.name: {} for file in version.manifest.files if file.name.endswith(WEIGHTS)
+    }
+    for tensor in version.manifest.tensors:
+        if tensor.file not in told:
+            raise NoDeltaError(
+                f"the manifest of {version} has {shown(tensor.name)} in {shown(tensor.file)}, "
+                "which it does not list"
+            )
+        told[tensor.file][tensor.name] = tensor
+    with ExitStack() as stack:
+        places: dict[str, tuple[SafetensorsFile, HeaderEntry]] = {}
+        for name, tensors in told.items():
+            try:
+                file = stack.enter_context(SafetensorsFile.open(storage, version.folder / name))
+            except (CheckpointError, SaveNotReadyError) as error:
+                raise NoDeltaError(str(error)) from error
+            check_header(file, tensors)
+            places.update((entry.name, (file, entry)) for entry in file.entries)
+        yield places
+
+
+def check_header(file: SafetensorsFile, told: Mapping[str, TensorEntry]) -> None:
+    """See that a file's header has the tensors that a manifest has in this file.
+
+    Raises:
+        NoDeltaError: it has others.
+    """
+    found = {entry.name: (entry.dtype, entry.shape) for entry in file.entries}
+    if found != {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in told.items()}:
+        raise NoDeltaError(f"{file.path}: its header is not what the manifest says")

@@ -1,0 +1,213 @@
+"""Deltas as folders of a job: their numbers, their recovery and their pruning."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from syncd.cli import cli
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.names import delta_folder, parse_delta_folder
+from syncd.storage.fsio import Storage
+from tests.jobs import SmallJob
+from tests.lagging import Hosts
+from tests.storages import refuse
+
+pytestmark = pytest.mark.lagging
+
+
+def published(job: SmallJob, steps: int) -> None:
+    """Steps 1, 2, …, each a version; nothing is pruned."""
+    with job.daemon(DaemonConfig(keep=99)) as loop:
+        for step in range(1, steps + 1):
+            job.save(step)
+            loop.run_once()
+
+
+def delta(job: SmallJob, sequence: int, size: int = 1) -> Path:
+    """A delta as a daemon has committed it, as far as this is about folders."""
+    folder = job.layout.delta(sequence)
+    folder.mkdir(parents=True)
+    (folder / "delta.json").write_bytes(b"{}")
+    (folder / "blocks").write_bytes(b"x" * (size - 2 if size > 2 else 0))
+    return folder
+
+
+def deltas(job: SmallJob) -> list[str]:
+    return sorted(os.listdir(job.layout.deltas))
+
+
+def one_round(job: SmallJob, config: DaemonConfig | None = None) -> None:
+    with job.daemon(config) as loop:
+        loop.run_once()
+
+
+@pytest.mark.parametrize("name", ["d000001", "d999999", "d1000000", "d123456789012345678"])
+def test_a_name_is_parsed_as_it_is_made(name: str) -> None:
+    sequence = parse_delta_folder(name)
+    assert sequence is not None
+    assert delta_folder(sequence) == name
+
+
+@pytest.mark.parametrize("name", ["d1", "v000001", "d0000001", "d00001x", "d-00001", "D000001"])
+def test_no_other_name_is_one_of_a_delta(name: str) -> None:
+    assert parse_delta_folder(name) is None
+
+
+def test_a_delta_above_latest_is_discarded_on_record_and_its_number_not_used_again(
+    job: SmallJob,
+) -> None:
+    published(job, 2)
+    for sequence in (2, 3, 7):
+        delta(job, sequence)
+    job.hosts.settle()
+    with job.daemon() as loop:
+        assert deltas(job) == ["d000002"]
+        assert {("delta", "d000003"), ("delta", "d000007")} <= set(job.audit)
+        job.save(3)
+        loop.run_once()
+        assert job.latest.sequence == 8
+
+
+def test_the_delta_of_an_adopted_version_stays(tmp_path: Path, hosts: Hosts) -> None:
+    storage = hosts.ruled()
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    published(job, 2)
+    for sequence in (2, 3):
+        delta(job, sequence)
+    job.layout.latest.unlink()
+    job.hosts.settle()
+    with job.daemon():
+        assert job.latest.sequence == 2
+        assert deltas(job) == ["d000002"]
+
+
+def test_a_sequence_is_never_given_twice_though_nothing_but_a_delta_names_it(
+    job: SmallJob,
+) -> None:
+    published(job, 2)
+    delta(job, 2)
+    for path in (job.layout.latest, job.layout.saves, job.layout.daemon_report):
+        path.unlink()
+    for sequence in (1, 2):
+        job.storage.remove_tree(job.layout.version(sequence))
+        job.storage.remove_tree(job.layout.lease_folder(sequence))
+    job.hosts.settle()
+    one_round(job)
+    assert job.latest.sequence == 3
+    assert deltas(job) == []
+
+
+def test_a_delta_that_cannot_be_discarded_keeps_nobody_from_new_weights(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled(refuse("rename", errno.EACCES, where="/deltas/"))
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    published(job, 1)
+    delta(job, 5)
+    job.save(2)
+    job.hosts.settle()
+    one_round(job)
+    assert (job.latest.sequence, job.latest.step) == (6, 2)
+    assert deltas(job) == ["d000005"]
+
+
+def test_a_delta_of_an_unbelievable_number_is_nobodys(job: SmallJob) -> None:
+    published(job, 1)
+    folder = delta(job, 10**17)
+    job.save(2)
+    job.hosts.settle()
+    one_round(job)
+    assert job.latest.sequence == 2
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("thing", ["file", "foreign names"])
+def test_something_else_under_the_name_of_the_folder_keeps_nobody_from_new_weights(
+    job: SmallJob, thing: str
+) -> None:
+    published(job, 1)
+    match thing:
+        case "file":
+            job.layout.deltas.write_bytes(b"mine")
+        case "foreign names":
+            (job.layout.deltas / "of the trainer").mkdir(parents=True)
+            (job.layout.deltas / "d9").touch()
+    job.save(2)
+    job.hosts.settle()
+    one_round(job)
+    assert (job.latest.sequence, job.latest.step) == (2, 2)
+    assert thing != "foreign names" or deltas(job) == ["d9", "of the trainer"]
+
+
+@pytest.mark.local_only("a lagging client follows links")
+def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "d000009").mkdir(parents=True)
+    root = tmp_path / "job"
+    job = SmallJob(root, Storage(root, durable=False))
+    published(job, 1)
+    job.layout.deltas.symlink_to(elsewhere)
+    job.save(2)
+    one_round(job)
+    assert (job.latest.sequence, job.latest.step) == (2, 2)
+    assert (elsewhere / "d000009").exists()
+
+
+def test_old_deltas_go_by_number_and_by_bytes_each_with_an_audit_line(job: SmallJob) -> None:
+    published(job, 6)
+    for sequence in range(1, 7):
+        delta(job, sequence, size=10)
+    job.hosts.settle()
+    one_round(job, DaemonConfig(keep=99, keep_deltas=4))
+    assert deltas(job) == ["d000003", "d000004", "d000005", "d000006"]
+    full = sum(path.stat().st_size for path in job.layout.version(6).iterdir())
+    full -= (job.layout.version(6) / "manifest.json").stat().st_size
+    (job.layout.delta(4) / "more").write_bytes(b"x" * (full // 2 - 30))
+    job.hosts.settle()
+    one_round(job, DaemonConfig(keep=99, keep_deltas=4))
+    assert deltas(job) == ["d000004", "d000005", "d000006"]
+    assert sorted(name for what, name in job.audit if what == "delta") == [
+        "d000001", "d000002", "d000003"
+    ]  # fmt: skip
+
+
+def test_the_dry_run_names_the_deltas_that_would_go(job: SmallJob) -> None:
+    published(job, 3)
+    for sequence in (1, 2, 3):
+        delta(job, sequence)
+    arguments = ["prune", str(job.layout.root), "--keep-deltas", "1", "--keep", "9", "--json"]
+    for more in (["--dry-run"], []):
+        done = CliRunner().invoke(cli, [*arguments, "--no-prune-steps", *more])
+        assert done.exit_code == 0, done.output
+        told = json.loads(done.stdout)["deleted"]
+        assert [(one["what"], one["name"]) for one in told] == [
+            ("delta", "d000002"), ("delta", "d000001")
+        ]  # fmt: skip
+        if more:
+            assert deltas(job) == ["d000001", "d000002", "d000003"]
+    assert deltas(job) == ["d000003"]
+    assert job.audit[-2:] == [("delta", "d000002"), ("delta", "d000001")]
+
+
+def test_a_half_deleted_delta_is_finished_by_the_next_daemon_on_record(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    storage = hosts.ruled()
+    job = SmallJob(tmp_path / "job", storage, hosts=hosts)
+    published(job, 3)
+    for sequence in (1, 2, 3):
+        delta(job, sequence)
+    job.hosts.settle()
+    storage.rules.append(refuse("unlink", errno.EIO, where="/doomed/d000001"))
+    one_round(job, DaemonConfig(keep=99, keep_deltas=2))
+    assert deltas(job) == ["d000002", "d000003"]
+    storage.rules.clear()
+    one_round(job, DaemonConfig(keep=99, keep_deltas=2))
+    assert job.audit.count(("delta", "d000001")) >= 1
+    assert not list(job.layout.epochs.glob("*/doomed/*"))

@@ -1,0 +1,331 @@
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from syncd.checkpoint.merging.options import Work
+from syncd.deltas.applying import Link, apply_chain, changed_positions
+from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
+from syncd.deltas.ends import NoDeltaError, content_of, find_chain, why_no_delta
+from syncd.deltas.making import DeltaChild, why_not_here
+from syncd.deltas.whole_version import WholeVersion
+from syncd.protocol.errors import CancelledError
+from syncd.protocol.names import DELTA
+from tests.deltas import (
+    STORAGE,
+    changed,
+    contents,
+    make_delta,
+    random_tensors,
+    same_files,
+    write_version,
+)
+from tests.jobs import nothing
+
+SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "embed": ("BF16", (300, 1000)),
+    "norm": ("F32", (64,)),
+    "mask": ("BOOL", (7, 3)),
+    "scale": ("F64", ()),
+    "none": ("BF16", (0, 8)),
+    "large": ("BF16", (2**20 + 5,)),
+}
+
+
+Made = tuple[list[WholeVersion], list[Link]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Three versions that follow each other; headers, small files and the files' split differ."""
+    folder = tmp_path_factory.mktemp("made")
+    tensors = random_tensors(1, **SHAPES)
+    versions = [write_version(folder, 1, tensors)]
+    tensors = changed(tensors, 0.03, 2)
+    split = [["large", "scale"], ["none", "mask", "norm", "embed"]]
+    small = {"config.json": b"{}", "sub/tokenizer.json": b"new"}
+    versions.append(write_version(folder, 4, tensors, files=split, small=small))
+    tensors = changed(tensors, 0.1, 3)
+    versions.append(write_version(folder, 9, tensors, metadata={"step": "9"}))
+    chain = [
+        make_delta(versions[0], versions[1], folder / "d000004"),
+        make_delta(versions[1], versions[2], folder / "d000009"),
+    ]
+    return versions, chain
+
+
+@pytest.fixture
+def versions(tmp_path: Path, made: Made) -> list[WholeVersion]:
+    """A copy of the versions, to be damaged."""
+    return [
+        WholeVersion(Path(shutil.copytree(v.folder, tmp_path / v.folder.name)), v.manifest)
+        for v in made[0]
+    ]
+
+
+@pytest.fixture
+def chain(tmp_path: Path, made: Made) -> list[Link]:
+    """A copy of the deltas between them."""
+    return [
+        Link(Path(shutil.copytree(link.folder, tmp_path / link.folder.name)), link.delta)
+        for link in made[1]
+    ]
+
+
+def applied(
+    tmp_path: Path, base: WholeVersion, chain: list[Link], target: WholeVersion, threads: int = 2
+) -> Path:
+    draft = tmp_path / "draft"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    apply_chain(STORAGE, target, chain, base, to=STORAGE, draft=draft, threads=threads)
+    return draft
+
+
+def test_a_chain_makes_the_published_files_and_changes_nothing_else(
+    tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
+) -> None:
+    before = [contents(version.folder) for version in versions]
+    stats = [os.stat(path) for path in versions[0].folder.iterdir()]
+    told: list[tuple[int, int]] = []
+    for links, target in ((chain[:1], versions[1]), (chain, versions[2])):
+        assert same_files(applied(tmp_path, versions[0], links, target), target)
+    draft = tmp_path / "other"
+    draft.mkdir()
+    apply_chain(
+        STORAGE, versions[2], chain[1:], versions[1], to=STORAGE, draft=draft,
+        progress=lambda *done: told.append(done),
+    )  # fmt: skip
+    assert same_files(draft, versions[2])
+    assert [contents(version.folder) for version in versions] == before
+    after = [os.stat(path) for path in versions[0].folder.iterdir()]
+    assert [(s.st_ino, s.st_mtime_ns) for s in after] == [(s.st_ino, s.st_mtime_ns) for s in stats]
+    assert told == sorted(told)
+
+
+def test_a_version_with_the_bytes_of_its_base_has_an_empty_delta(
+    tmp_path: Path, versions: list[WholeVersion]
+) -> None:
+    tensors = random_tensors(1, **SHAPES)
+    again = write_version(tmp_path, 12, tensors, small={"config.json": b"another"})
+    link = make_delta(versions[0], again, tmp_path / "d")
+    assert (link.delta.changed, link.delta.bytes) == (0, 0)
+    assert same_files(applied(tmp_path, versions[0], [link], again), again)
+    assert same_files(applied(tmp_path, versions[0], [], again), again)
+
+
+def test_the_record_counts_and_binds_what_the_delta_has(
+    versions: list[WholeVersion], chain: list[Link]
+) -> None:
+    for link, base, target in zip(chain, versions, versions[1:], strict=False):
+        assert read_delta(STORAGE, link.folder) == link.delta
+        verify_delta(STORAGE, link.folder, link.delta)
+        assert sorted(os.listdir(link.folder)) == sorted([BLOCKS, DELTA, INDEX])
+        assert link.delta.base.content == content_of(base.manifest)
+        assert link.delta.target.content == content_of(target.manifest)
+        assert link.delta.target.sequence == target.manifest.sequence
+        assert link.delta.target.save_id == target.manifest.save_id
+        assert link.delta.elements == sum(
+            values.size for _, values in random_tensors(1, **SHAPES).values()
+        )
+    assert 0.02 < chain[0].delta.changed / chain[0].delta.elements < 0.04
+    (chain[0].folder / BLOCKS).write_bytes(b"")
+    with pytest.raises(NoDeltaError, match="blocks is not what"):
+        verify_delta(STORAGE, chain[0].folder, chain[0].delta)
+
+
+def test_positions_are_those_that_any_delta_of_the_chain_changes(
+    versions: list[WholeVersion], chain: list[Link]
+) -> None:
+    tensors = random_tensors(1, **SHAPES)
+    second = changed(tensors, 0.03, 2)
+    third = changed(second, 0.1, 3)
+    expected = {
+        name: np.flatnonzero(
+            (tensors[name][1] != second[name][1]) | (second[name][1] != third[name][1])
+        )
+        for name in tensors
+    }
+    found: dict[str, list[int]] = {name: [] for name in tensors}
+    for tensor, positions in changed_positions(
+        STORAGE, versions[0].manifest, versions[2].manifest, chain
+    ):
+        assert positions.dtype == np.int64
+        found[tensor.name] += positions.tolist()
+    # All elements of a block that is stored as it is: one of a few elements, or with many changes.
+    whole = {"mask": 0, "norm": 0, "scale": 0, "large": 2**20}
+    for name, positions in expected.items():
+        sparse = whole.get(name, tensors[name][1].size)
+        assert found[name][: sum(positions < sparse)] == positions[positions < sparse].tolist()
+        assert set(found[name]) >= set(positions.tolist())
+
+
+def test_a_chain_from_another_base_or_to_another_version_is_refused(
+    tmp_path: Path, versions: list[WholeVersion], chain: list[Link]
+) -> None:
+    for base, links, target, why in (
+        (versions[1], chain, versions[2], "begins with other bytes"),
+        (versions[0], chain[:1], versions[2], "does not end with"),
+        (versions[0], chain[::-1], versions[2], "begins with other bytes"),
+        (versions[0], [], versions[2], "does not end with"),
+    ):
+        with pytest.raises(NoDeltaError, match=why):
+            applied(tmp_path, base, links, target)
+
+
+@pytest.mark.parametrize("wrong", ["changed", "unchanged", "truncated"])
+def test_a_base_with_other_bytes_is_refused(
+    tmp_path: Path, versions: list[WholeVersion], chain: list[Link], wrong: str
+) -> None:
+    path = versions[0].folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    if wrong == "unchanged":
+        tensors = dict(random_tensors(1, **SHAPES))
+        versions[1] = write_version(tmp_path, 2, tensors)
+        chain = [make_delta(versions[0], versions[1], tmp_path / "d")]
+    path.write_bytes(content[:-3] if wrong == "truncated" else content)
+    with pytest.raises(NoDeltaError):
+        applied(tmp_path, versions[0], chain[:1], versions[1])
+
+
+@pytest.mark.parametrize("name", [INDEX, BLOCKS])
+def test_a_damaged_delta_is_refused(
+    tmp_path: Path, versions: list[WholeVersion], chain: list[Link], name: str
+) -> None:
+    path = chain[0].folder / name
+    content = path.read_bytes()
+    for damaged in (content[:-1], content + b"\0", bytes([content[0] ^ 1]) + content[1:]):
+        path.write_bytes(damaged)
+        with pytest.raises((NoDeltaError, OSError)):
+            applied(tmp_path, versions[0], chain[:1], versions[1])
+        with pytest.raises((NoDeltaError, OSError)):
+            list(changed_positions(STORAGE, versions[0].manifest, versions[1].manifest, chain[:1]))
+
+
+# -- making ------------------------------------------------------------------------------------
+
+
+def test_a_delta_that_would_save_little_is_given_up(tmp_path: Path) -> None:
+    tensors = random_tensors(1, weights=("F32", (1000, 1000)))
+    base = write_version(tmp_path, 1, tensors)
+    target = write_version(tmp_path, 2, changed(tensors, DENSEST + 0.05))
+    with pytest.raises(NoDeltaError, match="elements differ"):
+        make_delta(base, target, tmp_path / "d")
+
+
+def test_too_many_changes_are_seen_before_a_twentieth_is_compared(tmp_path: Path) -> None:
+    tensors = random_tensors(1, weights=("U8", (20 * 2**20,)))
+    base = write_version(tmp_path, 1, tensors)
+    target = write_version(tmp_path, 2, changed(tensors, 0.9))
+    (tmp_path / "d").mkdir()
+    with (
+        DeltaChild(STORAGE, base, target) as child,
+        pytest.raises(NoDeltaError, match=r"of 1048576 elements differ"),
+    ):
+        child.write(tmp_path / "d", Work(nothing))
+    assert child.done == 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_version_that_is_not_what_its_manifest_says_gets_no_delta(
+    tmp_path: Path, versions: list[WholeVersion], which: int
+) -> None:
+    path = versions[2 * which].folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    sequence = versions[2 * which].manifest.sequence
+    with pytest.raises(NoDeltaError, match=f"large of version {sequence} has other bytes"):
+        make_delta(versions[0], versions[2], tmp_path / "d")
+
+
+def test_a_child_that_is_killed_ends_the_delta(
+    tmp_path: Path, versions: list[WholeVersion]
+) -> None:
+    (tmp_path / "d").mkdir()
+    with DeltaChild(STORAGE, versions[0], versions[1]) as child:
+        os.kill(child.pid, signal.SIGKILL)
+        with pytest.raises(NoDeltaError, match="SIGKILL"):
+            child.write(tmp_path / "d", Work(nothing))
+
+
+def test_a_child_that_stands_still_can_be_given_up(
+    tmp_path: Path, versions: list[WholeVersion]
+) -> None:
+    (tmp_path / "d").mkdir()
+    with DeltaChild(STORAGE, versions[0], versions[1]) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        with pytest.raises(CancelledError):
+            child.write(tmp_path / "d", Work(after(3)))
+
+
+def after(calls: int) -> Callable[[], None]:
+    left = iter(range(calls))
+
+    def cancel() -> None:
+        if next(left, None) is None:
+            raise CancelledError("enough")
+
+    return cancel
+
+
+def test_signs_of_life_ascend_to_the_bytes_of_all_tensors(
+    tmp_path: Path, versions: list[WholeVersion]
+) -> None:
+    (tmp_path / "d").mkdir()
+    told: list[tuple[int, int]] = []
+    with DeltaChild(STORAGE, versions[0], versions[1]) as child:
+        child.write(tmp_path / "d", Work(nothing, lambda *done: told.append(done)))
+        assert told == sorted(told)
+        assert told[-1] == (child.total, child.total)
+
+
+def test_versions_that_are_unlike_have_no_delta(tmp_path: Path) -> None:
+    tensors = random_tensors(1, a=("BF16", (4, 4)), b=("F32", (3,)))
+    base = write_version(tmp_path, 1, tensors).manifest
+    like = base.model_copy(update={"sequence": 2})
+    assert why_no_delta(base, like) is None
+    for others, why in (
+        ({"a": tensors["a"]}, "version 1 has b and version 3 not"),
+        (tensors | {"c": tensors["b"]}, "version 3 has c and version 1 not"),
+        (tensors | random_tensors(1, a=("F16", (4, 4))), "a is BF16 .* and F16"),
+        (tensors | random_tensors(1, a=("BF16", (16,))), r"a is BF16 \[4, 4\] .* and BF16 \[16\]"),
+    ):
+        folder = tmp_path / why[:12]
+        folder.mkdir(exist_ok=True)
+        target = write_version(folder, 3, others).manifest
+        assert re.search(why, why_no_delta(base, target) or "")
+        shutil.rmtree(folder)
+    for update, why in (
+        ({"kind": "adapter"}, "of kind adapter"),
+        ({"digests": "off"}, "has no digests"),
+        ({"sequence": 0}, "was never published"),
+    ):
+        unlike = like.model_copy(update=update)
+        assert re.search(why, why_no_delta(base, unlike) or "")
+        assert re.search(why, why_no_delta(unlike, base) or "")
+
+
+def test_the_shortest_chain_of_those_that_there_are_is_found(chain: list[Link]) -> None:
+    first, second = (link.delta for link in chain)
+    both = second.model_copy(update={"base": first.base, "files": ()})
+    begin, middle, end = first.base.content, first.target.content, second.target.content
+    assert find_chain([second, first], begin, end) == [first, second]
+    assert find_chain([second, first, both], begin, end) == [both]
+    assert find_chain([first], begin, middle) == [first]
+    assert find_chain([first], begin, end) is None
+    assert find_chain([second], begin, end) is None
+    assert find_chain([first, second], end, begin) is None
+    assert find_chain([], begin, begin) == []
+
+
+def test_this_host_has_what_deltas_need() -> None:
+    assert why_not_here() is None
