@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 
 from explorer_hooks.delta_base import DeltaBase, DeltaBases
 from explorer_hooks.staged_copy import StagedCopy, hold
+from syncd.checkpoint.version import WEIGHTS
 from syncd.coordination.leased_version import LeasedVersion
 from syncd.deltas.ends import NoDeltaError
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
@@ -84,7 +85,7 @@ class Staging:
         keep_last: whether the copy that was served last stays when it is released: for what serves
             from its folder for longer than this process lives. Other explorers that use the folder
             remove it all the same, once this one is gone.
-        storage: the seam for tests.
+        storage, clock: the seams for tests.
 
     Attributes:
         folder: the stage folder.
@@ -103,6 +104,7 @@ class Staging:
         patience: float = 600.0,
         keep_last: bool = False,
         storage: Storage | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise InvalidSettingsError(f"budget_bytes is {budget_bytes}: it must be more than 0")
@@ -120,6 +122,7 @@ class Staging:
         self._bases = DeltaBases(self._storage, self._room)
         #: Seconds that the last copy took of which all bytes were read from the job.
         self._full_copy_took = 0.0
+        self._clock = clock
         self.fetched = Fetched()
         self._open()
 
@@ -282,16 +285,16 @@ class Staging:
                 error,
             )
             return str(error)
-        others = (file.size for file in version.manifest.files if not is_weights(file.name))
+        others = (file.size for file in version.manifest.files if not file.name.endswith(WEIGHTS))
         self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
         return None
 
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        begun = time.monotonic()
+        begun = self._clock()
         with self._draft(version, name) as draft:
             version.copy_to(self._storage, draft, cancel=cancel)
         if self._is_elsewhere(version):
-            self._full_copy_took = time.monotonic() - begun
+            self._full_copy_took = self._clock() - begun
         self.fetched = Fetched(full_bytes=sum(file.size for file in version.manifest.files))
 
     @contextmanager

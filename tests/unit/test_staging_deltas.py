@@ -9,7 +9,6 @@ import shutil
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,9 @@ from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import MANIFEST, delta_folder, version_folder
 from syncd.protocol.records import Latest, Record, encode
 from syncd.protocol.reports import DeltaProgress
-from syncd.storage.errnos import is_gone
-from syncd.storage.fsio import Storage
 from tests.deltas import changed, make_delta, random_tensors, same_files, write_version
 from tests.jobs import SmallJob
-from tests.multiprocess.processes import DEADLINE
-from tests.storages import CHANGES, Clock, RuledStorage, refuse
+from tests.storages import CHANGES, Clock, RuledStorage
 
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "embed": ("BF16", (300, 1000)),
@@ -46,49 +42,51 @@ class Unheld:
         """Do nothing."""
 
 
-class Versions:
-    """Three versions of a job, 1, 4 and 9, with a delta from each to the next."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[WholeVersion], list[Link]]:
+    """Versions 1, 4 and 9, and a delta from each to the next."""
+    folder = tmp_path_factory.mktemp("made")
+    tensors = random_tensors(1, **SHAPES)
+    whole = [write_version(folder, 1, tensors, small=SMALL)]
+    links = []
+    for sequence, density in ((4, 0.02), (9, 0.03)):
+        tensors = changed(tensors, density, sequence)
+        files = [["head", "norm"], ["embed"]] if sequence == 9 else None
+        given: Any = {"files": files, "small": SMALL, "metadata": {"of": "it"}}
+        whole.append(write_version(folder, sequence, tensors, **given))
+        links.append(make_delta(whole[-2], whole[-1], folder / delta_folder(sequence)))
+    return whole, links
 
-    def __init__(self, job: SmallJob) -> None:
+
+def _copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+class Versions:
+    """The versions and the deltas in a job."""
+
+    def __init__(self, job: SmallJob, whole: list[WholeVersion], links: list[Link]) -> None:
         self.job = job
         self.storage = RuledStorage()
-        parent = job.layout.published
-        parent.mkdir(exist_ok=True)
-        tensors = random_tensors(1, **SHAPES)
-        self.whole = [write_version(parent, 1, tensors, small=SMALL)]
-        self.links: list[Link] = []
-        job.layout.deltas.mkdir()
-        for sequence, density in ((4, 0.02), (9, 0.03)):
-            tensors = changed(tensors, density, sequence)
-            files = [["head", "norm"], ["embed"]] if sequence == 9 else None
-            self.whole.append(
-                write_version(
-                    parent, sequence, tensors, files=files, small=SMALL, metadata={"of": "it"}
-                )
+        self.whole = [
+            WholeVersion(
+                _copied(one.folder, job.layout.version(one.manifest.sequence)), one.manifest
             )
-            self.links.append(make_delta(*self.whole[-2:], job.layout.delta(sequence)))
+            for one in whole
+        ]
+        self.links = [
+            Link(_copied(one.folder, job.layout.delta(one.delta.target.sequence)), one.delta)
+            for one in links
+        ]
 
     def __getitem__(self, number: int) -> LeasedVersion:
         one = self.whole[number]
         return LeasedVersion(self.storage, one.folder, one.manifest, Unheld())
 
-    def weights_read(self, number: int) -> int:
-        """How many bytes of a version's weights were read."""
-        folder, opened, read = self.whole[number].folder, set(), 0
-        for path in folder.glob("*.safetensors"):
-            opened.add(path.stat().st_ino)
-        for name, given in self.storage.calls:
-            if name in {"pread", "pread_into", "read_part"}:
-                status = self.status_of.get(given[0])
-                read += 1 if status in opened else 0
-        return read
-
-    status_of: dict[int, int] = {}
-
 
 @pytest.fixture
-def versions(job: SmallJob) -> Versions:
-    return Versions(job)
+def versions(job: SmallJob, made: tuple[list[WholeVersion], list[Link]]) -> Versions:
+    return Versions(job, *made)
 
 
 @pytest.fixture
@@ -96,7 +94,7 @@ def stage(tmp_path: Path) -> Iterator[Path]:
     """A folder on another filesystem than the job's."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         if os.stat(folder).st_dev == os.stat(tmp_path).st_dev:
-            pytest.skip("/dev/shm is on the filesystem of the test's own folder")
+            pytest.skip("there is no second filesystem")
         yield Path(folder)
 
 
@@ -169,7 +167,8 @@ def test_a_rollback_costs_no_bytes_of_weights_if_the_host_has_the_old_version(
     back = LeasedVersion(versions.storage, folder, manifest, Unheld())
     assert is_copy(staging.stage(back), WholeVersion(folder, manifest))
     assert staging.fetched.delta_bytes == 0
-    assert held
+    for one in held:
+        one.release()
 
 
 def gone(versions: Versions) -> None:
@@ -228,7 +227,7 @@ def test_a_delta_that_cannot_be_read_half_way_is_left_for_the_full_version(
     versions.storage.rules.append(rule)
     assert is_copy(staging.stage(versions[1]), versions.whole[1])
     assert os.strerror(code) in (staging.fetched.no_delta or "")
-    assert held
+    held.release()
 
 
 def test_a_version_that_is_damaged_is_not_made_of_deltas_either(
@@ -240,7 +239,7 @@ def test_a_version_that_is_damaged_is_not_made_of_deltas_either(
     with pytest.raises(NotStagedError, match="is not what the manifest says"):
         staging.stage(versions[1])
     assert copies(stage) == ["v000001"]
-    assert held
+    held.release()
 
 
 def test_a_copy_that_nobody_holds_is_a_base_and_then_goes(versions: Versions, stage: Path) -> None:
@@ -287,7 +286,8 @@ def test_two_explorers_behind_by_different_versions_share_one_new_copy(
     assert ours.fetched.delta_bytes == versions.links[1].delta.bytes
     assert theirs.stage(versions[2]).folder == new.folder
     assert is_copy(new, versions.whole[2])
-    assert held
+    for one in held:
+        one.release()
 
 
 def test_a_map_of_a_copy_keeps_its_bytes_whatever_is_made_of_it(
@@ -316,7 +316,7 @@ def test_on_the_jobs_own_filesystem_nothing_is_made_of_deltas(
     weights = "model.safetensors"
     assert (copy.folder / weights).samefile(versions.whole[1].folder / weights)
     assert (staging.fetched.delta_bytes, staging.fetched.no_delta) == (None, None)
-    assert held
+    held.release()
 
 
 def never_writes_to_linked_files(storage: RuledStorage) -> None:
@@ -324,7 +324,9 @@ def never_writes_to_linked_files(storage: RuledStorage) -> None:
 
     def rule(name: str, given: tuple[Any, ...]) -> None:
         if name in {"write", "pwrite", "copy_file_range", "sendfile", "clone_range"}:
-            target = given[1] if name in {"copy_file_range", "sendfile", "clone_range"} else given[0]
+            target = (
+                given[1] if name in {"copy_file_range", "sendfile", "clone_range"} else given[0]
+            )
             status = os.fstat(target)
             assert not stat.S_ISREG(status.st_mode) or status.st_nlink <= 1
 
@@ -449,7 +451,7 @@ def test_the_wait_is_at_most_half_of_a_full_copys_time(versions: Versions, stage
     Daemon(versions).says("making")
     assert is_copy(staging.stage(versions[1]), versions.whole[1])
     assert "was not made within" in (staging.fetched.no_delta or "")
-    assert held
+    held.release()
 
 
 def test_a_wait_can_be_cancelled(versions: Versions, slow: Staging) -> None:
@@ -471,10 +473,6 @@ def test_a_wait_can_be_cancelled(versions: Versions, slow: Staging) -> None:
 
 class CutError(BaseException):
     """The process ends here."""
-
-
-def staged_with(versions: Versions, stage: Path, storage: Storage) -> Staging:
-    return Staging(stage, storage=storage)
 
 
 @pytest.mark.parametrize("how", ["killed", "refused"])
