@@ -19,7 +19,7 @@ from syncd.protocol.events import Event
 from syncd.protocol.names import HUGGINGFACE, LORA_ADAPTER, RECEIPTS, TEMPORARY
 from syncd.protocol.participants import session_of
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import NOT_EMPTY, is_gone, is_refused_here
+from syncd.storage.errnos import NO_ROOM, NOT_EMPTY, is_gone, is_refused_here
 from syncd.storage.job import Job
 from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness
 from syncd.storage.probe_room import left_rooms
@@ -84,11 +84,30 @@ class Tidying:
     def after(self, error: Exception) -> None:
         """Note work that was given up in the middle: the next call removes its leftovers.
 
-        Where there was no room for it, the reserve makes some.
+        Where there was no room for it, deltas and the reserve make some.
         """
         self._untidy = True
         if isinstance(error, OSError):
+            self.gave_up_deltas(error)
             self._reserve.relieve(error)
+
+    def leftovers(self) -> None:
+        """Note that a delta may have left some; what failed with it concerns nothing else."""
+        self._untidy = True
+
+    def gave_up_deltas(self, error: Exception) -> bool:
+        """Delete all deltas if there was no room: versions come first.
+
+        Returns:
+            Whether there is more room now.
+        """
+        if isinstance(error, OSError) and error.errno not in NO_ROOM:
+            return False
+        try:
+            return self._pruner.prune_all_deltas("the disk has no room for a version")
+        except OSError as refused:
+            self._journal.cleanup_delayed(refused)
+            return False
 
     def run_once(self, leased: Iterable[str], leftover_grace: float) -> None:
         """Do a part of the due work.

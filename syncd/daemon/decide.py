@@ -107,6 +107,7 @@ class Observation:
         pause: while there is one, nothing is published and nothing pruned.
         rollbacks: what the daemon is asked for, and has not answered.
         served_request: the request that LATEST is the result of, if it is that of one.
+        delta_base: the version that a delta is made from now.
     """
 
     pointer: Pointer
@@ -128,6 +129,7 @@ class Observation:
     pause: Pause | None = None
     rollbacks: tuple[RollbackRequest, ...] = ()
     served_request: str | None = None
+    delta_base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,6 +344,8 @@ def _versions(
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # or pinned: that is a name in there too
     leased.update(request.sequence for request in seen.rollbacks)
+    if seen.delta_base is not None:
+        leased.add(seen.delta_base)
     leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in leasable:
@@ -364,7 +368,9 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
     at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
     for count, delta in enumerate((d for d in newest_first if d.sequence <= seen.latest), start=1):
         together += delta.bytes
-        if count > config.keep_deltas:
+        if config.deltas == "off":
+            yield PruneDelta(delta.sequence, "deltas are off")
+        elif count > config.keep_deltas:
             yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
             why = "together with all newer ones it has more than half the bytes of a version"

@@ -99,6 +99,14 @@ class Pruner:
         self._record("delta", delta_folder(action.sequence), action.why)
         self._job.storage.remove_tree(doomed)
 
+    def prune_all_deltas(self, why: str) -> bool:
+        """Delete all deltas; returns whether there was one."""
+        names = self._job.storage.names(self._job.layout.deltas)
+        found = [sequence for name in names if (sequence := parse_delta_folder(name)) is not None]
+        for sequence in found:
+            self.prune_delta(PruneDelta(sequence, why))
+        return bool(found)
+
     def close_lease_folder(self, action: CloseLeaseFolder) -> None:
         """Remove the empty lease folder of a version that is gone."""
         self._close_leases(action.sequence)

@@ -40,6 +40,7 @@ class Known:
     Attributes:
         latest: LATEST's sequence, 0 before the first.
         full_bytes: of LATEST's files; None where that is not known.
+        delta_base: the version that a delta is made from now.
         published_save: the identity of the save that LATEST was made from.
         outcomes: step → what became of its last save.
         served_request: the request that LATEST is the result of.
@@ -50,6 +51,7 @@ class Known:
     outcomes: Mapping[int, SaveOutcome]
     served_request: str | None = None
     full_bytes: int | None = None
+    delta_base: int | None = None
 
 
 class Scanner:
@@ -133,6 +135,7 @@ class Scanner:
             pause=self._steering.pause(),
             rollbacks=self._steering.rollbacks(),
             served_request=known.served_request,
+            delta_base=known.delta_base,
         )
 
     @property

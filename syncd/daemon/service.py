@@ -299,6 +299,7 @@ class Service:
                 self._wait()
         finally:
             self._meter.active(yes=False)
+            loop.leave()
             if epoch.is_live():
                 loop.end()
 

@@ -31,12 +31,33 @@ class Live:
         seconds: since LATEST named the version; None where nobody knows when that was.
         pause: seconds for which its engine did not serve while it loaded it, as the explorer says;
             None where it does not.
+        delta_bytes: the bytes of the deltas that it read instead of the version's files; None where
+            it read the files, or nobody knows.
     """
 
     explorer: str
     time: float | None
     seconds: float | None
     pause: float | None = None
+    delta_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class DeltaHistory:
+    """What became of the delta to a version.
+
+    Attributes:
+        base: the version that it leads from.
+        bytes, changed, seconds: its size, the part of the elements that differ, and how long it
+            took; None where there is no delta.
+        why: why there is none.
+    """
+
+    base: int | None
+    bytes: int | None = None
+    changed: float | None = None
+    seconds: float | None = None
+    why: str | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +72,7 @@ class VersionHistory:
         published: when LATEST began to name it.
         latency_seconds: from ``saved`` to ``published``.
         of, by: of which version it is the republication, and who asked for it.
+        delta: of the delta to it; None where none was to be made.
         live: the explorers that serve it, or did, in this order.
         pruned, pruned_why: when it was deleted, and why.
         on_disk: whether it is there.
@@ -67,6 +89,7 @@ class VersionHistory:
     latency_seconds: float | None = None
     of: int | None = None
     by: str | None = None
+    delta: DeltaHistory | None = None
     live: list[Live] = field(default_factory=list)
     pruned: float | None = None
     pruned_why: str | None = None
@@ -133,7 +156,13 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
         seconds = line.seconds
         if seconds is None and version.published is not None:
             seconds = _finite(max(0.0, line.time - version.published))
-        version.live.append(Live(line.explorer or "?", line.time, seconds, line.pause))
+        live = Live(line.explorer or "?", line.time, seconds, line.pause, line.delta_bytes)
+        version.live.append(live)
+        return
+    if line.event in {"delta", "no_delta"}:
+        version.delta = DeltaHistory(
+            line.of, line.delta_bytes, line.changed, line.seconds, line.why
+        )
         return
     if version.published is None:  # else this one tells of the same, by a daemon that came later
         version.published = line.time
@@ -169,7 +198,7 @@ def _add_unseen(job: Job, found: dict[int, VersionHistory]) -> None:
         for load in report.last_loads:
             version = found.get(load.sequence)
             if version is not None and all(one.explorer != report.name for one in version.live):
-                version.live.append(Live(report.name, None, None, load.pause))
+                version.live.append(Live(report.name, None, None, load.pause, load.delta_bytes))
 
 
 def _add_manifest(job: Job, version: VersionHistory) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import read_journal
+from syncd.operate.delta_state import deltas_on_disk
 from syncd.protocol.errors import JobUnavailableError
 from syncd.protocol.journal_lines import AuditLine
 from syncd.protocol.names import (
@@ -17,7 +18,7 @@ from syncd.protocol.names import (
     parse_version_folder,
 )
 from syncd.protocol.records import Format, Latest
-from syncd.protocol.reports import DaemonReport, ExplorerReport, TrainerReport
+from syncd.protocol.reports import DaemonReport, DeltaProgress, ExplorerReport, TrainerReport
 from syncd.storage.append import last_lines
 from syncd.storage.errnos import is_refused_here
 from syncd.storage.fsio import Storage
@@ -111,6 +112,7 @@ def _look(job: Job) -> dict[str, Any]:
     trainer = job.read(TrainerReport, job.layout.trainer_report, IF_ANY)
     pause = Steering(job).pause()
     form = job.read(Format, job.layout.format, IF_ANY)
+    making = job.read(DeltaProgress, job.layout.delta_progress, IF_ANY)
     return {
         "job": str(job.layout.root),
         "lease_time": form.lease_time if form else None,
@@ -130,6 +132,8 @@ def _look(job: Job) -> dict[str, Any]:
             for name in _names(job.storage, job.layout.published)
             if (sequence := parse_version_folder(name)) is not None
         ],
+        "deltas": deltas_on_disk(job),
+        "delta_progress": making.model_dump() if making else None,
         "pinned_steps": [
             step
             for name in _names(job.storage, job.layout.root)

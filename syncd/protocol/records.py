@@ -136,12 +136,19 @@ class Format(Record):
 
 
 class Latest(Record):
-    """``.syncd/LATEST``: the version that explorers should serve."""
+    """``.syncd/LATEST``: the version that explorers should serve.
+
+    Attributes:
+        delta_from: the version from which the daemon was about to make a delta to this one when it
+            wrote LATEST; None if it was about to make none. :class:`~.reports.DeltaProgress` says
+            what has become of it.
+    """
 
     sequence: Sequence
     step: Step
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
     kind: Kind = "full"
+    delta_from: Sequence | None = None
 
 
 class VersionFile(BaseModel):

@@ -12,6 +12,8 @@ from syncd.protocol.records import Record, Seconds, Sequence, SessionId, Size, S
 #: How many of its last loads an explorer's report names. The daemon reads each report at least once
 #: in half as many rounds, and publishes at most one version a round.
 LOADS_KEPT: Final = 16
+#: Seconds between two signs of life of a delta that is being made.
+DELTA_SIGN: Final = 1.0
 
 
 class Load(BaseModel):
@@ -21,6 +23,7 @@ class Load(BaseModel):
         sequence: the version.
         time: seconds since the epoch, by the explorer's clock.
         pause: seconds for which its engine did not serve meanwhile; None if nobody measured that.
+        delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -28,6 +31,7 @@ class Load(BaseModel):
     sequence: Sequence
     time: float
     pause: Seconds | None = None
+    delta_bytes: Size | None = None
 
 
 def loads_with(loads: tuple[Load, ...], load: Load) -> tuple[Load, ...]:
@@ -49,6 +53,10 @@ class Reload(BaseModel):
         load: the part of that for ``load``.
         staged: whether it was read from a copy on its own host; None if staging is off.
         not_staged: why it was not, if it should have been.
+        full_bytes: the bytes of the version's own files that were read from shared storage for it,
+            by whoever on this host made the copy; None if nobody counted them.
+        delta_bytes: the bytes of deltas that were read for it; None if no delta was used.
+        no_delta: why no delta was used, if one could have been.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -61,6 +69,9 @@ class Reload(BaseModel):
     load: Seconds = 0.0
     staged: bool | None = None
     not_staged: Text | None = None
+    full_bytes: Size | None = None
+    delta_bytes: Size | None = None
+    no_delta: Text | None = None
 
     @property
     def seconds(self) -> float:
@@ -144,6 +155,9 @@ class ExplorerReport(Record):
         starting: the reason that it waits before it runs for the first time. Meanwhile its status
             is ``stopped``, because nobody is to wait for it.
         sync: the settings that it syncs by; None if it was given none.
+        delta_base: the newest version of which its host has a whole copy, on another filesystem
+            than the job's, that the next version can be made from by a delta; None if there is
+            none, as in the reports of releases before deltas.
     """
 
     name: str
@@ -164,6 +178,7 @@ class ExplorerReport(Record):
     bench: Step | None = None
     starting: Text | None = None
     sync: SyncTerms | None = None
+    delta_base: Sequence | None = None
     time: float
 
     @property
@@ -216,6 +231,7 @@ class DaemonCounters(BaseModel):
     quarantined: Size = 0
     versions_retired: Size = 0
     steps_pruned: Size = 0
+    deltas_made: Size = 0
     deltas_pruned: Size = 0
     merged_bytes: Size = 0
 
@@ -235,6 +251,27 @@ class MergeProgress(BaseModel):
     done: Size
     total: Size
     seconds: Seconds
+
+
+class DeltaProgress(Record):
+    """``.syncd/delta_progress.json``: the delta that is being made, or was the last to be. A hint.
+
+    While it is being made, the daemon replaces the file every :data:`DELTA_SIGN` seconds for as
+    long as the work advances.
+
+    Attributes:
+        sequence, base: the version that it leads to, and the one that it leads from.
+        state: ``making``; ``made``, it is in ``deltas/``; or ``none``, there is none and ``why``.
+        done, total: bytes of the version's tensors that are compared, and those of all.
+    """
+
+    sequence: Sequence
+    base: Sequence
+    state: Literal["making", "made", "none"]
+    done: Size = 0
+    total: Size = 0
+    why: Text | None = None
+    time: float
 
 
 class DaemonReport(Record):

@@ -39,6 +39,7 @@ from tests.crash.invariants import (
     restart,
 )
 from tests.jobs import LEASE_TIME, SmallJob, nothing
+from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.full_file import FullStateStream
 from trainer_hooks.writing.spool import Spool
@@ -167,6 +168,19 @@ def rounds(count: int) -> Callable[[SmallJob, Clock], None]:
     return act
 
 
+def rounds_with_deltas(count: int) -> Callable[[SmallJob, Clock], None]:
+    """The same, and the daemon makes deltas, and keeps one."""
+
+    def act(job: SmallJob, clock: Clock) -> None:
+        config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1})
+        with job.daemon(config, clock=clock, deltas=work()) as loop:
+            for _ in range(count):
+                loop.run_once()
+                pass_time(job, clock)
+
+    return act
+
+
 def _first_save(job: SmallJob) -> None:
     published(job, 1)
 
@@ -219,6 +233,18 @@ def _complete(job: SmallJob, _: Clock) -> None:
 def _to_publish(job: SmallJob) -> None:
     published(job, 1)
     job.save(2)
+
+
+def _with_deltas(job: SmallJob) -> None:
+    """Two deltas are there, of which one goes once there is a third."""
+    fast, job.storage = job.storage, FastStorage()
+    config = CONFIG.model_copy(update={"deltas": "on", "keep": 100, "prune_steps": False})
+    with job.daemon(config, deltas=work()) as loop:
+        for step in (1, 2, 3):
+            job.save(step)
+            loop.run_once()
+    job.storage = fast
+    job.save(4)
 
 
 def _to_merge(job: SmallJob) -> None:
@@ -359,6 +385,8 @@ SCENARIOS = (
     Scenario("full save of an adapter", _first_save, _save_adapter, _adapter_again,
              frozenset({2})),
     Scenario("publish", _to_publish, rounds(1)),
+    Scenario("first delta", _to_publish, rounds_with_deltas(2)),
+    Scenario("delta", _with_deltas, rounds_with_deltas(2)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", _to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),

@@ -32,6 +32,7 @@ class SeenLive(NamedTuple):
         pause: seconds for which its engine did not serve; None if it does not say.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
         is_first: whether no load of this explorer is on record.
+        delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
     """
 
     explorer: str
@@ -39,6 +40,7 @@ class SeenLive(NamedTuple):
     pause: float | None
     ago: float
     is_first: bool
+    delta_bytes: int | None = None
 
 
 class _LastLook(NamedTuple):
@@ -67,6 +69,7 @@ class GoingLive:
         self._told_before = 0  # of any explorer
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
+        self._takers: set[str] = set()
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
@@ -104,8 +107,18 @@ class GoingLive:
         for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
             self._looks[name] = _LastLook(self._round, 0)
             report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
+            if report is not None and report.delta_base is not None and report.status != "stopped":
+                self._takers.add(name)
+            else:
+                self._takers.discard(name)
             if report is not None:
                 yield from self._loads(name, report, latest)
+
+    def takers(self, leases: Iterable[LeaseSeen]) -> set[str]:
+        """The explorers that hold a lease, live, and whose report says that a delta helps them."""
+        markers = (parse_lease_marker(one.marker) for one in leases if one.dead_for is None)
+        self._takers &= self._looks.keys()
+        return self._takers & {marker[0] for marker in markers if marker}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
         assert self._on_record is not None  # noqa: S101 - look() has read it
@@ -119,7 +132,7 @@ class GoingLive:
                 self._on_record[name] = load.sequence
                 ago = max(0.0, report.time - load.time)
                 ago = ago if math.isfinite(ago) else 0.0
-                yield SeenLive(name, load.sequence, load.pause, ago, told is None)
+                yield SeenLive(name, load.sequence, load.pause, ago, told is None, load.delta_bytes)
 
     def _read_journal(self) -> None:
         """Read from the journal which loads are recorded.
@@ -132,6 +145,8 @@ class GoingLive:
         published = []
         for line in readable_lines(JournalLine, last_lines(self._job.storage, path, _ENOUGH), path):
             if line.version is None:
+                continue
+            if line.event in {"delta", "no_delta"}:
                 continue
             if line.event != "live":
                 published.append(line.version)

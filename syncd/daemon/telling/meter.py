@@ -46,6 +46,12 @@ class Meter:
             pause: seconds for which its engine did not serve; None if it does not say.
         """
 
+    def delta_made(self, size: int, *, seconds: float) -> None:
+        """A delta of ``size`` bytes is there; it took so long."""
+
+    def no_delta(self) -> None:
+        """A delta was wanted, and there is none."""
+
     def failed(self, error: BaseException) -> None:
         """Something was refused, or went wrong."""
 

@@ -33,6 +33,8 @@ _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
+#: What becomes of a delta that was to be made.
+_DELTAS: Final = ("made", "none")
 #: Another name there → the kind of thing deleted that it is counted as.
 _PRUNED: Final = {
     "versions_retired": "version",
@@ -80,6 +82,10 @@ class Metrics:
             "pruned", "Deleted versions, deltas, steps and leases.", JOB, "what"
         )
         self.merged_bytes = self._counter("merge_bytes", "Bytes of published versions.", JOB)
+        self.deltas = self._counter(
+            "deltas", "Deltas that were to be made, by outcome: made or none.", JOB, "outcome"
+        )
+        self.delta_bytes = self._counter("delta_bytes", "Bytes of deltas made.", JOB)
         self.errors = self._counter("errors", "Errors, by class.", JOB, "error")
         self.tick = self._histogram(
             "tick_seconds", "Duration of one round of the daemon, with all its work.", _LONG
@@ -91,6 +97,9 @@ class Metrics:
             "publish_latency_seconds",
             "Time from the first look at the complete save to the update of LATEST.",
             _LONG,
+        )
+        self.delta_seconds = self._histogram(
+            "delta_seconds", "Time from the update of LATEST until its delta is there.", _LONG
         )
         self.live = self._histogram(
             "live_seconds", "Time from the update of LATEST until an explorer serves it.", _SHORT
@@ -117,11 +126,18 @@ class Metrics:
         self.forget_state(job)
         for gauge in (self.active, self.last_scan):
             remove(gauge, job)
-        for count in (self.nonfinite, self.rollbacks, self.merged_bytes):
+        for count in (self.nonfinite, self.rollbacks, self.merged_bytes, self.delta_bytes):
             remove(count, job)
-        for histogram in (self.tick, self.merge, self.latency, self.live, self.load_pause):
+        for histogram in (
+            self.tick,
+            self.merge,
+            self.latency,
+            self.delta_seconds,
+            self.live,
+            self.load_pause,
+        ):
             remove(histogram, job)
-        for counter in (self.saves, self.pruned, self.errors):
+        for counter in (self.saves, self.pruned, self.deltas, self.errors):
             labels = [sample.labels for found in counter.collect() for sample in found.samples]
             for told in labels:
                 if told[JOB] == job:
@@ -159,7 +175,14 @@ class _JobMeter(Meter):
             metrics.saves.labels(self._label, outcome)
         for what in _PRUNED.values():
             metrics.pruned.labels(self._label, what)
-        for counter in (metrics.nonfinite, metrics.rollbacks, metrics.merged_bytes):
+        for outcome in _DELTAS:
+            metrics.deltas.labels(self._label, outcome)
+        for counter in (
+            metrics.nonfinite,
+            metrics.rollbacks,
+            metrics.merged_bytes,
+            metrics.delta_bytes,
+        ):
             counter.labels(self._label)
 
     def active(self, *, yes: bool) -> None:
@@ -205,6 +228,14 @@ class _JobMeter(Meter):
             self._metrics.live.labels(self._label).observe(seconds)
         if pause is not None:
             self._metrics.load_pause.labels(self._label).observe(pause)
+
+    def delta_made(self, size: int, *, seconds: float) -> None:
+        self._metrics.deltas.labels(self._label, "made").inc()
+        self._metrics.delta_bytes.labels(self._label).inc(size)
+        self._metrics.delta_seconds.labels(self._label).observe(seconds)
+
+    def no_delta(self) -> None:
+        self._metrics.deltas.labels(self._label, "none").inc()
 
     def failed(self, error: BaseException) -> None:
         self._metrics.errors.labels(self._label, type(error).__name__).inc()
