@@ -36,6 +36,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 ADAPTER_PICKLE: Final = "adapter_model.bin"
 MODEL_CONFIG: Final = "config.json"
+#: Beside it: the names of the model's tensors on the hub.
+NAME_MAP: Final = "name_map.json"
 FSDP_CONFIG: Final = "fsdp_config.json"
 MANIFEST: Final = "manifest.json"
 #: The record of a delta, in a folder of its own.

@@ -45,6 +45,22 @@ ROLLED_BACK = st.builds(
     records.RolledBack, sequence=SEQUENCES, instead_of=st.none() | TEXT, request=TEXT
 )
 ADAPTED_MODELS = st.builds(records.AdaptedModel, name=TEXT.filter(bool), revision=st.none() | TEXT)
+MAPPED_TENSORS = st.builds(
+    records.MappedTensor,
+    shape=st.lists(NUMBERS, max_size=3).map(tuple),
+    pieces=st.lists(
+        st.builds(
+            records.HubPiece,
+            name=TEXT.filter(bool),
+            first=st.none() | NUMBERS,
+            rows=st.none() | st.tuples(NUMBERS, NUMBERS),
+            transposed=st.booleans(),
+            at=st.none() | NUMBERS,
+        ),
+        min_size=1,
+        max_size=3,
+    ).map(tuple),
+)
 DELTA_ENDS = st.builds(records.DeltaEnd, sequence=SEQUENCES, save_id=TEXT, content=DIGESTS)
 OUTCOMES = st.builds(
     records.SaveOutcome,
@@ -118,6 +134,11 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         rank=NUMBERS,
         world_size=SEQUENCES,
         files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
+    ),
+    records.NameMapRecord: st.builds(
+        records.NameMapRecord,
+        tensors=st.dictionaries(TEXT, MAPPED_TENSORS, max_size=3),
+        refused=st.none() | TEXT,
     ),
     records.SaveOutcomes: st.builds(
         records.SaveOutcomes, steps=st.dictionaries(NUMBERS, OUTCOMES, max_size=3)

@@ -1,0 +1,274 @@
+"""A model's tensors by two sets of names: the trainer's, and those that the hub and servers know.
+
+transformers 5 stacks the experts of a layer into one tensor; the checkpoints on the hub have one
+for each expert. A name map says for each tensor of the trainer's that differs which tensors of the
+hub's its elements are. It is declarative: nothing here knows any model. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import (
+    DIMENSION_LIMIT,
+    NUMBER_LIMIT,
+    TENSOR_LIMIT,
+    name_fault,
+    shown,
+)
+from syncd.protocol.errors import CoverageError, RecordError
+from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord, encode, parse
+
+#: The most bytes of a map: a stacked model's has kilobytes, one of a million renamed tensors this.
+NAME_MAP_LIMIT: Final = 256 * 1024 * 1024
+_SLOT: Final = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class HubPart:
+    """A part of a trainer's tensor that is a tensor of the hub's, or rows of one.
+
+    Attributes:
+        name: of the tensor on the hub.
+        shape: of this part, as the hub has it. It is the shape of the hub's tensor if ``at`` is
+            None.
+        index: along dimension 0 of the trainer's tensor, which the part lacks; None: it has it.
+        rows: begin and end along the first dimension that is left, in the trainer's tensor; None
+            for all of them.
+        transposed: whether its last two dimensions have changed places, after ``rows``.
+        at: where it begins along dimension 0 of the hub's tensor; None: it is all of it.
+    """
+
+    name: str
+    shape: Shape
+    index: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+    at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPart:
+    """The place of a hub's tensor, or of some rows of it, in a trainer's tensor.
+
+    Attributes:
+        name: of the trainer's tensor.
+        shape: of the trainer's tensor; None for a tensor that no map lists, which is the same in
+            both.
+        index, rows, transposed, at: as in :class:`HubPart`.
+    """
+
+    name: str
+    shape: Shape | None = None
+    index: int | None = None
+    rows: tuple[int, int] | None = None
+    transposed: bool = False
+    at: int | None = None
+
+
+class NameMap:
+    """The tensors of one model, by the trainer's names and by the hub's.
+
+    A tensor that the map does not list has the same name and shape in both. A listed one, of shape
+    S, is made of pieces, which together are all of its elements, each once. Per piece, in this
+    order:
+
+    1. ``first`` is a number: the piece is one tensor of the hub's for each index i of dimension 0,
+       with ``first + i`` in the place of ``{}`` in its name, and of shape S without dimension 0.
+       None: the piece is one tensor, and keeps all dimensions.
+    2. ``rows`` is ``(begin, end)``: of these it is the rows from ``begin`` to before ``end`` along
+       the first dimension that is left. None: all rows.
+    3. ``transposed``: the last two dimensions that are left change places.
+    4. ``at`` is a number: the result is some rows of the hub's tensor, along the hub's dimension
+       0, from ``at`` on. All parts with that name, of any trainer's tensors, follow each other and
+       are all of it. None: the result is the whole tensor of the hub's.
+
+    For example ``experts.gate_up_proj`` [E, 2I, H] has the pieces ``experts.{}.gate_proj.weight``
+    (first 0, rows 0 to I) and ``experts.{}.up_proj.weight`` (first 0, rows I to 2I). In NumPy's
+    words the hub's tensor is ``t[index][begin:end]``, and ``.swapaxes(-1, -2)`` if ``transposed``.
+
+    Elements keep their dtype and their value. An empty map is the identity.
+
+    Args:
+        record: the content of ``name_map.json``.
+        where: its file, for messages.
+
+    Attributes:
+        refused: why the mapping cannot be told; None if it can.
+
+    Raises:
+        RecordError: names are not unique or no tensor's, pieces do not tile a tensor, or there are
+            more tensors than a version may have.
+    """
+
+    def __init__(self, record: NameMapRecord, where: object = "the name map") -> None:
+        self._record = record
+        self._where = where
+        self.refused = record.refused
+        self._of_hub: dict[str, list[TrainerPart]] = {}
+        total = 0
+        for name, tensor in record.tensors.items():
+            total += self._check(name, tensor)
+            if total > TENSOR_LIMIT:
+                raise self._wrong(f"makes more than {TENSOR_LIMIT} tensors")
+        if record.refused is not None and record.tensors:
+            raise self._wrong("is refused, and lists tensors")
+        joined: dict[str, list[tuple[int, Shape]]] = {}
+        for name, tensor in record.tensors.items():
+            for part in _parts(tensor):
+                self._of_hub.setdefault(part.name, []).append(
+                    TrainerPart(name, tensor.shape, part.index, part.rows, part.transposed, part.at)
+                )
+                if part.at is not None:
+                    joined.setdefault(part.name, []).append((part.at, part.shape))
+        self._check_unique()
+        for hub_name, parts in joined.items():
+            self._check_joined(hub_name, parts)
+
+    @classmethod
+    def read(cls, content: bytes, where: object) -> NameMap:
+        """Read a map that anyone may have written.
+
+        Args:
+            content: the file's bytes, at most :data:`NAME_MAP_LIMIT`.
+            where: the file, for the message.
+
+        Raises:
+            RecordError: it is no name map, or a wrong one.
+            ProtocolMismatchError: it is of a newer protocol.
+        """
+        return cls(parse(NameMapRecord, content, where), where)
+
+    def encode(self) -> bytes:
+        """The content of ``name_map.json``."""
+        return encode(self._record)
+
+    def __bool__(self) -> bool:
+        """True if any tensor has another name or shape on the hub."""
+        return bool(self._record.tensors)
+
+    def __eq__(self, other: object) -> bool:
+        """True if both say the same of every tensor."""
+        return isinstance(other, NameMap) and self._record == other._record
+
+    def __hash__(self) -> int:
+        """Of the names of the tensors that differ."""
+        return hash(tuple(self._record.tensors))
+
+    def __contains__(self, name: str) -> bool:
+        """True if a trainer's tensor has another name or shape on the hub."""
+        return name in self._record.tensors
+
+    def hub(self, name: str, shape: Shape) -> list[HubPart]:
+        """The parts of a trainer's tensor as the hub has them, in the order of the map.
+
+        Args:
+            name: of the trainer's tensor.
+            shape: of all of it.
+
+        Raises:
+            CoverageError: the map is of a tensor of another shape.
+        """
+        tensor = self._record.tensors.get(name)
+        if tensor is None:
+            return [HubPart(name, shape)]
+        if tensor.shape != shape:
+            raise CoverageError(
+                f"{shown(name)} has shape {shape}, and {self._where} is of one of shape "
+                f"{tensor.shape}: save the model and its name map together"
+            )
+        return list(_parts(tensor))
+
+    def trainer(self, hub_name: str) -> list[TrainerPart]:
+        """The places of a hub's tensor in the trainer's ones, in the order of its rows.
+
+        One place, unless the hub's tensor is joined from several. Nothing if the name is that of a
+        trainer's tensor which the hub does not have under it. A name that the map does not list is
+        the same in both.
+        """
+        found = self._of_hub.get(hub_name)
+        if found is not None:
+            return sorted(found, key=lambda part: part.at or 0)
+        return [] if hub_name in self._record.tensors else [TrainerPart(hub_name)]
+
+    def tensors(self) -> Mapping[str, Shape]:
+        """The trainer's tensors that differ on the hub, with their shapes."""
+        return {name: tensor.shape for name, tensor in self._record.tensors.items()}
+
+    def _check(self, name: str, tensor: MappedTensor) -> int:
+        """Prove that pieces tile a tensor; returns how many parts they are."""
+        fault = name_fault(name)
+        if fault:
+            raise self._wrong(f"{shown(name)} {fault}")
+        shape, pieces = tensor.shape, tensor.pieces
+        if len(shape) > DIMENSION_LIMIT or math.prod(shape) >= NUMBER_LIMIT:
+            raise self._wrong(f"{shown(name)} is of a shape that no tensor has")
+        split = pieces[0].first is not None
+        left = shape[1:] if split else shape
+        if (split and not shape) or any((piece.first is not None) != split for piece in pieces):
+            raise self._wrong(f"{shown(name)} is split in one piece, and not in another")
+        at = 0
+        for piece in sorted(pieces, key=lambda piece: piece.rows or (0, 0)):
+            fault = _fault(piece, left)
+            if fault:
+                raise self._wrong(f"{shown(piece.name)}, of {shown(name)}, {fault}")
+            begin, end = piece.rows or (0, left[0] if left else 1)
+            if begin != at or (end <= begin and piece.rows is not None):
+                raise self._wrong(f"the pieces of {shown(name)} overlap or leave a gap at row {at}")
+            at = end
+        if at != (left[0] if left else 1):
+            raise self._wrong(f"the pieces of {shown(name)} end at row {at}")
+        return len(pieces) * (shape[0] if split else 1)
+
+    def _check_unique(self) -> None:
+        for hub_name, parts in self._of_hub.items():
+            fault = name_fault(hub_name)
+            if fault:
+                raise self._wrong(f"{shown(hub_name)} {fault}")
+            if len(parts) > 1 and any(part.at is None for part in parts):
+                raise self._wrong(
+                    f"{shown(parts[0].name)} and {shown(parts[1].name)} would both be "
+                    f"{shown(hub_name)}"
+                )
+
+    def _check_joined(self, hub_name: str, parts: list[tuple[int, Shape]]) -> None:
+        at = 0
+        for begin, shape in sorted(parts):
+            if begin != at or shape[1:] != parts[0][1][1:]:
+                raise self._wrong(f"the parts of {shown(hub_name)} do not follow each other")
+            at += shape[0]
+
+    def _wrong(self, fault: str) -> RecordError:
+        return RecordError(f"{self._where} is no name map: {fault}")
+
+
+def _fault(piece: HubPiece, left: Shape) -> str | None:
+    """The fault of a piece whose tensors have the shape ``left`` before rows are cut."""
+    if piece.name.count(_SLOT) != (piece.first is not None):
+        return "has no place for a number, or a place too many"
+    if piece.rows is not None and not left:
+        return "has rows of a number"
+    if piece.transposed and len(left) < 2:
+        return "is transposed, and has fewer than two dimensions"
+    if piece.at is not None and not left:
+        return "is joined, and has no dimension"
+    return None
+
+
+def _parts(tensor: MappedTensor) -> Iterator[HubPart]:
+    for piece in tensor.pieces:
+        split = piece.first is not None
+        shape = tensor.shape[1:] if split else tensor.shape
+        if piece.rows is not None:
+            shape = (piece.rows[1] - piece.rows[0], *shape[1:])
+        if piece.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        for index in range(tensor.shape[0]) if split else (None,):
+            name = piece.name
+            if index is not None:
+                name = name.replace(_SLOT, str((piece.first or 0) + index))
+            yield HubPart(name, shape, index, piece.rows, piece.transposed, piece.at)
