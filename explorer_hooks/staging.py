@@ -34,7 +34,8 @@ from explorer_hooks.delta_base import DeltaBase, DeltaBases
 from explorer_hooks.staged_copy import StagedCopy, hold
 from syncd.checkpoint.version import WEIGHTS
 from syncd.coordination.leased_version import LeasedVersion
-from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.ends import NoDeltaError, delta_end
+from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
@@ -62,11 +63,14 @@ class Fetched:
         full_bytes: of the version's own files.
         delta_bytes: of deltas; None if none was used.
         no_delta: why none was used, if one could have been.
+        is_base: True if deltas can lead from this copy to the next version, because that would be
+            read from another filesystem.
     """
 
     full_bytes: int = 0
     delta_bytes: int | None = None
     no_delta: str | None = None
+    is_base: bool = False
 
 
 class Staging:
@@ -204,6 +208,8 @@ class Staging:
                     copy = self._held(name, version)
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
+        is_base = self._is_elsewhere(version) and delta_end(version.manifest) is not None
+        self.fetched = replace(self.fetched, is_base=is_base and why_not_here() is None)
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
