@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Final
 
 from explorer_hooks.engines.base import Engine
@@ -84,7 +85,6 @@ class Pipeline:
         self._before_load = before_load
         self._looked = -math.inf
         self._is_verified = True
-        self._delta_base: int | None = None
 
     # -- what the engine serves: any thread may look ---------------------------------------------
 
@@ -203,7 +203,7 @@ class Pipeline:
                 bench=version.step if benches and version else None,
                 fault=self.fault,
                 received=str(self._received) if self._received else None,
-                delta_base=self._delta_base,
+                delta_base=self._staging.base if self._staging and not benches else None,
                 workers=self._fast_path.workers if self._fast_path and self.joins else 0,
                 group=self._fast_path.group if self._fast_path else None,
             )
@@ -306,14 +306,13 @@ class Pipeline:
         try:
             self._reloader.check_kind(leased)
             begun = time.monotonic()
-            ready, staged, why, fetched = leased, None, None, None
+            ready, staged, why = leased, None, None
             # Each byte is read once, and compared with the manifest; with a stage, while it is
             # copied into a draft there, which is renamed at the end.
             if self._staging is not None and leased.kind != "remote":
                 try:
                     ready, staged = self._staging.stage(leased, cancel=cancel.check), True
                     using.append(ready)
-                    fetched = self._staging.fetched
                 except NotStagedError as error:
                     staged, why = False, str(error)
                     log.warning(
@@ -338,9 +337,7 @@ class Pipeline:
                 prepare=time.monotonic() - verified,
                 staged=staged,
                 not_staged=why,
-                full_bytes=fetched and fetched.full_bytes,
-                delta_bytes=fetched and fetched.delta_bytes,
-                no_delta=fetched and fetched.no_delta,
+                **(asdict(self._staging.fetched) if self._staging and staged else {}),
             )
             # From here on nothing ends it: the engine reads the files.
             told = self._reload(ready, told)
@@ -357,7 +354,6 @@ class Pipeline:
             before, self.held, self._benches = self.held, ready, benches
             self.last, self._refused, self._broken = told, None, None
             self._received, self._is_verified = None, True
-            self._delta_base = leased.sequence or None if fetched and fetched.is_base else None
             self._changed.notify_all()
         if self._fast_path is not None:
             self._fast_path.fits = True
@@ -461,7 +457,7 @@ class Pipeline:
         """Hold a version that need not be loaded: what is served stays, whatever it is called."""
         with self._changed:
             before, self.held = self.held, version
-            self._is_verified, self._delta_base = False, None
+            self._is_verified = False
             if self._refused is not None and self._refused[0].sequence < version.sequence:
                 self._refused = None
             self._changed.notify_all()

@@ -63,14 +63,11 @@ class Fetched:
         full_bytes: of the version's own files.
         delta_bytes: of deltas; None if none was used.
         no_delta: why none was used, if one could have been.
-        is_base: True if deltas can lead from this copy to the next version, because that would be
-            read from another filesystem.
     """
 
     full_bytes: int = 0
     delta_bytes: int | None = None
     no_delta: str | None = None
-    is_base: bool = False
 
 
 class Staging:
@@ -95,6 +92,8 @@ class Staging:
         folder: the stage folder.
         fetched: the bytes that this process read for the last copy that :meth:`stage` gave; none if
             it was there already.
+        base: the version of that copy, if deltas can lead from it to the next version, because that
+            would be read from another filesystem; else None.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -128,6 +127,7 @@ class Staging:
         self._full_copy_took = 0.0
         self._clock = clock
         self.fetched = Fetched()
+        self.base: int | None = None
         self._open()
 
     def stage(
@@ -209,7 +209,7 @@ class Staging:
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
         is_base = self._is_elsewhere(version) and delta_end(version.manifest) is not None
-        self.fetched = replace(self.fetched, is_base=is_base and why_not_here() is None)
+        self.base = version.sequence if is_base and why_not_here() is None else None
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
