@@ -20,6 +20,7 @@ from syncd.deltas.ends import NoDeltaError
 from syncd.deltas.making import DeltaChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import SyncdError
+from syncd.protocol.events import Event
 from syncd.protocol.names import delta_folder, version_folder
 from syncd.protocol.records import Delta, Latest, Manifest, encode
 from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
@@ -292,7 +293,8 @@ class DeltaMaker:
             outcome = self._outcome(making, why=str(error) or type(error).__name__, error=error)
         except Exception as error:
             why = f"a bug in syncd: {type(error).__name__}: {error}"
-            log.exception("no delta %s: %s", name, why)
+            extra = Event.FAULT(version=making.target.sequence)
+            log.exception("no delta %s: %s", name, why, extra=extra)
             outcome = self._outcome(making, why=why, error=error)
         try:
             self._tell(making, "made" if outcome.delta else "none", why=outcome.why)

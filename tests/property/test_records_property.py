@@ -96,7 +96,13 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 FINITE_JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TIMES | TEXT, branches, max_leaves=8
 )
-LOADS = st.builds(reports.Load, sequence=SEQUENCES, time=TIMES, pause=st.none() | st.floats(0, 1e6))
+LOADS = st.builds(
+    reports.Load,
+    sequence=SEQUENCES,
+    time=TIMES,
+    pause=st.none() | st.floats(0, 1e6),
+    delta_bytes=st.none() | NUMBERS,
+)
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.Format: st.builds(records.Format, lease_time=st.floats(0.05, 3600)),
     records.Latest: st.builds(
@@ -104,6 +110,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         sequence=SEQUENCES,
         step=NUMBERS,
         folder=st.from_regex(r"v[0-9]{6,18}", fullmatch=True),
+        delta_from=st.none() | SEQUENCES,
     ),
     records.Manifest: st.builds(
         records.Manifest,
@@ -160,6 +167,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         loads=st.none() | st.lists(LOADS, max_size=3).map(tuple),
         bench=st.none() | NUMBERS,
         sync=st.none() | TERMS,
+        delta_base=st.none() | SEQUENCES,
         time=TIMES,
     ),
     reports.TrainerReport: st.builds(
@@ -190,13 +198,23 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         counters=st.builds(reports.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
         time=TIMES,
     ),
+    reports.DeltaProgress: st.builds(
+        reports.DeltaProgress,
+        sequence=SEQUENCES,
+        base=SEQUENCES,
+        state=st.sampled_from(["making", "made", "none"]),
+        done=NUMBERS,
+        total=NUMBERS,
+        why=st.none() | TEXT,
+        time=TIMES,
+    ),
     records.PublishNotice: st.builds(
         records.PublishNotice, sequence=SEQUENCES, step=NUMBERS, session=TEXT
     ),
     journal_lines.AuditLine: st.builds(
         journal_lines.AuditLine,
         time=TIMES,
-        what=st.sampled_from(["version", "step", "lease"]),
+        what=st.sampled_from(["version", "step", "lease", "delta"]),
         name=TEXT,
         why=TEXT,
         session=TEXT,
@@ -232,7 +250,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     journal_lines.JournalLine: st.builds(
         journal_lines.JournalLine,
         time=TIMES,
-        event=st.sampled_from(["active", "published", "live", "skipped", "quarantined"]),
+        event=st.sampled_from(["active", "published", "live", "skipped", "delta", "no_delta"]),
+        changed=st.none() | st.floats(0, 1),
+        delta_bytes=st.none() | NUMBERS,
         version=st.none() | SEQUENCES,
         step=st.none() | NUMBERS,
         kind=st.sampled_from([None, "full", "adapter", "remote"]),

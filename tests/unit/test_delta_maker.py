@@ -168,7 +168,7 @@ def test_a_reader_that_sees_the_new_latest_finds_the_delta_announced(
 
     def after_latest(method: str, given: tuple[Any, ...]) -> None:
         if method == "sync_folder" and given[0] == job.layout.state and job.latest.delta_from:
-            told = progress(job)
+            told = progress_of(job)
             seen.append((told.sequence, told.state, told.base))
 
     storage.rules.append(after_latest)
