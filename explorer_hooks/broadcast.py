@@ -342,14 +342,14 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
         found: what its tensors fill.
         views: for each target the memory that is filled, of the target's shape.
     """
-    parts = {target.name: (target, view) for target, view in zip(found.targets, views, strict=True)}
+    parts: dict[str, list[tuple[Target, Tensor]]] = {}
+    for target, view in zip(found.targets, views, strict=True):
+        parts.setdefault(target.name, []).append((target, view))
     tied = {other: parts[one] for one, other in found.unknown if one in parts}
     for name, whole in arriving.tensors():
-        if (part := parts.get(name)) is not None:
-            target, view = part
+        for target, view in parts.get(name, ()):
             view.copy_(target.of(whole))
-        elif (part := tied.get(name)) is not None:
-            target, view = part
+        for target, view in () if name in parts else tied.get(name, ()):
             own = target.of(whole).to(view.device, view.dtype)
             if not torch.equal(_bytes(own), _bytes(view)):
                 arriving.fault = differ(target.name, name, "the module")

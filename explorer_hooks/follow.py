@@ -307,6 +307,7 @@ class CommandEngine(InProcessEngine):
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
+    hub_names = True  # as any folder that is downloaded from there
 
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command
@@ -371,6 +372,7 @@ class LinkEngine(InProcessEngine):
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter"})
+    hub_names = True
 
     def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
         self._path = path.absolute()

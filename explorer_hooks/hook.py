@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from explorer_hooks.background import Follower
-from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, WeightTaker
+from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, TakesHubNames, WeightTaker
 from explorer_hooks.fast_path import ExplorerBroadcasts
 from explorer_hooks.pipeline import Pipeline
 from explorer_hooks.puller import Puller
@@ -109,6 +109,7 @@ class ExplorerHook:
             settings=settings if given is not None else None,  # pull() alone goes by none
             memory_dir=memory_dir,
             workers=0,  # until there is something to go back to
+            hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
             seams=Seams(storage=storage, poll=poll),
         )
         self._fast_path: ExplorerBroadcasts | None = None

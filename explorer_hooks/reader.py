@@ -152,6 +152,7 @@ class Reader:
         step: int | None,
         nothing_new: int = 0,
         refused: str | None = None,
+        hub_names: bool = False,
     ) -> None:
         """Say in ``explorers/NAME.json`` what this explorer is doing.
 
@@ -161,6 +162,8 @@ class Reader:
             step: of that version.
             nothing_new: how many of its waits have ended without a newer version.
             refused: which newer version it does not take, and why.
+            hub_names: whether it takes versions in which tensors have the hub's names; in a new job
+                versions have the trainer's as long as an explorer does not.
         """
         now = time.time()
         if self._loads is None:
@@ -178,6 +181,7 @@ class Reader:
                 "refused": refused,
                 "loads": self._loads,
                 "workers": 0,  # it takes no part in broadcasts
+                "hub_names": hub_names,
                 "time": now,
             }
         )

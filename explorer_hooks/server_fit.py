@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Final
 
 from explorer_hooks.engines.fitting import TensorSpec, differences, named, refuse, tensor_specs
+from explorer_hooks.given_names import SAME_NAMES, GivenNames, names_of
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.checkpoint.model_folder import INDEX, says_tied
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.version import WEIGHTS
-from syncd.protocol.errors import CheckpointError, InvalidSettingsError, ShardFormatError
+from syncd.protocol.errors import (
+    CheckpointError,
+    EngineMismatchError,
+    InvalidSettingsError,
+    ShardFormatError,
+)
 from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
@@ -26,6 +33,30 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 log = logging.getLogger(__name__)
 
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+def check_names(version: LeasedVersion, whose: str) -> None:
+    """Refuse a version whose names a server does not look for.
+
+    Raises:
+        EngineMismatchError: tensors have the trainer's names, and others on the hub.
+    """
+    names = names_of(version)
+    if names.given == "hub":
+        return
+    if names.unknown is not None:
+        raise EngineMismatchError(
+            f"{named(version)} has the names of the trainer's module, and {whose} looks for those "
+            f"of the hub, which nobody knows: {names.unknown}"
+        )
+    for tensor in version.manifest.tensors:
+        for piece in names.pieces_of(tensor)[:1]:
+            raise EngineMismatchError(
+                f"{named(version)} has the names of the trainer's module, and {whose} looks for "
+                f"those of the hub: it would leave out {shown(tensor.name)}, which it knows as "
+                f"{shown(piece.other)}, and keep the weights that it has. Let the daemon publish "
+                "the hub's names: syncd run --names hub"
+            )
 
 
 class Fits:
@@ -62,19 +93,28 @@ class Fits:
             EngineMismatchError: says which ones differ, and how.
         """
         if version.kind == "full":
-            self.check_tensors(tensor_specs(version.manifest), named(version))
+            given = tensor_specs(version.manifest)
+            self.check_tensors(given, named(version), names_of(version))
 
-    def check_tensors(self, given: Mapping[str, TensorSpec], what: str) -> None:
+    def check_tensors(
+        self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES
+    ) -> None:
         """Compare every name, dtype and shape of what comes from anywhere.
 
         Args:
             given: all of its tensors.
             what: it is, for messages.
+            names: by which a tensor is the same under the trainer's name and the hub's.
 
         Raises:
             EngineMismatchError: says which ones differ, and how.
         """
-        refuse(what, self._whose, differences(self._alike(given), self._wanted, self._whose))
+        alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
+        refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
+
+    def has_names_of(self, version: LeasedVersion) -> bool:
+        """Whether the server has each tensor by the name that the version gives it."""
+        return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """Tensors as far as they count: a tied output embedding may be there or not."""

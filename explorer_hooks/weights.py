@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from explorer_hooks.given_names import NamedPiece, names_of
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.boxes import Box, extents, whole
+from syncd.checkpoint.boxes import Box, extents, holds, whole
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
+from syncd.protocol.records import Names
 
 __all__ = ["Box", "WeightsReader"]
 
@@ -43,12 +45,49 @@ class Span(NamedTuple):
         fill(self.file, self.into, self.offset)
 
 
+class _OtherNames(NamedTuple):
+    """The names that a version's tensors have not.
+
+    Attributes:
+        pieces: such a name → its parts in the tensors of the version.
+        of: a tensor of the version → the names in its place. One that is joined of several comes
+            with the first of these.
+    """
+
+    pieces: Mapping[str, Sequence[NamedPiece]]
+    of: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of_version(cls, version: LeasedVersion) -> _OtherNames:
+        """Those of a version.
+
+        Raises:
+            VerificationError: its map of names is damaged.
+            OSError: it cannot be read.
+        """
+        names = names_of(version)
+        pieces: dict[str, list[NamedPiece]] = {}
+        of: dict[str, list[str]] = {}
+        for tensor in version.manifest.tensors:
+            for piece in names.pieces_of(tensor):
+                others = of.setdefault(piece.own, [])
+                if piece.other not in pieces:
+                    others.append(piece.other)
+                pieces.setdefault(piece.other, []).append(piece)
+        return cls(pieces, of)
+
+
+_NO_OTHERS: Final = _OtherNames({}, {})
+
+
 class WeightsReader:
     """Reads the tensors of a version that is held. A context manager: it closes what it opened.
 
     Promised: each file is opened once, when the first of its tensors is wanted, and its header is
     compared with the manifest then; only the bytes that are asked for are read. Tensors are on the
-    CPU, contiguous, and stay when the reader is closed.
+    CPU, contiguous, and stay when the reader is closed. A tensor that has one name in the trainer's
+    module and others on the hub is found by both, whichever the version has: what is asked for is
+    joined of its parts, or cut out.
 
     Not promised: that the bytes are what the manifest's digests say; ``version.verify()`` checks
     that. Nor that several threads may call it.
@@ -66,6 +105,7 @@ class WeightsReader:
         self._version = version
         self._maps = mmap
         self._told = {entry.name: entry for entry in version.manifest.tensors}
+        self._others: _OtherNames | None = None
         self._open: dict[str, _OpenFile] = {}
 
     def __enter__(self) -> Self:
@@ -90,11 +130,11 @@ class WeightsReader:
             self._find(name)
 
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, in the manifest's order."""
+        """The version's names of all tensors, in the manifest's order."""
         return tuple(self._told)
 
     def get_weight(self, name: str) -> Tensor:
-        """One tensor.
+        """One tensor, by its name in the version, or by its other one.
 
         Raises:
             InvalidSettingsError: the version has none of that name.
@@ -102,6 +142,8 @@ class WeightsReader:
             EngineMismatchError: this torch does not have its dtype.
             OSError: storage failed.
         """
+        if name not in self._told and (pieces := self._other_names.pieces.get(name)):
+            return self._join(pieces)
         opened, entry = self._find(name)
         if opened.memory is not None and entry.end > entry.begin:
             dtype = torch_dtype(entry.dtype)
@@ -126,10 +168,7 @@ class WeightsReader:
                 :meth:`get_weight`.
         """
         opened, entry = self._find(name)
-        if len(box.shape) != len(entry.shape) or not all(
-            min(begin, count) >= 0 and begin + count <= size
-            for begin, count, size in zip(*box, entry.shape, strict=True)
-        ):
+        if not holds(entry.shape, box):
             raise InvalidSettingsError(
                 f"{shown(name)} is of shape {list(entry.shape)} and has no part of shape "
                 f"{list(box.shape)} at {list(box.offsets)}"
@@ -139,18 +178,25 @@ class WeightsReader:
             return self.get_weight(name)[index].contiguous()
         return self._read(entry, box)
 
-    def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
+    def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and tensor, one after the other, as they lie in the files.
 
         Lazy: a tensor is read when it is its turn, and forgotten here.
+
+        Args:
+            names: those that the tensors are to have: ``trainer``, as in the trainer's module, or
+                ``hub``; by default those of the version.
 
         Raises:
             VerificationError, ShardFormatError, EngineMismatchError, OSError: as of
                 :meth:`get_weight`.
         """
-        for name in dict.fromkeys(entry.file for entry in self._told.values()):
-            for entry in self._opened(name).file.entries:
-                yield entry.name, self.get_weight(entry.name)
+        given = self._version.manifest.names
+        others = _NO_OTHERS if names in {None, given} else self._other_names
+        for file in dict.fromkeys(entry.file for entry in self._told.values()):
+            for entry in self._opened(file).file.entries:
+                for name in others.of.get(entry.name, (entry.name,)):
+                    yield name, self.get_weight(name)
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
         """The reads that fill memory with a part of a tensor, in C order; none is done yet.
@@ -172,6 +218,23 @@ class WeightsReader:
         for span in self.spans(entry.name, box, bytes_of(tensor)):
             span.read()
         return tensor
+
+    @property
+    def _other_names(self) -> _OtherNames:
+        if self._others is None:
+            self._others = _OtherNames.of_version(self._version)
+        return self._others
+
+    def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
+        """The tensor that has these pieces, each copied into its place."""
+        ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
+        dtype = torch_dtype(self._told[pieces[0].own].dtype)
+        joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
+        for piece in pieces:
+            box = zip(piece.other_box.offsets, piece.other_box.ends, strict=True)
+            place = joined[tuple(slice(begin, end) for begin, end in box)]
+            piece.seen_from_own(place).copy_(self.get_slice(piece.own, piece.own_box))
+        return joined
 
     def _find(self, name: str) -> tuple[_OpenFile, HeaderEntry]:
         told = self._told.get(name)
