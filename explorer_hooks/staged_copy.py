@@ -16,11 +16,11 @@ from syncd.storage.fsio import Storage
 class StagedCopy:
     """One process's hold on a whole copy.
 
-    Promised: the copy stays until :meth:`release`, or the end of the process and of those that it
-    has forked. A fork has no hold of its own: nothing that it does ends its parent's.
+    Promised: the copy stays until :meth:`release`, or until this process and all its forks have
+    ended. A fork has no hold of its own, and cannot end its parent's.
 
     Attributes:
-        folder: of the copy.
+        folder: the copy's folder.
     """
 
     def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
@@ -30,24 +30,24 @@ class StagedCopy:
         self.folder = folder
 
     def release(self) -> None:
-        """Let it go. Safe to call twice."""
+        """Release the copy. Safe to call twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             if os.getpid() == self._pid:
-                # Not by the close alone: forks have the same lock, for as long as they live.
+                # Closing is not enough: forks have the same lock for as long as they live.
                 fcntl.flock(fd, fcntl.LOCK_UN)
             self._storage.release(fd)
 
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Whether nobody holds a copy, nor can as long as this goes on."""
+        """Whether no process holds a copy; none can take it while this context is open."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:
             if not is_gone(error):
                 raise
-            yield True  # no copy of ours is without one
+            yield True  # syncd makes no copy without one
             return
         try:
             yield _locked(fd, fcntl.LOCK_EX)
@@ -56,7 +56,7 @@ class StagedCopy:
 
 
 def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; None where there is none."""
+    """Hold a copy; None if there is none."""
     path = folder / MANIFEST
     try:
         fd = storage.open_read(path)
@@ -64,8 +64,8 @@ def hold(storage: Storage, folder: Path) -> StagedCopy | None:
         if is_gone(error):
             return None
         raise
-    # Who holds it alone is about to remove it. Nor is it this copy, where it was removed, and made
-    # anew, between the open and the lock.
+    # A process that holds it alone is about to remove it. It is also not this copy if it was
+    # removed and made again between the open and the lock.
     if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
         return StagedCopy(storage, folder, fd)
     storage.release(fd)

@@ -1,4 +1,4 @@
-"""A version's tensors, one by one or in parts, without loading the rest."""
+"""The tensors of a version, read one by one or in parts, without loading the rest."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Box", "WeightsReader"]
 
 
 class Span(NamedTuple):
-    """Bytes of a file, and where they belong.
+    """A range of bytes in a file, and the memory to read them into.
 
     Attributes:
-        file: open for as long as its reader is.
-        offset: in the file.
-        into: as many bytes of memory.
+        file: open until its reader is closed.
+        offset: of the range in the file.
+        into: memory of the size of the range.
     """
 
     file: SafetensorsFile
@@ -36,7 +36,7 @@ class Span(NamedTuple):
     into: memoryview
 
     def read(self) -> None:
-        """Read them.
+        """Read the bytes.
 
         Raises:
             VerificationError: the file is shorter than it was.
@@ -81,24 +81,23 @@ _NO_OTHERS: Final = _OtherNames({}, {})
 
 
 class WeightsReader:
-    """Reads the tensors of a version that is held. A context manager: it closes what it opened.
+    """Reads the tensors of a version that is held. A context manager that closes its files.
 
-    Promised: each file is opened once, when the first of its tensors is wanted, and its header is
-    compared with the manifest then; only the bytes that are asked for are read. Tensors are on the
-    CPU, contiguous, and stay when the reader is closed. A tensor that has one name in the trainer's
-    module and others on the hub is found by both, whichever the version has: what is asked for is
-    joined of its parts, or cut out.
+    Promised: each file is opened once, when its first tensor is wanted, and its header is compared
+    with the manifest then; only the requested bytes are read. Tensors are on the CPU, contiguous,
+    and stay valid when the reader is closed. If a tensor has one name in the trainer's module and
+    others on the hub, you can ask for it by both: it is joined of its parts, or cut out.
 
-    Not promised: that the bytes are what the manifest's digests say; ``version.verify()`` checks
-    that. Nor that several threads may call it.
+    Not promised: that the bytes match the manifest's digests; ``version.verify()`` checks that. Nor
+    thread safety.
 
     Args:
-        version: of kind ``full`` or ``adapter``, held for as long as the reader is open.
-        mmap: map the files into memory and copy nothing: a tensor's bytes are read when they are
-            looked at; writing into it changes no file. For local filesystems alone: where a server
-            loses a mapped file, or someone cuts it short, the process is killed (SIGBUS); and the
-            version must be held for as long as a tensor of it is used. By default each tensor is
-            read by pread into memory of its own.
+        version: of kind ``full`` or ``adapter``, leased until the reader is closed.
+        mmap: map the files into memory and copy nothing. The bytes of a tensor are read at the
+            first access; writing into it changes no file. Only for local filesystems: if a server
+            loses a mapped file, or someone truncates it, the kernel kills the process (SIGBUS). The
+            version must stay leased while one of its tensors is used. By default each tensor is
+            read by pread into its own memory.
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
@@ -120,7 +119,7 @@ class WeightsReader:
             self._open.popitem()[1].file.close()
 
     def open(self, names: Iterable[str]) -> None:
-        """Open the files that these tensors are in, and compare them with the manifest.
+        """Open the files that contain these tensors, and compare them with the manifest.
 
         Raises:
             InvalidSettingsError, VerificationError, ShardFormatError, OSError: as of
@@ -138,8 +137,8 @@ class WeightsReader:
 
         Raises:
             InvalidSettingsError: the version has none of that name.
-            VerificationError, ShardFormatError: its file is not what the manifest says.
-            EngineMismatchError: this torch does not have its dtype.
+            VerificationError, ShardFormatError: its file differs from the manifest.
+            EngineMismatchError: this torch lacks its dtype.
             OSError: storage failed.
         """
         if name not in self._told and (pieces := self._other_names.pieces.get(name)):
@@ -153,11 +152,11 @@ class WeightsReader:
         return self._read(entry, whole(entry.shape))
 
     def get_slice(self, name: str, box: Box) -> Tensor:
-        """A part of a tensor; no other bytes of it are read.
+        """A part of a tensor; only its bytes are read.
 
         Args:
-            name: the tensor's.
-            box: which part: the first index and the size along each dimension.
+            name: the name of the tensor.
+            box: the part: its first index and its size along each dimension.
 
         Returns:
             A tensor of the box's shape.
@@ -179,9 +178,9 @@ class WeightsReader:
         return self._read(entry, box)
 
     def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor, one after the other, as they lie in the files.
+        """Name and tensor, one after the other, in the order of the files.
 
-        Lazy: a tensor is read when it is its turn, and forgotten here.
+        Lazy: each tensor is read when the iterator reaches it, and not kept.
 
         Args:
             names: those that the tensors are to have: ``trainer``, as in the trainer's module, or
@@ -199,12 +198,12 @@ class WeightsReader:
                     yield name, self.get_weight(name)
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
-        """The reads that fill memory with a part of a tensor, in C order; none is done yet.
+        """The reads that fill memory with a part of a tensor, in C order; nothing is read yet.
 
         Args:
-            name: the tensor's.
-            box: a part that it has.
-            into: as many bytes as the part has.
+            name: the name of the tensor.
+            box: a part within the tensor.
+            into: memory of the size of the part.
         """
         opened, entry = self._find(name)
         size, at = ITEMSIZE[entry.dtype], 0
@@ -247,7 +246,7 @@ class WeightsReader:
         entry = opened.entries.get(name)
         if entry is None:
             raise VerificationError(
-                f"{opened.file.path} does not have {shown(name)}, which the manifest says",
+                f"{opened.file.path} lacks {shown(name)}, which the manifest lists",
                 sequence=self._version.sequence,
             )
         return opened, entry
@@ -259,7 +258,7 @@ class WeightsReader:
             try:
                 check_header(self._version, file, self._told)
                 entries = {entry.name: entry for entry in file.entries}
-                # A private map: what is written into a tensor stays in this process.
+                # A private map, so that writing into a tensor changes no file.
                 memory = (
                     mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) if self._maps else None
                 )
@@ -271,10 +270,10 @@ class WeightsReader:
 
 
 class _OpenFile(NamedTuple):
-    """A file of the version.
+    """An open file of the version.
 
     Attributes:
-        memory: all of it, where files are mapped; tensors hold it for as long as they need it.
+        memory: the whole file, if files are mapped; tensors keep it alive.
     """
 
     file: SafetensorsFile
