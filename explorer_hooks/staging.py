@@ -90,7 +90,7 @@ class Staging:
 
     Attributes:
         folder: the stage folder.
-        fetched: the bytes that this process read for the last copy that :meth:`stage` returned; none
+        fetched: the bytes that this process read for the last copy of :meth:`stage`; none
             if another process had made it.
         base: the version of that copy, if the next version can be made from it by deltas, because
             the job is on another filesystem; else None.
