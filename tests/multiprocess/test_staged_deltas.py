@@ -104,6 +104,10 @@ def test_two_hosts_read_a_version_whole_once_and_then_what_changed(tmp_path: Pat
             follower.serves(1)
             wait_until(lambda n=name: explorer_report(root, n).delta_base == 1, "it has a base")
             follower.stop()
+        wait_until(
+            lambda: layout.journal.read_text().count('"live"') == len(NAMES),
+            "the daemon has read their reports",
+        )
         for step in (2, 3, 4):
             values[step * 1000 : step * 1000 + 500] = [0.5 * step] * 500
             trainer.save(step, *values)
