@@ -58,7 +58,7 @@ class Seams:
     """Substitutes that tests put in place of the real thing.
 
     Attributes:
-        storage: the shared storage; that of the job directory by default.
+        storage: the shared storage; by default the job directory's.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
         poll: seconds between two looks if the filesystem sends no events, at most.

@@ -251,7 +251,7 @@ class Decoder:
         begin += stored[1]
         more = int(np.count_nonzero(changes == _MORE))
         if more and width == 1:
-            raise BlockError("a change of one byte is said to be larger")
+            raise BlockError("it has changes of more than one byte, but its elements have one byte")
         large = self._part(block[begin:], more * width).view(UINT[width])
         if more and (large.min() < _MORE or large.max() == np.iinfo(large.dtype).max):
             raise BlockError("a large change is none")
