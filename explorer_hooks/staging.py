@@ -1,17 +1,17 @@
-"""Copies of versions on this host, made while the engine still serves: one a host, for all.
+"""Copies of versions on this host, made while the engine still serves; all explorers share them.
 
 In the folder that the user names (on NVMe, in ``/dev/shm``)::
 
     syncd-UID-BOOT/           of one user, since one start of this host
-      .copier                 locked by the process that copies or tidies up
-      v000017-KEY/            one whole copy; KEY says of which job's and which save
+      .copier                 locked by the process that copies or cleans up
+      v000017-KEY/            one whole copy; KEY is a digest of the job and the save
         manifest.json         locked, shared, by each process that holds the copy
-      .tmp-…/                 being made, or on its way out: garbage once ``.copier`` is free
+      .tmp-…/                 a copy in the making or in deletion: garbage once ``.copier`` is free
 
 A copy is committed by one rename, whole and verified. Both locks are the kernel's (flock), which
-drops them when a process dies: a copier that is killed hands over, and a dead holder holds nothing.
-Copies need not survive the host, so nothing is synced to disk; those of an earlier start are never
-used, and removed.
+drops them when a process dies. So another process takes over from a killed copier, and a dead
+holder holds nothing. Copies need not survive the host, so nothing is synced to disk; copies of an
+earlier start are never used, and are removed.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from syncd.storage.fsio import Storage
 log = logging.getLogger(__name__)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _COPIER: Final = ".copier"
-#: Seconds between two looks whether the copier is done.
+#: Seconds between two checks whether the copier is done.
 _LOOK: Final = 0.05
-#: What is left free of the filesystem, which others use too: ``/dev/shm`` is memory.
+#: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
 _SPARE: Final = 64 * 1024 * 1024
 
 
 class NotStagedError(Exception):
-    """Raised when there is no copy, and why; the version itself may be as good as ever."""
+    """Raised with the reason when a copy could not be made; the version itself may be intact."""
 
 
 class Staging:
     """The stage folder of this host, for one explorer.
 
-    Promised: :meth:`stage` gives a copy that is whole and verified, and stays until it is released;
-    of one version one process copies, and the others wait for it; what nobody on this host holds is
-    removed. Not promised: that there is room.
+    Promised: :meth:`stage` returns a copy that is whole and verified, and stays until it is
+    released. One process copies a version, and the others wait for it. Copies that no process on
+    this host holds are removed. Not promised: that there is room.
 
     Args:
-        folder: of this host alone, which is made where it is missing. Several explorers, users and
+        folder: a folder of this host alone, made if it is missing. Several explorers, users and
             jobs may share it.
-        budget_bytes: what all copies in it of this user may take; files that only got a second name
-            count too. None for what the filesystem has.
-        patience: seconds that a copy of another process is waited for.
-        keep_last: whether the copy that was served last stays when it is released: for what serves
-            from its folder for longer than this process lives. Other explorers that use the folder
-            remove it all the same, once this one is gone.
+        budget_bytes: the most bytes of all copies of this user in it; files that only got a second
+            name count too. None for the free space of the filesystem.
+        patience: seconds to wait for a copy that another process makes.
+        keep_last: whether the last served copy stays when it is released, for a server that reads
+            its folder for longer than this process lives. Once this explorer is gone, other
+            explorers that use the folder remove the copy nevertheless.
         storage: the seam for tests.
 
     Raises:
@@ -100,18 +100,18 @@ class Staging:
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
     ) -> LeasedVersion:
-        """Copy a version, or wait until another process has; verified in the same pass.
+        """Copy a version, or wait until another process has copied it; verified in the same pass.
 
         Args:
-            version: held, and not verified yet; it stays the caller's to release.
+            version: leased, and not verified yet; the caller releases it.
             cancel: called often; it raises to stop.
 
         Returns:
-            The version, to be read from its copy and held there.
+            The version, read from its copy and held there.
 
         Raises:
-            NotStagedError: there is no copy: no room, or a file is not what the manifest says, or
-                one of the two storages failed. The version itself is still to be verified.
+            NotStagedError: there is no copy, because there is no room, a file differs from the
+                manifest, or the storage failed. The version itself is still to be verified.
         """
         try:
             return self._stage(version, cancel)
@@ -119,10 +119,10 @@ class Staging:
             raise NotStagedError(f"it could not be copied into {self._room}: {error}") from error
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
-        """Hold once more a version that :meth:`stage` has given, and that is still held.
+        """Hold again a version that :meth:`stage` returned, and that is still held.
 
         Raises:
-            FileNotFoundError: someone has removed the copy all the same.
+            FileNotFoundError: the copy was removed although it was held.
         """
         again = self._held(copy.folder.name, copy)
         if again is None:
@@ -130,12 +130,12 @@ class Staging:
         return again
 
     def serves(self, folder: Path) -> None:
-        """Say what is served from now on: a copy, or any other folder."""
+        """Note the folder that is served from now on: a copy, or any other folder."""
         if self._keep_last:
             self._kept = folder.name if folder.parent == self._room else None
 
     def tidy(self) -> None:
-        """Remove what no process on this host holds; while another copies, that is left to it."""
+        """Remove the copies that no process on this host holds; do nothing while one copies."""
         try:
             with self._copier().acquire(timeout=0):
                 self._sweep()
@@ -145,7 +145,7 @@ class Staging:
             log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
-        """A lock of its own each time: one that is had by another thread would count as ours."""
+        """A new lock each time: one held by another thread would count as this thread's."""
         return FileLock(self._room / _COPIER)
 
     def _open(self) -> None:
@@ -167,7 +167,7 @@ class Staging:
         copy = self._held(name, version)
         if copy is None:
             with self._elected(cancel):
-                # Whoever was elected before may have copied it.
+                # The process that held the lock before may have copied it.
                 copy = self._held(name, version)
                 if copy is None:
                     self._sweep()
@@ -178,7 +178,7 @@ class Staging:
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
-        """A folder for this version of this job and of no other, also of a job made anew there."""
+        """A folder name for this version of this job only; a recreated job has other names."""
         what = f"{version.source}\0".encode() + encode(version.manifest)
         return f"{version_folder(version.sequence)}-{xxhash.xxh3_64_hexdigest(what)}"
 
@@ -192,10 +192,10 @@ class Staging:
 
     @contextmanager
     def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Be the only one on this host who changes the folder.
+        """Be the only process on this host that changes the folder.
 
         Raises:
-            TimeoutError: someone else was all the time.
+            TimeoutError: another process copied all the time.
         """
         deadline = time.monotonic() + self._patience
         while True:
@@ -228,7 +228,7 @@ class Staging:
             raise
 
     def _check_room(self, size: int) -> None:
-        """See that a copy fits.
+        """Check that a copy fits.
 
         Raises:
             NotStagedError: it does not.
@@ -236,8 +236,8 @@ class Staging:
         used = sum(self._size(self._room / name) for name in self._copies())
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
-                f"its {size} bytes do not fit into the stage folder's {self._budget}, of which "
-                f"{used} are held: give it more, or less to hold"
+                f"its {size} bytes do not fit into the stage folder's budget of {self._budget}, of "
+                f"which {used} are held: raise the budget, or release other copies"
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free:
@@ -250,7 +250,7 @@ class Staging:
         return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
 
     def _size(self, copy: Path) -> int:
-        """The bytes of a copy, files by files: it may be of a newer syncd."""
+        """The bytes of a copy, summed over its files, because a newer syncd may have made it."""
         total = 0
         pending = [copy]
         while pending:
@@ -264,7 +264,7 @@ class Staging:
         return total
 
     def _sweep(self) -> None:
-        """Remove what nobody holds; only who is elected may."""
+        """Remove what no process holds; only the elected process may call this."""
         for name, kind in self._storage.kinds(self._room).items():
             if name.startswith(TEMPORARY):
                 self._discard(self._room / name)
@@ -281,7 +281,7 @@ class Staging:
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
-        """Whether someone holds a copy there: another host, where the folder is on a network."""
+        """Whether a copy there is held: by another host, if the folder is on a network."""
         for name, kind in self._storage.kinds(room).items():
             if kind is Kind.FOLDER:
                 with StagedCopy.unheld(self._storage, room / name) as is_free:
@@ -303,18 +303,18 @@ class Staging:
 
 
 def _boot() -> str:
-    """What tells this start of the host from every other."""
+    """The id of this start of the host."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())
 
 
 class StagedCopy:
     """One process's hold on a whole copy.
 
-    Promised: the copy stays until :meth:`release`, or the end of the process and of those that it
-    has forked. A fork has no hold of its own: nothing that it does ends its parent's.
+    Promised: the copy stays until :meth:`release`, or until this process and all its forks have
+    ended. A fork has no hold of its own, and cannot end its parent's.
 
     Attributes:
-        folder: of the copy.
+        folder: the copy's folder.
     """
 
     def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
@@ -324,24 +324,24 @@ class StagedCopy:
         self.folder = folder
 
     def release(self) -> None:
-        """Let it go. Safe to call twice."""
+        """Release the copy. Safe to call twice."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             if os.getpid() == self._pid:
-                # Not by the close alone: forks have the same lock, for as long as they live.
+                # Closing is not enough: forks have the same lock for as long as they live.
                 fcntl.flock(fd, fcntl.LOCK_UN)
             self._storage.release(fd)
 
     @staticmethod
     @contextmanager
     def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Whether nobody holds a copy, nor can as long as this goes on."""
+        """Whether no process holds a copy; none can take it while this context is open."""
         try:
             fd = storage.open_read(folder / MANIFEST)
         except OSError as error:
             if not is_gone(error):
                 raise
-            yield True  # no copy of ours is without one
+            yield True  # syncd makes no copy without one
             return
         try:
             yield _locked(fd, fcntl.LOCK_EX)
@@ -350,7 +350,7 @@ class StagedCopy:
 
 
 def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; None where there is none."""
+    """Hold a copy; None if there is none."""
     path = folder / MANIFEST
     try:
         fd = storage.open_read(path)
@@ -358,8 +358,8 @@ def hold(storage: Storage, folder: Path) -> StagedCopy | None:
         if is_gone(error):
             return None
         raise
-    # Who holds it alone is about to remove it. Nor is it this copy, where it was removed, and made
-    # anew, between the open and the lock.
+    # A process that holds it alone is about to remove it. It is also not this copy if it was
+    # removed and made again between the open and the lock.
     if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
         return StagedCopy(storage, folder, fd)
     storage.release(fd)

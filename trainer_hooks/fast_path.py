@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from syncd.checkpoint.merging.plan import PlannedTensor
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.broadcast.weight_meta import BUCKET
 from syncd.protocol.errors import BroadcastError, OutOfStepError, SaveFailedError, SyncdError
@@ -26,6 +27,7 @@ from trainer_hooks.state.full_file import ties_embeddings
 from trainer_hooks.state.full_plan import agree_on_plan
 from trainer_hooks.state.gather import full_tensor
 from trainer_hooks.state.state_dict import sharded_state_dict, tensors_of
+from trainer_hooks.state.sync_dtype import cast_to
 from trainer_hooks.transfer import Buffers, Outgoing
 from trainer_hooks.writing.model_files import unwrapped
 
@@ -109,6 +111,7 @@ class TrainerBroadcasts:
         model: whose weights are sent.
         settings: of the job.
         explorers: rank 0's; None on other ranks.
+        cast: the dtype that floating tensors are sent in; None for the model's.
 
     Attributes:
         cadence: what rank 0 decides by.
@@ -116,7 +119,11 @@ class TrainerBroadcasts:
     """
 
     def __init__(
-        self, model: nn.Module, settings: SyncSettings, explorers: Explorers | None
+        self,
+        model: nn.Module,
+        settings: SyncSettings,
+        explorers: Explorers | None,
+        cast: Cast | None = None,
     ) -> None:
         self.cadence = Cadence(settings.checkpoint_every)
         self.broadcasts = 0
@@ -124,7 +131,10 @@ class TrainerBroadcasts:
         self._model = model
         self._explorers = explorers
         self._sender = WeightSender(
-            model, bucket_bytes=settings.broadcast_bucket, digests=settings.broadcast_digests
+            model,
+            bucket_bytes=settings.broadcast_bucket,
+            digests=settings.broadcast_digests,
+            cast=cast,
         )
         self._group: WeightGroup | None = None
 
@@ -245,14 +255,22 @@ class WeightSender:
         model: as the trainer's hook has it.
         bucket_bytes: the most that one broadcast moves.
         digests: whether receivers check each bucket; by default where the group is on the CPU.
+        cast: the dtype that floating tensors are sent in; None for their own. Rank 0 has a cast
+            copy of what is under way.
     """
 
     def __init__(
-        self, model: nn.Module, *, bucket_bytes: int = BUCKET, digests: bool | None = None
+        self,
+        model: nn.Module,
+        *,
+        bucket_bytes: int = BUCKET,
+        digests: bool | None = None,
+        cast: Cast | None = None,
     ) -> None:
         self._model = model
         self._bucket_bytes = bucket_bytes
         self._digests = digests
+        self._cast: Cast | None = cast
         self._buffers = Buffers()
 
     @torch.no_grad()
@@ -277,7 +295,8 @@ class WeightSender:
         begun = time.monotonic()
         ranks = Ranks()
         state = tensors_of(sharded_state_dict(self._model))
-        plan = agree_on_plan(state, ranks.rank, tied=ties_embeddings(unwrapped(self._model)))
+        tied = ties_embeddings(unwrapped(self._model))
+        plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self._cast)
         # Small ones are packed together: they come last, where nothing large is between them.
         tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
         outgoing = None
@@ -286,7 +305,7 @@ class WeightSender:
             outgoing.greet()
         # Where nobody takes it, it need not be gathered.
         if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
-            _gather(state, tensors, ranks.rank, outgoing)
+            _gather(state, tensors, ranks.rank, outgoing, self._cast)
         if outgoing is not None:
             try:
                 outgoing.end()
@@ -316,16 +335,22 @@ def _gather(
     tensors: Sequence[PlannedTensor],
     rank: int,
     outgoing: Outgoing | None,
+    cast: Cast | None,
 ) -> None:
     """Gather the tensors in this order, and hand them over on rank 0. Collective."""
+
+    def gathered(name: str) -> Tensor | None:
+        held = state[name]
+        return full_tensor(held, rank=rank, dtype=cast_to(held.dtype, cast))
+
     for number, tensor in enumerate(tensors):
-        whole = full_tensor(state[tensor.name], rank=rank)
+        whole = gathered(tensor.name)
         if whole is not None and outgoing is not None:
             outgoing.put(number, whole)
         del whole  # or it would be held while the next one is gathered
     for number, tensor in enumerate(tensors):
         for copy in tensor.copies:
-            whole = full_tensor(state[str(copy.tied)], rank=rank)
+            whole = gathered(str(copy.tied))
             if whole is not None and outgoing is not None:
                 outgoing.compare(number, str(copy.tied), whole)
             del whole

@@ -120,6 +120,7 @@ class TrainerHook:
             user_state=user_state,
             model_files=model_files(model, tokenizer) if decisions.ranks.rank == 0 else (),
             lora=self._saving.lora,
+            sync_dtype=self._saving.sync_dtype,
             base_vocabulary=self._job.base_vocabulary(model),
         )
         self._queue = SaveQueue(
@@ -130,7 +131,9 @@ class TrainerHook:
         )
         self._fast_path: TrainerBroadcasts | None = None
         if self._settings.method is SyncMethod.NCCL:
-            self._fast_path = TrainerBroadcasts(model, self._settings, self._job.explorers)
+            self._fast_path = TrainerBroadcasts(
+                model, self._settings, self._job.explorers, self._saving.sync_dtype
+            )
         self._planner = Planner(
             decisions,
             self._settings,

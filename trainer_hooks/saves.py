@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.names import HUGGINGFACE
+from syncd.protocol.names import HUGGINGFACE, master_name, shard_name
 from syncd.protocol.records import SaveId
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue
-from trainer_hooks.settings import SaveLayout, SaveLora
+from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
+from trainer_hooks.state.sync_dtype import changes
 from trainer_hooks.trainer_job import SaveFolder
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import adapters_of, unwrapped
@@ -46,6 +47,7 @@ class Trained:
         user_state: asked for what else this rank needs to resume, at each full checkpoint.
         model_files: rank 0 only: writes config and tokenizer into a folder.
         lora: what explorers get of a model with PEFT adapters.
+        sync_dtype: what explorers' weights are cast to; None to keep their dtype.
         base_vocabulary: of such a model, how many tokens its base model has, where that is known.
     """
 
@@ -57,6 +59,7 @@ class Trained:
     user_state: Callable[[], Mapping[str, Any]] | None = None
     model_files: tuple[Callable[[Path], object], ...] = ()
     lora: SaveLora = SaveLora.AUTO
+    sync_dtype: SyncDtype | None = None
     base_vocabulary: int | None = None
 
 
@@ -151,29 +154,36 @@ class Saver:
         sharded = place.weights is SaveLayout.SHARDED and not is_peft
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
-        if not completes or (hugging_face and sharded) or (is_peft and is_full):
+        cast = trained.sync_dtype
+        if not completes or (hugging_face and sharded) or (is_full and (is_peft or cast)):
             state = sharded_state_dict(trained.model)
+        if not changes(state, cast):
+            cast = None
         peft = self._peft(state) if is_peft and state else None
         is_adapter = peft is not None and self._publishes_adapter(peft)
+        is_linked = not (sharded or is_adapter or cast)
         model = None
         if sharded and not completes and buffers is not None:
-            model = buffers.copy(state)
+            model = buffers.copy(state, cast)
         full_model = in_hugging_face = None
         rest: dict[str, Any] = {}
         with ExitStack() as stack:
             if not (completes or sharded):
                 if peft is not None and is_adapter:
-                    weights = OneFile(peft.adapter(), name=ADAPTER)
+                    weights = OneFile(peft.adapter(), name=ADAPTER, cast=cast)
                 else:
-                    weights = self._full(state, peft)
+                    weights = self._full(state, peft, cast)
                 full_model = self._gathered(place, actor, weights, stack)
-            if hugging_face and (sharded or is_adapter):
+            if hugging_face and not is_linked:
                 in_hugging_face = self._gathered(
                     place, actor / HUGGINGFACE, self._full(state, peft), stack
                 )
             if is_full:
                 rest = self._rest()
-                if peft is not None:
+                if peft is None and cast is not None:
+                    rest["trained"] = host_copy(state)
+                    rest["trained_name"] = master_name if sharded else shard_name
+                elif peft is not None:
                     rest["trained"] = host_copy(peft.for_resuming())
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
@@ -187,7 +197,8 @@ class Saver:
             full_model=full_model,
             adapter_files=(peft.config_writer(),) if peft and writes_config else (),
             hugging_face=in_hugging_face,
-            links_hugging_face=(hugging_face and not (sharded or is_adapter) and self._rank == 0),
+            links_hugging_face=hugging_face and is_linked and self._rank == 0,
+            sync_dtype=cast,
             completes=completes,
             **rest,
         )
@@ -212,13 +223,15 @@ class Saver:
             self._said_merged = True
         return published is SaveLora.ADAPTER
 
-    def _full(self, state: Mapping[str, Any], peft: PeftState | None) -> OneFile:
+    def _full(
+        self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
+    ) -> OneFile:
         """The full model, adapters merged."""
         tied = ties_embeddings(unwrapped(self._trained.model))
         if peft is None:
-            return OneFile(state, tied=tied)
+            return OneFile(state, tied=tied, cast=cast)
         merged, derived = peft.merged()
-        return OneFile(merged, derived, tied=tied)
+        return OneFile(merged, derived, tied=tied, cast=cast)
 
     def _rest(self) -> dict[str, Any]:
         """What is needed to resume, copied to host memory that is freed when it is written."""
@@ -246,10 +259,11 @@ class Saver:
             tied=weights.tied,
             derived=weights.derived,
             name=weights.name,
+            cast=weights.cast,
         )
         spool = None
         if self._rank == 0 and place.writer is not None:
-            size = full_bytes(weights.state)
+            size = full_bytes(weights.state, weights.cast)
             path = folder / weights.name
             spool = Spool(place.job, path, stream, size=size)
             stack.callback(spool.close)

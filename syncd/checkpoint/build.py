@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -24,11 +26,11 @@ from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.save import Remote, Save, SavedWeights, Unfinished, confirm_unchanged
-from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
 from syncd.protocol.events import Event
 from syncd.protocol.names import ADAPTER_CONFIG, HUGGINGFACE, LORA_ADAPTER, MANIFEST, MODEL_CONFIG
-from syncd.protocol.records import Kind, Manifest, VersionFile, encode
+from syncd.protocol.records import Kind, Manifest, TensorEntry, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
@@ -87,6 +89,15 @@ def build_model_folder(
             contents = look_inside(opened, cancel)
             caster = None
             if _has_to_cast(contents, options.cast):
+                if save.sync_dtype is not None:
+                    log.warning(
+                        "%s: its trainer has cast the weights to %s (SaveSettings.sync_dtype), and "
+                        "cast = %s (--dtype) rounds them again: set only one of the two",
+                        actor,
+                        save.sync_dtype,
+                        options.cast,
+                        extra=Event.CAST_TWICE(path=actor),
+                    )
                 # It imports torch, for seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
             # The small files first: if one differs from its receipt, no weights are copied.
@@ -152,6 +163,7 @@ def build_model_folder(
         files=tuple(files),
         tensors=merged.tensors,
         base_model=base_model,
+        dtype=_floating_dtypes(merged.tensors),
         nonfinite=save.nonfinite,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
@@ -165,6 +177,15 @@ def build_model_folder(
     storage.write_new(folder / MANIFEST, content)
     storage.sync_folder(folder)
     return manifest
+
+
+def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
+    """The floating dtypes of tensors, the one with the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if is_floating(tensor.dtype):
+            sizes[tensor.dtype] += math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+    return ", ".join(dtype for dtype, _ in sizes.most_common()) or None
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:

@@ -108,9 +108,13 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         facts.append(("done", _done(daemon["counters"])))
     if start := _how_to_start(seen, now):
         facts.append(("start", start))
-    kind = "" if latest is None or latest["kind"] == "full" else f" ({latest['kind']})"
+    said = [] if latest is None else [latest["kind"], latest["dtype"]]
+    more = ", ".join(one for one in said if one not in {"full", None})
     facts.append(
-        ("latest", f"version {latest['sequence']}, step {latest['step']}{kind}")
+        (
+            "latest",
+            f"version {latest['sequence']}, step {latest['step']}" + (f" ({more})" if more else ""),
+        )
         if latest
         else ("latest", "nothing is published yet")
     )

@@ -40,8 +40,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         name: the explorer's, unique among the live ones.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, where versions are (method ``memory``).
-        workers: how many ranks of a weight group it is; 0 if it takes no part in broadcasts, and
-            no transfer waits for it.
+        workers: how many ranks of a weight group it is; 0 if no transfer waits for it.
+        hub_names: whether it takes versions under the hub's names, too (``syncd run --names``).
         seams: for tests.
 
     Raises:
@@ -58,6 +58,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         settings: SyncSettings | None = None,
         memory_dir: str | Path | None = None,
         workers: int = 1,
+        hub_names: bool = False,
         seams: Seams | None = None,
     ) -> None:
         super().__init__(
@@ -75,6 +76,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 workers=workers,
                 loads=self._job.previous_loads(name),
                 sync=SyncTerms.of(settings),
+                hub_names=hub_names,
                 time=0.0,
             ),
         )
@@ -103,8 +105,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             old_status: its status as the caller believes.
 
         Raises:
-            InvalidTransitionError: the status cannot follow the one that it has, or that is not the
-                old one.
+            InvalidTransitionError: the status cannot follow its own, or that is not the old one.
         """
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
@@ -213,8 +214,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             SaveFailedError: the daemon cannot build it; says why.
             WaitTimeoutError: it was not built in time.
             CancelledError: the wait was cancelled.
-            JobUnavailableError: the daemon is of a release that builds no steps; or the job is not
-                there now.
+            JobUnavailableError: the daemon's release builds no steps; or the job is not there now.
         """
         with self._wait(timeout, cancel) as wait:
             if serves is not None and self._bench.is_of(serves.manifest, step):

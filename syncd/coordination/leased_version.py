@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import WEIGHTS, copy_version, read_manifest, verify_version
 from syncd.protocol.errors import (
@@ -15,7 +16,8 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
-from syncd.protocol.records import Latest, Manifest
+from syncd.protocol.names import NAME_MAP
+from syncd.protocol.records import Latest, Manifest, NameMapRecord
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import Job
@@ -131,6 +133,22 @@ class LeasedVersion:
             OSError: it cannot be read, or has over 256 MiB.
         """
         return self._storage.read(self.folder / name, LONG_RECORD_LIMIT)
+
+    def name_map(self) -> NameMap:
+        """How the hub names the tensors of the trainer's module; empty if it names them alike.
+
+        It is empty too if nobody has said how: then the two names of a tensor are not known.
+
+        Raises:
+            VerificationError: it is damaged.
+            OSError: it cannot be read.
+        """
+        if all(file.name != NAME_MAP for file in self.manifest.files):
+            return NameMap(NameMapRecord())
+        try:
+            return NameMap.read(self.read_file(NAME_MAP), self.folder / NAME_MAP)
+        except RecordError as error:
+            raise VerificationError(str(error), sequence=self.sequence) from error
 
     def release(self) -> None:
         """Let the version go. Safe to call twice."""

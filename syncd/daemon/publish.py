@@ -381,6 +381,7 @@ class Publisher:
             step=manifest.step,
             folder=version_folder(manifest.sequence),
             kind=manifest.kind,
+            dtype=manifest.dtype,
             delta_from=delta_from,
         )
         self._epoch.publish_file(self._job.layout.latest, encode(latest))

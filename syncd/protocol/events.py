@@ -25,6 +25,7 @@ class Event(StrEnum):
     ADAPTER_WITHOUT_BASE = "adapter_without_base"
     BENCH_BUILT = "bench_built"
     BENCH_REFUSED = "bench_refused"
+    CAST_TWICE = "cast_twice"
     CLEANUP_DELAYED = "cleanup_delayed"
     COMMAND_FAILED = "command_failed"
     CONFIG_CHANGED = "config_changed"

@@ -33,6 +33,8 @@ LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
+#: Whose names the tensors of a model have: those of its checkpoints on the hub, or the trainer's.
+Names = Literal["hub", "trainer"]
 
 
 def _stays_inside(path: str) -> str:
@@ -135,6 +137,11 @@ class Format(Record):
     lease_time: LeaseTime = 30.0
 
 
+#: The floating dtypes of a version by safetensors' names, the one with the most bytes first:
+#: ``BF16``, or ``F8_E4M3, BF16``. None if it has none, or an older release wrote the record.
+VersionDtype = Annotated[str, Field(max_length=200)] | None
+
+
 class Latest(Record):
     """``.syncd/LATEST``: the version that explorers should serve.
 
@@ -148,6 +155,7 @@ class Latest(Record):
     step: Step
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
     kind: Kind = "full"
+    dtype: VersionDtype = None
     delta_from: Sequence | None = None
 
 
@@ -255,11 +263,13 @@ class Manifest(Record):
         remote: that path, of kind ``remote`` alone.
         base_model: which model the adapter is for, of kind ``adapter`` alone; None also if the
             adapter does not say: then the explorer has to know.
+        dtype: the floating dtypes of the tensors.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
         digests: which digests the entries carry.
         rolled_back: the older version that this one republishes; None for a save's own version.
+        names: whose names the tensors have.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
             looked, for example in a save without receipts.
         timings: seconds by name, measured by the daemon.
@@ -276,7 +286,9 @@ class Manifest(Record):
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     base_model: AdaptedModel | None = None
+    dtype: VersionDtype = None
     rolled_back: RolledBack | None = None
+    names: Names = "trainer"
     nonfinite: NonFinite | None = None
     timings: dict[str, float] = Field(default_factory=dict)
 
@@ -388,6 +400,8 @@ class Receipt(Record):
         save_id: run id, step and counter; the same on all ranks of one save.
         files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` and
             ``lora_adapter/`` files.
+        sync_dtype: the dtype that this rank cast floating tensors of the published weights to
+            (``bf16``, ``fp16``); None if it cast none.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -395,6 +409,7 @@ class Receipt(Record):
     rank: Annotated[int, Field(ge=0)]
     world_size: Annotated[int, Field(ge=1)]
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
+    sync_dtype: Annotated[str, Field(max_length=20)] | None = None
 
 
 class HubPiece(BaseModel):

@@ -158,6 +158,8 @@ class ExplorerReport(Record):
         delta_base: the newest version of which its host has a whole copy, on another filesystem
             than the job's, that the next version can be made from by a delta; None if there is
             none, as in the reports of releases before deltas.
+        hub_names: whether it also takes versions in which tensors have the hub's names. A release
+            before there were any does not say so.
     """
 
     name: str
@@ -179,6 +181,7 @@ class ExplorerReport(Record):
     starting: Text | None = None
     sync: SyncTerms | None = None
     delta_base: Sequence | None = None
+    hub_names: bool = False
     time: float
 
     @property

@@ -152,7 +152,8 @@ function tiles(job, status, versions, now) {
   const pauses = sorted(live.map((one) => one.reload?.pause));
   const found = [
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
-      latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`, ", ",
+      latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`,
+        latest.dtype ? `, ${latest.dtype}` : "", ", ",
         publishedAgo(status, now, versions)] : "It comes with the first save that is whole."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",

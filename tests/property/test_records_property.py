@@ -103,6 +103,7 @@ LOADS = st.builds(
     pause=st.none() | st.floats(0, 1e6),
     delta_bytes=st.none() | NUMBERS,
 )
+DTYPES = st.sampled_from(["BF16", "F8_E4M3, BF16"])
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.Format: st.builds(records.Format, lease_time=st.floats(0.05, 3600)),
     records.Latest: st.builds(
@@ -122,6 +123,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         files=st.lists(VERSION_FILES, max_size=3).map(tuple),
         tensors=st.lists(TENSORS, max_size=3).map(tuple),
         base_model=st.none() | ADAPTED_MODELS,
+        dtype=st.none() | DTYPES,
         rolled_back=st.none() | ROLLED_BACK,
         nonfinite=NON_FINITE,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
@@ -141,6 +143,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         rank=NUMBERS,
         world_size=SEQUENCES,
         files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
+        sync_dtype=st.sampled_from([None, "bf16", "fp16"]),
     ),
     records.NameMapRecord: st.builds(
         records.NameMapRecord,
@@ -168,6 +171,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         bench=st.none() | NUMBERS,
         sync=st.none() | TERMS,
         delta_base=st.none() | SEQUENCES,
+        hub_names=st.booleans(),
         time=TIMES,
     ),
     reports.TrainerReport: st.builds(

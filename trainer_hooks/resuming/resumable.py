@@ -41,6 +41,7 @@ from syncd.protocol.names import (
     RETIRED,
     SAVING,
     full_receipt_name,
+    master_name,
     optimizer_name,
     shard_name,
 )
@@ -174,8 +175,15 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The files of the weights: shards, unless the receipts tell of one full state dict alone."""
-    shards = tuple(shard_name(world_size, rank) for rank in range(world_size))
+    """The files of the weights: shards, unless the receipts tell of one full state dict alone.
+
+    Of a rank that has cast its shard for explorers: the other file, in the model's dtype.
+    """
+    masters = [master_name(world_size, rank) for rank in range(world_size)]
+    shards = tuple(
+        master if master in names else shard_name(world_size, rank)
+        for rank, master in enumerate(masters)
+    )
     if FULL_STATE_DICT in names and not names.keys() & set(shards):
         return (FULL_STATE_DICT,)
     return shards

@@ -19,7 +19,7 @@ from torch import Tensor
 from syncd.checkpoint.merging.plan import PlannedTensor
 from syncd.checkpoint.model_folder import says_tied
 from syncd.checkpoint.safetensors_file import content_digest
-from syncd.checkpoint.tensor_rules import DTYPES, shown
+from syncd.checkpoint.tensor_rules import DTYPES, Cast, shown
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from syncd.protocol.errors import CoverageError, SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT
@@ -29,6 +29,7 @@ from trainer_hooks.state.finite import LookedAtBytes
 from trainer_hooks.state.full_plan import FullPlan, agree_on_plan
 from trainer_hooks.state.gather import Derived, flat_bytes, full_tensor
 from trainer_hooks.state.state_dict import tensors_of
+from trainer_hooks.state.sync_dtype import cast_to
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,13 +47,14 @@ class OneFile(NamedTuple):
     """Weights that are to be one file.
 
     Attributes:
-        state, derived, tied, name: as :class:`FullStateStream` takes them.
+        state, derived, tied, name, cast: as :class:`FullStateStream` takes them.
     """
 
     state: Mapping[str, Any]
     derived: Mapping[str, Derived] = MappingProxyType({})
     tied: bool = False
     name: str = FULL_STATE_DICT
+    cast: Cast | None = None
 
 
 class FullStateStream:
@@ -78,6 +80,8 @@ class FullStateStream:
         derived: by name, what is written in place of a tensor of ``state``, which has its dtype and
             shape.
         name: of the file, as the receipt tells of it.
+        cast: the dtype that floating tensors are written in; None for their own. Each is cast
+            before it is gathered, a derived one once it is computed.
     """
 
     def __init__(
@@ -89,12 +93,14 @@ class FullStateStream:
         tied: bool = False,
         derived: Mapping[str, Derived] = MappingProxyType({}),
         name: str = FULL_STATE_DICT,
+        cast: Cast | None = None,
     ) -> None:
         self._state = tensors_of(state)
         self._rank = rank
         self._tied = tied
         self._derived = derived
         self._name = name
+        self._cast: Cast | None = cast
         self._pipe = BytePipe(limit)
 
     @torch.no_grad()
@@ -109,7 +115,13 @@ class FullStateStream:
                 that cannot be written; or a collective failed.
         """
         try:
-            plan = agree_on_plan(self._state, self._rank, tied=self._tied, derived=self._derived)
+            plan = agree_on_plan(
+                self._state,
+                self._rank,
+                tied=self._tied,
+                derived=self._derived,
+                cast=self._cast,
+            )
             self._pipe.announce(plan)
             for name in plan.in_order():
                 # By no name here: that would hold it while the next one is gathered.
@@ -127,14 +139,16 @@ class FullStateStream:
 
     def _whole(self, name: str) -> Tensor | None:
         """A tensor as it is written, on rank 0. Collective."""
-        derived = self._derived.get(name)
+        derived, held = self._derived.get(name), self._state[name]
+        dtype = cast_to(held.dtype, self._cast)
         if derived is None:
-            return full_tensor(self._state[name], rank=self._rank)
+            return full_tensor(held, rank=self._rank, dtype=dtype)
         parts = {part: full_tensor(value, rank=self._rank) for part, value in derived.parts.items()}
         if self._rank > 0:
             return None
         try:
-            return derived.make({part: whole for part, whole in parts.items() if whole is not None})
+            made = derived.make({part: one for part, one in parts.items() if one is not None})
+            return made.to(dtype)
         except Exception as error:  # noqa: BLE001 - it fails the file, and leaves no other rank alone in a collective
             self.abort(error)
             return None

@@ -18,7 +18,7 @@ from syncd.checkpoint.merging.plan import PlannedFile, PlannedTensor, header_ent
 from syncd.checkpoint.placement import Local
 from syncd.checkpoint.safetensors_file import CONTENT
 from syncd.checkpoint.safetensors_header import header_bytes
-from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, name_fault, shown
+from syncd.checkpoint.tensor_rules import DTYPES, ITEMSIZE, Cast, name_fault, shown
 from syncd.protocol.errors import SaveFailedError, SyncdError
 from syncd.protocol.names import FULL_STATE_DICT
 from trainer_hooks.state.gather import Derived
@@ -73,6 +73,7 @@ def agree_on_plan(
     *,
     tied: bool,
     derived: Mapping[str, Derived] = MappingProxyType({}),
+    cast: Cast | None = None,
 ) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
@@ -85,6 +86,7 @@ def agree_on_plan(
         derived: by name, the tensors that are not to be written as they are: where they lie in
             memory says nothing of what is the same. What they are made of is gathered too, and must
             be the same on all ranks.
+        cast: the dtype for floating tensors, which are cast before they are gathered.
 
     Raises:
         SaveFailedError: on all ranks: they have not the same tensors, or some that cannot be saved.
@@ -104,7 +106,7 @@ def agree_on_plan(
                 "rank 0 by name, kind, dtype and shape: of pipeline stages only shards can be saved"
             )
     try:
-        return FullPlan(_planned(state, outlines[0].memory, tied=tied))
+        return FullPlan(_planned(state, outlines[0].memory, tied=tied, cast=cast))
     except SyncdError as error:
         raise SaveFailedError(f"the full state dict cannot be saved: {error}") from error
 
@@ -147,7 +149,9 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
     return None if fault is None else f"{shown(name)} {fault}"
 
 
-def _planned(state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool) -> PlannedFile:
+def _planned(
+    state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Cast | None
+) -> PlannedFile:
     """The merge's own plan of one file, of a world of one rank that has it all.
 
     Tensors that are one memory have one offset: there is nothing to compare where they are tied.
@@ -157,7 +161,8 @@ def _planned(state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool
         dtype, shape = DTYPES[_dtype(value)][0], shape_of(value)
         length = shape.numel() * ITEMSIZE[dtype]
         tensors[name] = Local(dtype, tuple(shape), offset, length, "", None)
-    (file,) = plan_merge([(FULL_STATE_DICT, tensors)], max_file_size=sys.maxsize, tied=tied).files
+    plan = plan_merge([(FULL_STATE_DICT, tensors)], max_file_size=sys.maxsize, tied=tied, cast=cast)
+    (file,) = plan.files
     return file
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,13 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from trainer_hooks.state.finite import Looked, is_finite
 from trainer_hooks.state.state_dict import tensors_of
+from trainer_hooks.state.sync_dtype import cast_to
 
 #: Where a value is in a nesting of dicts, lists and tuples.
 Place = tuple[object, ...]
@@ -32,7 +36,7 @@ def host_copy(value: Any) -> Any:
     """
 
     def copied(_: Place, tensor: Tensor) -> Tensor:
-        return _with_parts(tensor, [_moved(part) for part in _parts(tensor)])
+        return _with_parts(tensor, [_moved(part) for part in _parts(tensor)], tensor.dtype)
 
     with torch.no_grad():
         return _mapped(value, copied, ())
@@ -86,25 +90,31 @@ class HostBuffers:
         self._kept: dict[Place, _Kept] = {}
 
     @torch.no_grad()
-    def copy(self, state: Mapping[str, Any]) -> HostCopy:
+    def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
         """The same state with each tensor copied to contiguous host memory, complete on return.
 
-        Tensors of a GPU are looked at there for NaN and Inf, before they are copied.
+        Tensors of a GPU are cast there, and looked at for NaN and Inf, before they are copied: one
+        tensor at a time has a cast copy on the GPU. Others are cast as they are copied.
 
         DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
         that are the same memory (tied weights) share one copy. What is no tensor is not copied.
 
         Args:
             state: nested dicts, lists and tuples of tensors and whatever can be pickled.
+            cast: the dtype for the weights, bit for bit as ``Tensor.to`` casts them; None to keep
+                theirs. Integers, bool, fp8, tensor subclasses and ``_extra_state`` keep theirs.
         """
         before, self._kept = self._kept, {}
         shared: dict[object, _Buffer] = {}
         devices: set[torch.device] = set()
         looked = Looked()
+        weights = {} if cast is None else tensors_of(state)
 
         def copied(place: Place, tensor: Tensor) -> Tensor:
             old = before.pop(place, None)
-            kept = self._kept[place] = _kept(tensor, old, shared, looked)
+            is_weight = len(place) == 1 and place[0] in weights
+            dtype = cast_to(tensor.dtype, cast) if is_weight else tensor.dtype
+            kept = self._kept[place] = _kept(tensor, dtype, old, shared, looked)
             devices.update(buffer.source for buffer in kept.buffers)
             return kept.value
 
@@ -126,18 +136,22 @@ class HostBuffers:
 
 
 class _Buffer:
-    """Host memory for one tensor of a shape and a dtype."""
+    """Host memory for one tensor of a shape, as it is after a cast."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         self.source = tensor.device
-        self._like = (tensor.dtype, tensor.shape, tensor.device)
-        self._memory = HostMemory(tensor.numel() * tensor.itemsize, tensor.device)
-        self.copy = self._memory.content.view(tensor.dtype).view(tensor.shape)
+        self._like = (dtype, tensor.shape, tensor.device)
+        self._memory = HostMemory(tensor.numel() * dtype.itemsize, tensor.device)
+        self.copy = self._memory.content.view(dtype).view(tensor.shape)
 
-    def takes(self, tensor: Tensor) -> bool:
-        return (tensor.dtype, tensor.shape, tensor.device) == self._like
+    def takes(self, tensor: Tensor, dtype: torch.dtype) -> bool:
+        return (dtype, tensor.shape, tensor.device) == self._like
 
-    def fill(self, tensor: Tensor) -> None:
+    def fill(self, tensor: Tensor, looked: Looked) -> None:
+        if self.source.type != "cpu":
+            tensor = tensor.to(self.copy.dtype)  # so that fewer bytes leave the device
+        if _looks_at(self.source):
+            looked.add(self, tensor)
         self.copy.copy_(tensor, non_blocking=True)
 
 
@@ -167,33 +181,35 @@ def _looks_at(device: torch.device) -> bool:
 
 
 def _kept(
-    tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer], looked: Looked
+    tensor: Tensor,
+    dtype: torch.dtype,
+    old: _Kept | None,
+    shared: dict[object, _Buffer],
+    looked: Looked,
 ) -> _Kept:
     """Copy one value, into what it was copied to the last time where that is possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
-        return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts]))
+        return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts], tensor.dtype))
     free = list(old.buffers) if old is not None else []
     buffers = []
     for number, part in enumerate(parts):
-        key = _memory(part)
+        key = _memory(part), dtype
         buffer = shared.get(key) if part.numel() else None
         if buffer is None:
             buffer = free[number] if number < len(free) else None
             # What was tied the last time need not be now.
-            if buffer is None or buffer in shared or not buffer.takes(part):
-                buffer = _Buffer(part)
+            if buffer is None or buffer in shared or not buffer.takes(part, dtype):
+                buffer = _Buffer(part, dtype)
             shared[key] = shared[buffer] = buffer
-            if _looks_at(part.device):
-                looked.add(buffer, part)
-            buffer.fill(part)
+            buffer.fill(part, looked)
         buffers.append(buffer)
     layout = _layout(tensor)
     # Of a parameter it is the same object each time: comparing takes longer than a small copy.
     # (Nobody may hold the parameter: one with a weak reference cannot be moved by model.to.)
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
-    return _Kept(buffers, layout, _with_parts(tensor, [buffer.copy for buffer in buffers]))
+    return _Kept(buffers, layout, _with_parts(tensor, [one.copy for one in buffers], dtype))
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
@@ -256,22 +272,24 @@ def _layout(tensor: Tensor) -> object:
     return None
 
 
-def _with_parts(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _with_parts(tensor: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A tensor of the same kind and layout with other parts, which are contiguous."""
     if isinstance(tensor, ShardedTensor):
-        return _sharded_tensor(tensor, parts)
+        return _sharded_tensor(tensor, parts, dtype)
     if isinstance(tensor, DTensor):
         return with_local(tensor, parts[0])
     return parts[0]
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the same layout over another local tensor, wherever that is.
+    """A DTensor of the same layout over another local tensor, wherever that is; of its dtype.
 
     ``DTensor.from_local`` would move it to the mesh's device, and not keep an order of the cuts.
     """
     detached: Any = tensor.detach()
     attributes, context = detached.__tensor_flatten__()
+    if local.dtype != tensor.dtype:
+        context = tuple(_retyped(one, local.dtype) for one in context)
     inner = {name: getattr(tensor, name) for name in attributes} | {"_local_tensor": local}
     stride = tensor.stride()
     if not tensor.is_contiguous():
@@ -281,7 +299,19 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     return made
 
 
-def _sharded_tensor(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTensor:
+def _retyped(told: Any, dtype: torch.dtype) -> Any:
+    """What a DTensor is made anew from, of another dtype: releases of torch differ in it."""
+    if isinstance(told, TensorMeta):
+        return told._replace(dtype=dtype)
+    if isinstance(told, DTensorSpec):
+        told = copy.copy(told)
+        told.tensor_meta = _retyped(told.tensor_meta, dtype)
+    return told
+
+
+def _sharded_tensor(
+    tensor: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype
+) -> ShardedTensor:
     """A ShardedTensor of the same layout over other parts, on the CPU; no communication.
 
     ``ShardedTensor.cpu`` makes parts of its own.
@@ -291,7 +321,7 @@ def _sharded_tensor(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTe
         shards_metadata=[_on_cpu(one) for one in metadata.shards_metadata],
         size=metadata.size,
         tensor_properties=TensorProperties(
-            dtype=tensor.dtype, pin_memory=any(part.is_pinned() for part in parts)
+            dtype=dtype, pin_memory=any(part.is_pinned() for part in parts)
         ),
     )
     shards = [
