@@ -248,8 +248,8 @@ def test_a_newer_version_ends_the_work_and_does_not_wait_for_it(job: SmallJob) -
         publish(job, loop, 3)  # while the work goes on
         held.threads[0].join(_HANGS)
         assert not held.threads[0].is_alive()
+        held.finish()
         loop.run_once()
-        held.may_go_on.set()
         publish(job, loop, 4)
         held.join()
     assert "d000002" not in deltas(job)
