@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Final
 
 from explorer_hooks.engines.base import Engine
@@ -202,6 +203,7 @@ class Pipeline:
                 bench=version.step if benches and version else None,
                 fault=self.fault,
                 received=str(self._received) if self._received else None,
+                delta_base=self._staging.base if self._staging and not benches else None,
                 workers=self._fast_path.workers if self._fast_path and self.joins else 0,
                 group=self._fast_path.group if self._fast_path else None,
             )
@@ -335,6 +337,7 @@ class Pipeline:
                 prepare=time.monotonic() - verified,
                 staged=staged,
                 not_staged=why,
+                **(asdict(self._staging.fetched) if self._staging and staged else {}),
             )
             # Cannot be cancelled from here on: the engine reads the files.
             told = self._reload(ready, told)

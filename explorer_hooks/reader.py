@@ -15,7 +15,7 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.names import checked_name
-from syncd.protocol.policy import RunningStatus
+from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport, Load, loads_with
 from syncd.storage.fsio import Storage
@@ -168,8 +168,8 @@ class Reader:
         now = time.time()
         if self._loads is None:
             self._loads = self._job.previous_loads(self.name)
-        if sequence is not None:
-            self._loads = loads_with(self._loads, Load(sequence=sequence, time=now))
+        served = None if sequence is None else Version(sequence, step or 0)
+        self._loads = loads_with(self._loads, served, now, None)
         record = ExplorerReport.model_validate(
             {
                 "name": self.name,

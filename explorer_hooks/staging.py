@@ -16,7 +16,6 @@ earlier start are never used, and are removed.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -24,18 +23,23 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import xxhash
 from filelock import FileLock, Timeout
 
+from explorer_hooks.delta_base import DeltaBase, DeltaBases
+from explorer_hooks.staged_copy import StagedCopy, hold
+from syncd.checkpoint.version import WEIGHTS
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.deltas.ends import NoDeltaError, delta_end
+from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
@@ -49,6 +53,21 @@ _SPARE: Final = 64 * 1024 * 1024
 
 class NotStagedError(Exception):
     """Raised with the reason when a copy could not be made; the version itself may be intact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The bytes that were read from a job to make a copy of a version.
+
+    Attributes:
+        full_bytes: of the version's own files.
+        delta_bytes: of deltas; None if none was used.
+        no_delta: why none was used, if one could have been.
+    """
+
+    full_bytes: int = 0
+    delta_bytes: int | None = None
+    no_delta: str | None = None
 
 
 class Staging:
@@ -67,7 +86,14 @@ class Staging:
         keep_last: whether the last served copy stays when it is released, for a server that reads
             its folder for longer than this process lives. Once this explorer is gone, other
             explorers that use the folder remove the copy nevertheless.
-        storage: the seam for tests.
+        storage, clock: the seams for tests.
+
+    Attributes:
+        folder: the stage folder.
+        fetched: the bytes that this process read for the last copy of :meth:`stage`; none
+            if another process had made it.
+        base: the version of that copy, if the next version can be made from it by deltas, because
+            the job is on another filesystem; else None.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -81,6 +107,7 @@ class Staging:
         patience: float = 600.0,
         keep_last: bool = False,
         storage: Storage | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise InvalidSettingsError(f"budget_bytes is {budget_bytes}: it must be more than 0")
@@ -95,6 +122,12 @@ class Staging:
         self._rooms = f"syncd-{os.geteuid()}-"
         self._room = self.folder / f"{self._rooms}{_boot()}"
         self._kept: str | None = None
+        self._bases = DeltaBases(self._storage, self._room)
+        #: Seconds that the last copy took of which all bytes were read from the job.
+        self._full_copy_took = 0.0
+        self._clock = clock
+        self.fetched = Fetched()
+        self.base: int | None = None
         self._open()
 
     def stage(
@@ -164,17 +197,19 @@ class Staging:
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
         name = self._name(version)
+        self.fetched = Fetched()
         copy = self._held(name, version)
         if copy is None:
             with self._elected(cancel):
                 # The process that held the lock before may have copied it.
                 copy = self._held(name, version)
                 if copy is None:
-                    self._sweep()
-                    self._copy(version, name, cancel)
+                    self._make(version, name, cancel)
                     copy = self._held(name, version)
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
+        is_base = self._is_elsewhere(version) and delta_end(version.manifest) is not None
+        self.base = version.sequence if is_base and why_not_here() is None else None
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
@@ -213,13 +248,73 @@ class Staging:
         with lock:
             yield
 
+    def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+        """Make a copy: of an older copy on this host and deltas, or else of the version's files."""
+        base, why = None, None
+        if version.kind == "full" and self._is_elsewhere(version):
+            try:
+                base = self._bases.find(
+                    version, self._copies(), patience=self._full_copy_took / 2, cancel=cancel
+                )
+            except NoDeltaError as error:
+                why = str(error)
+        try:
+            if base is not None:
+                why = self._make_of(base, version, name, cancel)
+        finally:
+            if base is not None:
+                base.copy.release()
+        if base is None or why is not None:
+            self._sweep()
+            self._copy(version, name, cancel)
+            self.fetched = replace(self.fetched, no_delta=why)
+
+    def _is_elsewhere(self, version: LeasedVersion) -> bool:
+        """Whether a version is on another filesystem; on the same one its files are not copied."""
+        there, here = version.storage.status(version.folder), self._storage.status(self._room)
+        return there is not None and here is not None and there.st_dev != here.st_dev
+
+    def _make_of(
+        self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
+    ) -> str | None:
+        """Make a copy of a held base and deltas; returns why that is not possible."""
+        self._sweep()  # it passes over the base, which is held
+        try:
+            with self._draft(version, name) as draft:
+                base.make(version, self._storage, draft, cancel)
+        except (NoDeltaError, NotStagedError, VerificationError, OSError) as error:
+            log.warning(
+                "copying all of version %d, because it cannot be made from version %d by deltas: "
+                "%s",
+                version.sequence,
+                base.version.manifest.sequence,
+                error,
+            )
+            return str(error)
+        others = (file.size for file in version.manifest.files if not file.name.endswith(WEIGHTS))
+        self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
+        return None
+
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        size = sum(file.size for file in version.manifest.files)
-        self._check_room(size)
+        begun = self._clock()
+        with self._draft(version, name) as draft:
+            version.copy_to(self._storage, draft, cancel=cancel)
+        if self._is_elsewhere(version):
+            self._full_copy_took = self._clock() - begun
+        self.fetched = Fetched(full_bytes=sum(file.size for file in version.manifest.files))
+
+    @contextmanager
+    def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
+        """A folder for a version's files, which becomes the copy if all goes well.
+
+        Raises:
+            NotStagedError: there is no room.
+        """
+        self._check_room(sum(file.size for file in version.manifest.files))
         draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
         self._storage.mkdir(draft)
         try:
-            version.copy_to(self._storage, draft, cancel=cancel)
+            yield draft
             self._storage.write_new(draft / MANIFEST, encode(version.manifest))
             self._storage.sync_folder(draft)
             self._storage.rename(draft, self._room / name)
@@ -305,75 +400,3 @@ class Staging:
 def _boot() -> str:
     """The id of this start of the host."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())
-
-
-class StagedCopy:
-    """One process's hold on a whole copy.
-
-    Promised: the copy stays until :meth:`release`, or until this process and all its forks have
-    ended. A fork has no hold of its own, and cannot end its parent's.
-
-    Attributes:
-        folder: the copy's folder.
-    """
-
-    def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
-        self._storage = storage
-        self._fd = fd
-        self._pid = os.getpid()
-        self.folder = folder
-
-    def release(self) -> None:
-        """Release the copy. Safe to call twice."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            if os.getpid() == self._pid:
-                # Closing is not enough: forks have the same lock for as long as they live.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            self._storage.release(fd)
-
-    @staticmethod
-    @contextmanager
-    def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Whether no process holds a copy; none can take it while this context is open."""
-        try:
-            fd = storage.open_read(folder / MANIFEST)
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            yield True  # syncd makes no copy without one
-            return
-        try:
-            yield _locked(fd, fcntl.LOCK_EX)
-        finally:
-            storage.release(fd)
-
-
-def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; None if there is none."""
-    path = folder / MANIFEST
-    try:
-        fd = storage.open_read(path)
-    except OSError as error:
-        if is_gone(error):
-            return None
-        raise
-    # A process that holds it alone is about to remove it. It is also not this copy if it was
-    # removed and made again between the open and the lock.
-    if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
-        return StagedCopy(storage, folder, fd)
-    storage.release(fd)
-    return None
-
-
-def _locked(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(storage: Storage, fd: int, path: Path) -> bool:
-    found = storage.status(path)
-    return found is not None and os.path.samestat(found, storage.fstat(fd))

@@ -21,7 +21,7 @@ from syncd.coordination.weight_waits import WeightWaits
 from syncd.protocol.errors import BroadcastError, SyncdError
 from syncd.protocol.participants import Offer, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
-from syncd.protocol.reports import ExplorerReport, Load, Reload, SyncTerms, loads_with
+from syncd.protocol.reports import ExplorerReport, Reload, SyncTerms, loads_with
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         workers: int | None = None,
         group: str | None = None,
         starting: str | None = None,
+        delta_base: int | None = None,
     ) -> None:
         """Set all of an explorer's report; fields that are left out are taken back.
 
@@ -150,6 +151,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             workers: how many ranks of a weight group it is from now on; None for as many as before.
             group: with that, the weight group that all of them have open.
             starting: what it waits for before it runs; its next status takes that back too.
+            delta_base: the newest version that its host has, as a base of deltas.
         """
         self._serve(
             version,
@@ -159,6 +161,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             received=received,
             bench=bench,
             starting=starting,
+            delta_base=delta_base,
             **({} if workers is None else {"workers": workers, "group": group}),
         )
 
@@ -173,11 +176,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._me.check_process()
         loaded = version if self._counts_loads and received is None else None
         with self._loading:  # for no load of another thread to be lost
-            loads = self._me.record.loads or ()
-            if loaded is not None:
-                pause = reload.pause if reload and reload.sequence == loaded.sequence else None
-                load = Load(sequence=loaded.sequence, time=self._wall(), pause=pause)
-                loads = loads_with(loads, load)
+            loads = loads_with(self._me.record.loads or (), loaded, self._wall(), reload)
             self._me.update(
                 sequence=version.sequence if version else None,
                 step=version.step if version else None,

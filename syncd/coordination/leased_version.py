@@ -50,6 +50,7 @@ class LeasedVersion:
             if that is a copy on this host.
         remote_path: where the weights are, of kind ``remote``; else None.
         manifest: the files that the folder must hold.
+        storage: the storage that the folder is on.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class LeasedVersion:
         *,
         source: Path | None = None,
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self._lease = lease
         self.folder = folder
         self.source = source or folder
@@ -80,7 +81,7 @@ class LeasedVersion:
         Raises:
             VerificationError: a file is not what the manifest says.
         """
-        verify_version(self._storage, self.folder, self.manifest, cancel=cancel)
+        verify_version(self.storage, self.folder, self.manifest, cancel=cancel)
 
     def copy_to(
         self, storage: Storage, folder: Path, *, cancel: Callable[[], None] = lambda: None
@@ -97,12 +98,12 @@ class LeasedVersion:
             OSError: one of the two storages failed.
         """
         copy_version(
-            self._storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
+            self.storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
         )
 
     def with_hold(self, hold: Hold) -> LeasedVersion:
         """The same version, held by something else."""
-        return LeasedVersion(self._storage, self.folder, self.manifest, hold, source=self.source)
+        return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """The version's safetensors files, each open while the caller is at it."""
@@ -121,7 +122,7 @@ class LeasedVersion:
             ShardFormatError: it is not a whole safetensors file.
             OSError: it cannot be opened or read.
         """
-        return SafetensorsFile.open(self._storage, self.folder / name)
+        return SafetensorsFile.open(self.storage, self.folder / name)
 
     def read_file(self, name: str) -> bytes:
         """All of one of the version's small files, a configuration say.
@@ -132,7 +133,7 @@ class LeasedVersion:
         Raises:
             OSError: it cannot be read, or has over 256 MiB.
         """
-        return self._storage.read(self.folder / name, LONG_RECORD_LIMIT)
+        return self.storage.read(self.folder / name, LONG_RECORD_LIMIT)
 
     def name_map(self) -> NameMap:
         """How the hub names the tensors of the trainer's module; empty if it names them alike.
