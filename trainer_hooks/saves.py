@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.names import HUGGINGFACE, master_name, shard_name
+from syncd.protocol.names import HUGGINGFACE, master_name
 from syncd.protocol.records import SaveId
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
@@ -182,7 +182,7 @@ class Saver:
                 rest = self._rest()
                 if peft is None and cast is not None:
                     rest["trained"] = host_copy(state)
-                    rest["trained_name"] = master_name if sharded else shard_name
+                    rest["trained_name"] = master_name
                 elif peft is not None:
                     rest["trained"] = host_copy(peft.for_resuming())
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None

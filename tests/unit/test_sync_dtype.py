@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +128,25 @@ def test_floating_tensors_are_published_as_torch_casts_them_and_all_others_as_th
     told = "BF16" if dtype == "bf16" else "F16"
     assert manifest.dtype == job.latest.dtype == f"{told}, F8_E4M3"
     assert model.first.weight.dtype == torch.float32
+
+
+def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_alike(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    memory, model = SmallJob(tmp_path / "shm"), nn.Linear(3, 2)
+    with TrainerHook(
+        job.layout.root,
+        model,
+        memory_dir=memory.layout.root,
+        settings=SyncSettings(method="memory", save_interval=1),  # type: ignore[arg-type] # a name will do
+        saving=SaveSettings(sync_dtype="bf16"),
+    ) as hook:
+        hook.after_step(1)
+    wanted = cast(dict(model.state_dict()), torch.bfloat16)
+    for one in (memory, job):
+        check_same(published(one)[1], wanted)
+    assert not (memory.layout.actor(1) / MASTER).exists()
+    assert (job.layout.actor(1) / MASTER).exists()
 
 
 @pytest.mark.usefixtures("group")
@@ -255,12 +275,9 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
 
     told, full = ({file.name for file in one.files} for one in receipts(job))
     assert {one.sync_dtype for one in receipts(job)} == {"bf16"}
-    if layout is SaveLayout.SHARDED:
-        assert SHARD in told
-        assert MASTER in full
-        assert SHARD not in full  # by which a release before this one refuses it
-    else:
-        assert SHARD in full - told
+    weights = SHARD if layout is SaveLayout.SHARDED else "model.safetensors"
+    assert weights in told - full  # by which a release before this one refuses it
+    assert MASTER in full - told
 
     resumed, its = trained(2)
     load_checkpoint(job.layout.root, resumed, optimizer=its)
@@ -268,6 +285,24 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     for one in (model, optimizer), (resumed, its):
         train(*one)
     check_same(dict(resumed.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_checkpoint_is_converted_in_the_models_dtype(
+    job: SmallJob, layout: SaveLayout
+) -> None:
+    model, optimizer = trained(1)
+    with TrainerHook(
+        job.layout.root,
+        model,
+        optimizer=optimizer,
+        saving=SaveSettings(sync_dtype="bf16", layout=layout),
+    ) as hook:
+        hook.save_checkpoint(1)
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    assert done.exit_code == 0, done.output
+    converted = load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
+    check_same(converted, dict(model.state_dict()))
 
 
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
