@@ -8,7 +8,14 @@ from typing import Protocol, runtime_checkable
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.participants import Rendezvous
 
-__all__ = ["Engine", "InProcessEngine", "MayBeAway", "MayStartLater", "WeightTaker"]
+__all__ = [
+    "Engine",
+    "InProcessEngine",
+    "MayBeAway",
+    "MayStartLater",
+    "TakesHubNames",
+    "WeightTaker",
+]
 
 
 class Engine(Protocol):
@@ -133,11 +140,25 @@ class MayStartLater(Protocol):
         """Let ``told`` be given why ``attach`` waits: at once, and then now and then."""
 
 
+@runtime_checkable
+class TakesHubNames(Protocol):
+    """What an :class:`Engine` says besides that finds tensors by the hub's names, too.
+
+    In a new job versions get the hub's names if all explorers take them (``syncd run --names``). An
+    engine that does not say so is given the names of the trainer's model there.
+    """
+
+    @property
+    def hub_names(self) -> bool:
+        """Whether it takes versions in which tensors have the hub's names."""
+
+
 class InProcessEngine:
     """Base of engines in the calling process: there is nothing to pause, and no cache."""
 
     kinds: frozenset[str] = frozenset({"full"})
     is_local: bool = True
+    hub_names: bool = False
 
     def attach(self) -> None:
         """Do nothing: no state outlives the process."""

@@ -30,7 +30,15 @@ from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.names import ADAPTER_WEIGHTS, MANIFEST
-from syncd.protocol.records import AdaptedModel, Kind, Manifest, TensorEntry, VersionFile, encode
+from syncd.protocol.records import (
+    AdaptedModel,
+    Kind,
+    Manifest,
+    Names,
+    TensorEntry,
+    VersionFile,
+    encode,
+)
 from syncd.storage.fsio import Storage
 
 __all__ = ["CHECKS", "ConformanceError", "Subject", "name_of"]
@@ -61,6 +69,7 @@ class Subject:
         expected: what is served once a version was loaded.
         kind: of the versions.
         files: what is in each version besides, by name.
+        names: whose names the tensors have, if a ``name_map.json`` among the files has others.
         all_or_nothing: whether ``load`` itself leaves all as it was where it fails; else what is
             promised is that the version before can be loaded again.
     """
@@ -71,6 +80,7 @@ class Subject:
     expected: Callable[[LeasedVersion], object] = _bits
     kind: Literal["full", "adapter"] = "full"
     files: Mapping[str, bytes] = field(default_factory=dict)
+    names: Names = "trainer"
     all_or_nothing: bool = True
 
     def version(
@@ -95,6 +105,7 @@ class Subject:
             sequence=sequence,
             kind=self.kind,
             files=self.files,
+            names=self.names,
             storage=storage,
         )
 
@@ -396,6 +407,7 @@ def make_version(
     files: Mapping[str, bytes] | None = None,
     remote: str | None = None,
     base_model: str | None = None,
+    names: Names = "trainer",
     storage: Storage | None = None,
 ) -> LeasedVersion:
     """Write a version's folder as the daemon publishes it, and hold it.
@@ -409,6 +421,7 @@ def make_version(
         files: what is in the folder besides, by name.
         remote: of kind ``remote``: the path.
         base_model: the name of that of an adapter.
+        names: whose names the tensors have.
         storage: what the version is written, and later read, through.
 
     Returns:
@@ -434,6 +447,7 @@ def make_version(
         step=sequence if step is None else step,
         save_id=f"made-{sequence}-0",
         kind=kind,
+        names=names,
         checked="receipt",
         digests="xxh3-128",
         files=tuple(listed),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Final, NamedTuple
 
 from explorer_hooks.reader import LeasedVersion
@@ -83,14 +83,24 @@ def compare_tensors(
 
 
 def differences(
-    given: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec], whose: str
+    given: Mapping[str, TensorSpec],
+    wanted: Mapping[str, TensorSpec],
+    whose: str,
+    say: Callable[[str], str] = shown,
 ) -> list[str]:
-    """The differences between two sets of tensors, a line each; empty if there are none."""
+    """The differences between two sets of tensors, a line each; empty if there are none.
+
+    Args:
+        given: the version's.
+        wanted: the engine's.
+        whose: the engine.
+        say: writes a name for people.
+    """
     return [
-        *(f"{shown(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
-        *(f"{shown(name)} is not in the version" for name in wanted.keys() - given.keys()),
+        *(f"{say(name)} is not in {whose}" for name in given.keys() - wanted.keys()),
+        *(f"{say(name)} is not in the version" for name in wanted.keys() - given.keys()),
         *(
-            f"{shown(name)} is {_told(given[name], wanted[name])} in the version, "
+            f"{say(name)} is {_told(given[name], wanted[name])} in the version, "
             f"{_told(wanted[name], given[name])} in {whose}"
             for name in given.keys() & wanted.keys()
             if given[name] != wanted[name]

@@ -15,6 +15,10 @@ class ServerCalls(ABC):
     """
 
     @abstractmethod
+    def _takes_names_of(self, version: LeasedVersion) -> bool:
+        """Whether it finds tensors by the trainer's names, if the version has these."""
+
+    @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
         """What it can load, by its routes.
 

@@ -13,7 +13,7 @@ from explorer_hooks.engines.fitting import check_kind
 from explorer_hooks.engines.http_server import HttpServer
 from explorer_hooks.engines.server_calls import ServerCalls
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.server_fit import Fits, fits_if_here
+from explorer_hooks.server_fit import Fits, check_names, fits_if_here
 from syncd.protocol.errors import (
     EngineBrokenError,
     InvalidSettingsError,
@@ -76,6 +76,8 @@ class ServerEngine(ServerCalls):
     modes: ClassVar[tuple[str, ...]]
     #: The routes that want the admin key, if the server has one.
     _admin: ClassVar[tuple[str, ...]] = ()
+    #: The hub's are those that servers know best.
+    hub_names: bool = True
 
     def __init__(
         self,
@@ -185,9 +187,12 @@ class ServerEngine(ServerCalls):
         """Compare a full model with the one that the server was started with, or loaded before.
 
         Raises:
-            EngineMismatchError: it does not fit, or the server does not take its kind.
+            EngineMismatchError: it does not fit, or the server takes neither its kind nor the names
+                of its tensors.
         """
         check_kind(version, self._kinds)
+        if not self._takes_names_of(version):
+            check_names(version, self._whose)
         if self._fits is not None:
             self._fits.check(version)
 

@@ -2,8 +2,9 @@
 
 It behaves as the sources of SGLang 0.5.23 say; no such server was at hand. Its traps are here: a
 flush that is refused while something runs, or while a paused server has a grammar to compile; an
-update that is reported as failed though the weights have changed; a name that is the folder of the
-last update; an unload that waits for requests which are held; and routes that want another key.
+update that is reported as failed though the weights have changed; a success that is reported though
+tensors of unknown names were left out; a name that is the folder of the last update; an unload that
+waits for requests which are held; and routes that want another key.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import httpx2
+
+from explorer_hooks.server_fit import model_tensors
 
 _DEFAULT: Final = "default"
 _GET: Final = frozenset({"/model_info"})
@@ -30,6 +33,8 @@ class FakeSGLang:
         model_path: what it was started with.
         without: routes that this release does not have.
         api_key, admin_api_key: the keys that it was started with.
+        knows: the names of the tensors that its model loads; None to load all. Others are dropped
+            without a word, as qwen3_moe drops experts that are stacked.
 
     Attributes:
         transport: what a client reaches it by.
@@ -38,6 +43,7 @@ class FakeSGLang:
         served_model_name: the model's name in OpenAI's routes.
         adapters: name → path.
         loaded: the folders whose weights it took, in order.
+        serves: with ``knows``, the folder that each of these tensors was loaded from last.
         is_paused: whether requests wait.
         running: how many requests are computed.
         compiling: how many requests wait for a grammar, which no paused scheduler compiles.
@@ -55,6 +61,7 @@ class FakeSGLang:
         without: frozenset[str] = frozenset(),
         api_key: str | None = None,
         admin_api_key: str | None = None,
+        knows: frozenset[str] | None = None,
     ) -> None:
         self.transport = httpx2.MockTransport(self._answer)
         self.asked: list[str] = []
@@ -71,6 +78,7 @@ class FakeSGLang:
         }
         self._without = without
         self._keys = api_key, admin_api_key
+        self._knows = knows
         self._started_with = model_path
         self.loaded: list[str] = []
         self.running = self.compiling = self.aborted = 0
@@ -84,6 +92,7 @@ class FakeSGLang:
         """As a new process: it has what it was started with."""
         self.model_path = self.served_model_name = self._started_with
         self.weight_version = _DEFAULT
+        self.serves = dict.fromkeys(self._knows or (), self._started_with)
         self.adapters: dict[str, str] = {}
         self.is_paused = False
         self.is_dead = False
@@ -158,6 +167,9 @@ class FakeSGLang:
         if path in self.refuses or not any(Path(path).glob("*.safetensors")):
             return _said(400, {"success": False, "message": f"Failed to load {path}"})
         self.loaded.append(path)
+        if self._knows is not None:
+            given = model_tensors(Path(path)).keys()
+            self.serves |= dict.fromkeys(given & self._knows, path)
         if told.get("flush_cache", True) and not self._can_flush():
             message = "Weights were updated, but the cache was not flushed"
             return _said(400, {"success": False, "message": message})

@@ -11,6 +11,7 @@ import time
 from typing import Any, ClassVar, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine
+from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import InvalidSettingsError, ServerBusyError, ServerRefusedError
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ class SGLangServer(ServerEngine):
     _admin = (_PAUSE, _RESUME, _UPDATE, _FLUSH, _LABEL, _LOAD_ADAPTER, _UNLOAD_ADAPTER)
     _info = _INFO[0]
     _is_flushed = False
+
+    def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
+        return False  # 0.5.23 knows the hub's; it drops all others, and says success
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):

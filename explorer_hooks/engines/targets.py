@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from explorer_hooks.engines.fitting import named, refuse
+from explorer_hooks.given_names import SAME_NAMES, GivenNames, NamedPiece
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
-from syncd.checkpoint.boxes import Box, whole
+from syncd.checkpoint.boxes import Box, common, holds, whole
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.broadcast.weight_meta import Described
 from syncd.coordination.dtensor import local_box
@@ -117,23 +118,44 @@ class Fit(NamedTuple):
     unknown: list[tuple[str, str]]
 
 
+class _Filling(NamedTuple):
+    """A tensor of the version that fills one of the module, or a part of it.
+
+    Attributes:
+        entry: the version's tensor.
+        piece: how the two lie to each other; None if they are the same.
+    """
+
+    entry: DescribedTensor
+    piece: NamedPiece | None = None
+
+    @property
+    def part(self) -> Box | None:
+        """The part of the module's tensor that is filled; None for all of it."""
+        return self.piece.other_box if self.piece is not None else None
+
+
 def find_targets(
     entries: Iterable[DescribedTensor],
     tensors: Mapping[str, Tensor],
     rename: Rename,
     *,
+    names: GivenNames = SAME_NAMES,
     cast: bool,
     what: str,
     whose: str,
 ) -> Fit:
     """The target of each tensor of a version.
 
-    Every tensor of the module is filled by one of the version, tied ones by one of their names.
+    Every tensor of the module is filled by one of the version, tied ones by one of their names. If
+    the version has other names than the module, by the map between them, then by its pieces; or by
+    a part of one.
 
     Args:
         entries: the tensors of the version; nothing is read.
         tensors: the module's by name, as :func:`tensors_of` gives them.
-        rename: the version's name to the module's.
+        rename: the module's name of a tensor by the version's, or by the version's other name.
+        names: how the version's names lie to the others.
         cast: whether floating values may be of another floating dtype than the module's, fp8 aside.
         what: the version, for messages.
         whose: the module, for messages.
@@ -141,44 +163,64 @@ def find_targets(
     Raises:
         EngineMismatchError: says what does not fit.
     """
-    given: dict[str, DescribedTensor] = {}
+    given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
     for entry in entries:
-        name = rename(entry.name)
-        if name is None:
-            continue
-        if name in given:
-            wrong.append(f"{shown(entry.name)} and {shown(given[name].name)} are both renamed to "
-                         f"{shown(name)}")  # fmt: skip
-        elif name not in tensors:
-            wrong.append(f"{_told(entry.name, name)} is not in {whose}")
-        given[name] = entry
+        for name, filling in _fillings(entry, tensors, rename, names):
+            others = given.setdefault(name, {})
+            if same := others.get(filling.part):
+                wrong.append(f"{shown(entry.name)} and {shown(same.entry.name)} are both renamed "
+                             f"to {shown(name)}")  # fmt: skip
+            elif name not in tensors:
+                told = names.shown(name) if name == entry.name else _told(entry.name, name)
+                wrong.append(f"{told} is not in {whose}")
+            others[filling.part] = filling
     filled = {_memory(value) for name, value in tensors.items() if name in given}
     wrong += [
-        f"{shown(name)} is not in the version"
+        f"{names.shown(name)} is not in the version"
         for name, value in tensors.items()
         if name not in given and _memory(value) not in filled
     ]
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
     first: dict[object, DescribedTensor] = {}
-    for name, entry in given.items():
+    for name, fillings in given.items():
         if name not in tensors:
             continue
         value = tensors[name]
-        target = _target(entry, value, cast=cast, whose=whose)
-        if isinstance(target, str):
-            wrong.append(f"{_told(entry.name, name)} {target}")
-            continue
-        tied = first.setdefault(_memory(value), entry)
-        if tied is entry:
-            targets.extend(target)
-        elif None in {tied.digest, entry.digest} and tied.dtype == entry.dtype:
-            unknown.append((tied.name, entry.name))
-        elif tied.digest != entry.digest or tied.dtype != entry.dtype:
-            wrong.append(differ(tied.name, entry.name, whose))
+        parts = [part for part in fillings if part is not None]
+        if parts and sum(part.size for part in parts) < value.numel():
+            wrong.append(f"{names.shown(name)} is not whole in the version")
+        for part, (entry, piece) in fillings.items():
+            target = _target(entry, value, piece, cast=cast, whose=whose)
+            if isinstance(target, str):
+                wrong.append(f"{_told(entry.name, name)} {target}")
+                continue
+            tied = first.setdefault((_memory(value), part), entry)
+            if tied is entry:
+                targets.extend(target)
+            elif None in {tied.digest, entry.digest} and tied.dtype == entry.dtype:
+                unknown.append((tied.name, entry.name))
+            elif tied.digest != entry.digest or tied.dtype != entry.dtype:
+                wrong.append(differ(tied.name, entry.name, whose))
     refuse(what, whose, wrong)
     return Fit(targets, unknown)
+
+
+def _fillings(
+    entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
+) -> Iterator[tuple[str, _Filling]]:
+    """The module's names of the tensors that one of the version fills, all or in part."""
+    name = rename(entry.name)
+    others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
+    if any(other in tensors for other, _ in others) and (
+        names.given == "hub" or name not in tensors
+    ):
+        for other, piece in others:
+            if other is not None:
+                yield other, _Filling(entry, piece)
+    elif name is not None:
+        yield name, _Filling(entry)
 
 
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
@@ -224,16 +266,17 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _target(
-    entry: DescribedTensor, value: Tensor, *, cast: bool, whose: str
+    entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
     """What an entry fills (nothing on a rank that has no part of it); or why it cannot."""
-    if tuple(value.shape) != entry.shape:
-        return f"is {list(entry.shape)}, {whose} has {list(value.shape)}"
+    shape = tuple(value.shape)
+    if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
+        return f"is {list(entry.shape)}, {whose} has {list(shape)}"
     dtype = DTYPES.get(entry.dtype)
     if dtype != value.dtype and not (cast and _casts(dtype, value.dtype)):
         return f"is {entry.dtype}, {whose} has {value.dtype}"
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker
-    box: Box | None = whole(entry.shape)
+    box: Box | None = whole(shape)
     local = value
     if isinstance(value, DTensor):
         try:
@@ -244,7 +287,21 @@ def _target(
     fault = _fault(local)
     if fault:
         return fault
-    return () if box is None else (Target(entry.name, dtype, local.detach(), box),)
+    if box is None:
+        return ()
+    target = Target(entry.name, dtype, local.detach(), box)
+    return (target,) if piece is None else _cut(target, piece)
+
+
+def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
+    """The part of a tensor that a piece fills, of one that is filled by several; or nothing."""
+    part = common(target.box, piece.other_box)
+    if part is None:
+        return ()
+    ahead = (a - b for a, b in zip(part.offsets, target.box.offsets, strict=True))
+    inside = tuple(slice(a, a + n) for a, n in zip(ahead, part.shape, strict=True))
+    local = piece.seen_from_own(target.tensor[inside])
+    return (target._replace(tensor=local, box=piece.to_own(part)),)
 
 
 def _fault(tensor: Tensor) -> str:

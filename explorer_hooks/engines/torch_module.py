@@ -23,6 +23,7 @@ from explorer_hooks.engines.targets import (
     gathers,
     tensors_of,
 )
+from explorer_hooks.given_names import SAME_NAMES, GivenNames, names_of
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
 from syncd.coordination.broadcast.group import KeptGroup
@@ -67,10 +68,12 @@ class TorchModule(InProcessEngine):
       hook does; where there was none before, or it cannot be read either, it stays torn.
 
     Args:
-        module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions.
-        rename: the module's name of each tensor by the version's, or a function from one to the
-            other, which gives None for a tensor that the module does not take. Names that are not
-            in a mapping stay.
+        module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions;
+            or those that versions say they have beside these, on the hub or in the trainer's
+            module: then tensors are filled part by part, without a copy of them.
+        rename: the module's name of each tensor by the version's (or its other name, if that is the
+            module's), or a function from one to the other, which gives None for a tensor that the
+            module does not take. Names that are not in a mapping stay.
         prefix: of the version's names only those that begin with this are the module's, and there
             they lack it; before ``rename``.
         cast: whether floating values are cast where the module has another floating dtype (never
@@ -85,6 +88,7 @@ class TorchModule(InProcessEngine):
     """
 
     _whose = "the module"
+    hub_names = True
 
     def __init__(
         self,
@@ -110,6 +114,7 @@ class TorchModule(InProcessEngine):
         self._prepared: object = None
         self._group = KeptGroup()
         self._known: WeightMeta | None = None
+        self._names = SAME_NAMES
 
     def check(self, version: LeasedVersion) -> None:
         """Compare every name, shape and dtype.
@@ -209,7 +214,9 @@ class TorchModule(InProcessEngine):
             )
         with self._lock_to_look():
             tensors = tensors_of(self._module)
-        return self._compared(meta.tensors, tensors, "what is broadcast")
+        # Trainers broadcast their own tensors, of which the last version says the hub's names.
+        names = self._names.of_trainer
+        return self._compared(meta.tensors, tensors, names, "what is broadcast")
 
     def close(self) -> None:
         """Release the host memory, and leave the weight group; the module stays as it is."""
@@ -252,13 +259,24 @@ class TorchModule(InProcessEngine):
         check_kind(version, self.kinds)
         with self._lock_to_look():
             tensors = self._tensors(version)
-        return self._compared(version.manifest.tensors, tensors, named(version))
+        self._names = names_of(version)
+        return self._compared(version.manifest.tensors, tensors, self._names, named(version))
 
     def _compared(
-        self, entries: Iterable[DescribedTensor], tensors: Mapping[str, Tensor], what: str
+        self,
+        entries: Iterable[DescribedTensor],
+        tensors: Mapping[str, Tensor],
+        names: GivenNames,
+        what: str,
     ) -> Fit:
         return find_targets(
-            entries, tensors, self._renamed, cast=self._cast, what=what, whose=self._whose
+            entries,
+            tensors,
+            self._renamed,
+            names=names,
+            cast=self._cast,
+            what=what,
+            whose=self._whose,
         )
 
     def _renamed(self, name: str) -> str | None:

@@ -15,7 +15,7 @@ from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.adapter import PREFIX, are_two_models
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import EngineMismatchError
-from syncd.protocol.names import ADAPTER_CONFIG
+from syncd.protocol.names import ADAPTER_CONFIG, NAME_MAP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,9 +41,10 @@ class TransformersModel(TorchModule):
     Full versions must have the names of the model's own ``state_dict()``, as those have that a
     trainer of the same class publishes. ``save_pretrained`` of some models (mixtures of experts
     above all) writes other names and shapes, which ``from_pretrained`` converts: such a version is
-    refused. The version's ``generation_config.json``, where there is one, is applied with the
-    weights, so that ``generate`` samples as the trainer's would. Tied weights stay tied; buffers
-    that are no weights, of rotary embeddings say, stay as they are.
+    loaded if it says how the two belong together (``syncd run --names hub``), and refused if not.
+    The version's ``generation_config.json``, where there is one, is applied with the weights, so
+    that ``generate`` samples as the trainer's would. Tied weights stay tied; buffers that are no
+    weights, of rotary embeddings say, stay as they are.
 
     Adapters replace the values of the one that the PEFT model has by that name, whether it is
     active or not. It must be of the same ranks and scaling, on the same modules, and not merged.
@@ -97,7 +98,8 @@ class TransformersModel(TorchModule):
             if _converts(self._module):
                 raise EngineMismatchError(
                     f"{error} (transformers converts names and tensors of this model when it saves "
-                    "and loads them: a version must have those of the model's own state_dict())"
+                    "and loads them: a version must have those of the model's own state_dict(), or "
+                    f"say in {NAME_MAP} how the two belong together)"
                 ) from error
             raise
         if self._config is not None:

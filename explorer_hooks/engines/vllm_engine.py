@@ -9,9 +9,14 @@ from typing import Any, Final, Protocol
 
 from explorer_hooks.engines.base import InProcessEngine
 from explorer_hooks.engines.fitting import check_kind
-from explorer_hooks.engines.vllm_workers import VLLMWorkers, label_received, workers_of
+from explorer_hooks.engines.vllm_workers import (
+    VLLMWorkers,
+    label_received,
+    takes_names_of,
+    workers_of,
+)
 from explorer_hooks.reader import LeasedVersion
-from explorer_hooks.server_fit import Fits, fits_if_here
+from explorer_hooks.server_fit import Fits, check_names, fits_if_here
 from syncd.protocol.errors import EngineBrokenError
 from syncd.protocol.participants import Rendezvous
 
@@ -60,6 +65,8 @@ class VLLMEngine(InProcessEngine):
         InvalidSettingsError: ``base`` is no model folder.
     """
 
+    hub_names = True
+
     def __init__(self, llm: LLM, *, base: str | Path | None = None, is_local: bool = True) -> None:
         self.is_local = is_local
         self._llm = llm
@@ -76,10 +83,13 @@ class VLLMEngine(InProcessEngine):
         """Compare with the model that it was made from, or with what it took before.
 
         Raises:
-            EngineMismatchError: it does not fit, or is no full model; or vLLM runs on a CPU
+            EngineMismatchError: it does not fit, is no full model, or has names that vLLM does not
+                look for; or vLLM runs on a CPU
                 without the extension, and would go on with some of the old weights.
         """
         check_kind(version, self.kinds)
+        if not takes_names_of(version, self._fits):
+            check_names(version, "this vLLM")
         if self._fits is not None:
             self._fits.check(version)
         engine = getattr(self._llm, "llm_engine", None)

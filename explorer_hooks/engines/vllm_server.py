@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
 from explorer_hooks.engines.server_engine import ServerEngine
-from explorer_hooks.engines.vllm_workers import VLLMWorkers, label_received, workers_of
+from explorer_hooks.engines.vllm_workers import (
+    VLLMWorkers,
+    label_received,
+    takes_names_of,
+    workers_of,
+)
 from explorer_hooks.reader import LeasedVersion
 from syncd.protocol.errors import (
     EngineMismatchError,
@@ -166,6 +171,9 @@ class VLLMServer(ServerEngine):
         except EngineMismatchError:
             self._config = None  # it may be restarted with the extension
             raise
+
+    def _takes_names_of(self, version: LeasedVersion) -> bool:
+        return takes_names_of(version, self._fits)
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _RPC, _RESET):

@@ -14,6 +14,7 @@ from typing import Final
 
 from explorer_hooks.engines.fitting import named
 from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.server_fit import Fits
 from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.protocol.errors import (
     BroadcastError,
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 #: What vLLM must be started with, as ``--worker-extension-cls``.
 EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 
+
+#: Types of models of which vLLM 0.32 loads experts under the names of transformers' modules, too.
+_BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
 #: Seconds for an answer, beyond those of what was asked for.
 _GRACE: Final = 60.0
@@ -214,6 +218,37 @@ class VLLMWorkers:
         return [one for one in answers if one["failed"] is not None]
 
 
+def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
+    """Whether vLLM finds tensors by the names of a version.
+
+    It was measured with vLLM 0.32: of the types in ``_BY_BOTH`` vLLM finds experts by the trainer's
+    names, too. It may do so of others; if not, it fails in the middle of the load.
+
+    Args:
+        version: to load.
+        fits: what this vLLM serves, if that is known. By the names that it has been started with it
+            finds tensors again.
+    """
+    if version.kind != "full" or fits is None or fits.has_names_of(version):
+        return True
+    config = _config_of(version)
+    return isinstance(config, dict) and config.get("model_type") in _BY_BOTH
+
+
+def _config_of(version: LeasedVersion) -> object:
+    """The model's config; None if it has none that can be read.
+
+    Raises:
+        OSError: storage failed.
+    """
+    if any(file.name == MODEL_CONFIG for file in version.manifest.files):
+        try:
+            return json.loads(version.read_file(MODEL_CONFIG))
+        except (ValueError, RecursionError):
+            pass  # it says nothing
+    return None
+
+
 def _left_by_reload(version: LeasedVersion) -> str | None:
     """Weights that vLLM's own reload leaves wrong on a CPU, as words; None if there are none.
 
@@ -223,12 +258,7 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
     Raises:
         OSError: the config cannot be read.
     """
-    config: object = None
-    if any(file.name == MODEL_CONFIG for file in version.manifest.files):
-        try:
-            config = json.loads(version.read_file(MODEL_CONFIG))
-        except (ValueError, RecursionError):
-            pass  # it says nothing
+    config = _config_of(version)
     names = [tensor.name for tensor in version.manifest.tensors]
     parts, part = [], config
     while isinstance(part, dict):

@@ -48,7 +48,7 @@ from syncd.protocol.events import Event
 from syncd.protocol.names import parse_lease_marker
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
-from syncd.storage.judge import Clock, Judge
+from syncd.storage.judge import Clock, Judge, Lookout
 from syncd.storage.reserve import Reserve
 from syncd.storage.sessions import DaemonLock, Session
 
@@ -123,7 +123,8 @@ class Loop:
         self._outcomes = self._publisher.outcomes
         self._meter = meter or Meter()
         self._journal = Journal(self._meter, JournalFile(job, wall=wall), clock=clock)
-        self._going_live = GoingLive(job)
+        watch = Judge(job.storage, judge.lease_time, clock=clock)
+        self._going_live = GoingLive(job, Lookout(watch, job.layout, tick=config.tick, clock=clock))
         reserve = Reserve(job)
         self._reporter = Reporter(
             job.layout,
@@ -338,7 +339,7 @@ class Loop:
         try:
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
-            self._deltas.takers = self._going_live.takers(seen.leases)
+            self._deltas.takers = self._going_live.takers(self.config.tick)
         except OSError as error:
             self._job.check_is_there()
             self._meter.failed(error)  # the next round looks again

@@ -33,6 +33,8 @@ LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
+#: Whose names the tensors of a model have: those of its checkpoints on the hub, or the trainer's.
+Names = Literal["hub", "trainer"]
 
 
 def _stays_inside(path: str) -> str:
@@ -267,6 +269,7 @@ class Manifest(Record):
             was to be had: names, sizes and times did not change).
         digests: which digests the entries carry.
         rolled_back: the older version that this one republishes; None for a save's own version.
+        names: whose names the tensors have.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
             looked, for example in a save without receipts.
         timings: seconds by name, measured by the daemon.
@@ -285,6 +288,7 @@ class Manifest(Record):
     base_model: AdaptedModel | None = None
     dtype: VersionDtype = None
     rolled_back: RolledBack | None = None
+    names: Names = "trainer"
     nonfinite: NonFinite | None = None
     timings: dict[str, float] = Field(default_factory=dict)
 

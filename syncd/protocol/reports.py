@@ -6,7 +6,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from syncd.protocol.policy import SyncSettings, SyncStyle
+from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Record, Seconds, Sequence, SessionId, Size, Step, Text
 
 #: How many of its last loads an explorer's report names. The daemon reads each report at least once
@@ -34,13 +34,6 @@ class Load(BaseModel):
     delta_bytes: Size | None = None
 
 
-def loads_with(loads: tuple[Load, ...], load: Load) -> tuple[Load, ...]:
-    """An explorer's last loads and one more, if it is of a newer version; the oldest go."""
-    if loads and load.sequence <= loads[-1].sequence:
-        return loads
-    return (*loads, load)[-LOADS_KEPT:]
-
-
 class Reload(BaseModel):
     """The times of loading the version that an engine serves: seconds by the explorer's clock.
 
@@ -53,8 +46,8 @@ class Reload(BaseModel):
         load: the part of that for ``load``.
         staged: whether it was read from a copy on its own host; None if staging is off.
         not_staged: why it was not, if it should have been.
-        full_bytes: the bytes of the version's own files that were read from shared storage for it,
-            by whoever on this host made the copy; None if nobody counted them.
+        full_bytes: the bytes of the version's own files that this explorer read from the job to
+            copy it: 0 if another process on its host made the copy; None if staging is off.
         delta_bytes: the bytes of deltas that were read for it; None if no delta was used.
         no_delta: why no delta was used, if one could have been.
     """
@@ -77,6 +70,29 @@ class Reload(BaseModel):
     def seconds(self) -> float:
         """From the moment that the version was held until it is served."""
         return self.verify + self.prepare + self.pause
+
+
+def loads_with(
+    loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
+) -> tuple[Load, ...]:
+    """An explorer's last loads, and that of a version if it is newer than these; the oldest go.
+
+    Args:
+        loads: the last ones.
+        version: the version that is served now; None if it is of no interest.
+        time: of its load.
+        reload: how that went, if it is known.
+    """
+    if version is None or (loads and version.sequence <= loads[-1].sequence):
+        return loads
+    known = reload if reload is not None and reload.sequence == version.sequence else None
+    load = Load(
+        sequence=version.sequence,
+        time=time,
+        pause=known and known.pause,
+        delta_bytes=known and known.delta_bytes,
+    )
+    return (*loads, load)[-LOADS_KEPT:]
 
 
 class SyncTerms(BaseModel):
@@ -158,6 +174,8 @@ class ExplorerReport(Record):
         delta_base: the newest version of which its host has a whole copy, on another filesystem
             than the job's, that the next version can be made from by a delta; None if there is
             none, as in the reports of releases before deltas.
+        hub_names: whether it also takes versions in which tensors have the hub's names. A release
+            before there were any does not say so.
     """
 
     name: str
@@ -179,6 +197,7 @@ class ExplorerReport(Record):
     starting: Text | None = None
     sync: SyncTerms | None = None
     delta_base: Sequence | None = None
+    hub_names: bool = False
     time: float
 
     @property

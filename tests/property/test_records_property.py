@@ -171,6 +171,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         bench=st.none() | NUMBERS,
         sync=st.none() | TERMS,
         delta_base=st.none() | SEQUENCES,
+        hub_names=st.booleans(),
         time=TIMES,
     ),
     reports.TrainerReport: st.builds(

@@ -383,7 +383,7 @@ def test_auto_makes_deltas_while_two_live_explorers_could_use_one(
     assert deltas(job) == expected
 
 
-@pytest.mark.parametrize("gone", ["stopped", "no lease", "dead", "report gone"])
+@pytest.mark.parametrize("gone", ["stopped", "dead", "report gone"])
 def test_an_explorer_that_is_gone_counts_no_more(job: SmallJob, gone: str) -> None:
     clock = Clock()
     config = DaemonConfig(keep=99, dead_reader_grace=10.0)
@@ -401,8 +401,6 @@ def test_an_explorer_that_is_gone_counts_no_more(job: SmallJob, gone: str) -> No
         match gone:
             case "stopped":
                 report(job, "a", base=1, status="stopped")
-                leases["a"].release()
-            case "no lease":
                 leases["a"].release()
             case "dead":
                 for beat in range(16):

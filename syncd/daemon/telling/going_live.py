@@ -9,9 +9,11 @@ from typing import Final, NamedTuple
 from syncd.daemon.decide import LeaseSeen
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY, parse_lease_marker
+from syncd.protocol.records import SessionId
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport
 from syncd.storage.append import last_lines
 from syncd.storage.job import Job
+from syncd.storage.judge import Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS, readable_lines
 
 #: How many reports a round reads; more if it takes more to read each of them often enough.
@@ -61,15 +63,18 @@ class GoingLive:
 
     Args:
         job: the job.
+        lookout: at the heartbeats of the explorers that could use a delta; nobody else's.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, lookout: Lookout) -> None:
         self._job = job
+        self._lookout = lookout
         self._on_record: dict[str, int] | None = None
         self._told_before = 0  # of any explorer
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
-        self._takers: set[str] = set()
+        #: Explorer → its session.
+        self._takers: dict[str, SessionId] = {}
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
@@ -108,17 +113,27 @@ class GoingLive:
             self._looks[name] = _LastLook(self._round, 0)
             report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
             if report is not None and report.delta_base is not None and report.status != "stopped":
-                self._takers.add(name)
+                self._takers[name] = report.session
             else:
-                self._takers.discard(name)
+                self._takers.pop(name, None)
             if report is not None:
                 yield from self._loads(name, report, latest)
 
-    def takers(self, leases: Iterable[LeaseSeen]) -> set[str]:
-        """The explorers that hold a lease, live, and whose report says that a delta helps them."""
-        markers = (parse_lease_marker(one.marker) for one in leases if one.dead_for is None)
-        self._takers &= self._looks.keys()
-        return self._takers & {marker[0] for marker in markers if marker}
+    def takers(self, tick: float) -> set[str]:
+        """The live explorers whose report says that a delta helps them.
+
+        They hold no lease, because they serve from a copy on their host.
+
+        Args:
+            tick: seconds between two calls, about.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        self._takers = {name: it for name, it in self._takers.items() if name in self._looks}
+        self._lookout.tick = tick
+        told = self._lookout.look(set(self._takers.values()))
+        return {name for name, it in self._takers.items() if told[it] is Liveness.ALIVE}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
         assert self._on_record is not None  # noqa: S101 - look() has read it
