@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.machine import Report
+from benchmarks.machine import Report, median_ratio
 from syncd.protocol.layout import JobLayout
 
 OWN: Final = "cast by the trainer"
@@ -118,17 +118,21 @@ def print_table(report: Report, world_size: int, told: list[dict[str, Any]]) -> 
     """The medians of all rounds but the first; a stall is the longest of all ranks."""
     table = report.table(
         f"Full checkpoints with AdamW, {world_size} rank(s), and a version of each",
-        ("the weights are", "stall ms", "written GB", "merge reads", "merge s", "call to version"),
+        ("the weights are", "stall ms", "x", "written GB", "merge reads", "merge s", "version s"),
     )
-    for name, rounds in told[0]["full"].items():
-        stalls = [
+    stalls = {
+        name: [
             max(one["stall"] for one in ranks)
             for ranks in zip(*(rank["full"][name][1:] for rank in told), strict=True)
         ]
+        for name in (OWN, MERGED)
+    }
+    for name, rounds in told[0]["full"].items():
         middle = {key: median(one[key] for one in rounds[1:]) for key in rounds[0]}
         table.row(
             name,
-            f"{1000 * median(stalls):.0f}",
+            f"{1000 * median(stalls[name]):.0f}",
+            f"{median_ratio(stalls[name], stalls[MERGED]):.2f}",
             f"{middle['written'] / 1e9:.3f}",
             f"{middle['read'] / 1e9:.3f}",
             f"{middle['merge']:.2f}",

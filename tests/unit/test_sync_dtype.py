@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt, parse
+from tests.hooks import DEADLINE, written
 from tests.jobs import SmallJob
+from tests.storages import RuledStorage, once
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, SaveLora, SyncDtype
@@ -303,6 +306,37 @@ def test_a_full_checkpoint_is_converted_in_the_models_dtype(
     assert done.exit_code == 0, done.output
     converted = load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
     check_same(converted, dict(model.state_dict()))
+
+
+def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob) -> None:
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        reached.set()
+        assert opened.wait(DEADLINE)
+
+    storage, (model, optimizer) = RuledStorage(), trained(1)
+    storage.rules.append(once("create", hold, where=MASTER))
+    with TrainerHook(
+        job.layout.root,
+        model,
+        optimizer=optimizer,
+        settings=SyncSettings(save_interval=1),
+        saving=SaveSettings(sync_dtype="bf16"),
+        storage=storage,
+    ) as hook:
+        truths = {}
+        for step in (1, 2, 3):
+            train(model, optimizer)
+            truths[step] = {name: value.clone() for name, value in model.state_dict().items()}
+            hook.after_step(step)
+            if step == 1:
+                assert reached.wait(DEADLINE)
+            if step == 2:
+                opened.set()
+                written(hook)
+    for step, truth in truths.items():
+        check_same(torch.load(job.layout.actor(step) / MASTER, weights_only=True), truth)
 
 
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
