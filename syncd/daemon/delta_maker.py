@@ -225,7 +225,10 @@ class DeltaMaker:
             except (OSError, SyncdError) as error:
                 why = f"{error}"
         if why:
-            self._outcomes.append(DeltaOutcome(target.sequence, base.sequence, 0.0, why=why))
+            overtaken = self._making is not None
+            self._outcomes.append(
+                DeltaOutcome(target.sequence, base.sequence, 0.0, why=why, is_overtaken=overtaken)
+            )
             return None
         self._announced = making
         return base.sequence
