@@ -34,6 +34,7 @@ class RankContents:
             ``model``; called again, from its start, if storage failed for a moment.
         sync_dtype: the dtype that the published weights were cast to; None if the cast changed
             none of this rank's tensors.
+        release: called when the save is over: its memory may be used again.
         completes: True if the weights of this save are announced already, so that only the rest
             of the full checkpoint is written.
     """
@@ -54,6 +55,7 @@ class RankContents:
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
+    release: Callable[[], object] | None = None
     completes: bool = False
 
     def close(self) -> None:
@@ -61,3 +63,5 @@ class RankContents:
         for spool in (self.full_model, self.hugging_face):
             if spool is not None:
                 spool.close()
+        if self.release is not None:
+            self.release()
