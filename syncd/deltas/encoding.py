@@ -327,11 +327,8 @@ def _unpacker() -> Callable[[memoryview, int], bytes]:
         try:
             if zstandard.frame_content_size(frame) != length:
                 raise BlockError("a part declares another length than it has")
-            found = decompressor.decompress(frame, length, allow_extra_data=False)
+            return decompressor.decompress(frame, length, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise BlockError(f"a part is no zstd frame: {error}") from None
-        if len(found) != length:
-            raise BlockError("a part is no whole zstd frame")
-        return found
 
     return unpack
