@@ -34,6 +34,9 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
 
+#: The names of a model's tensors: those that the hub and servers know, or the trainer's own.
+Names = Literal["hub", "trainer"]
+
 
 def _stays_inside(path: str) -> str:
     parts = path.split("/")
@@ -255,6 +258,8 @@ class Manifest(Record):
         rolled_back: the older version that this one republishes; None for a save's own version.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
             looked, for example in a save without receipts.
+        names: by whose names the tensors are; None if both are the same, or nobody knows others,
+            or an older release wrote it, which knew the trainer's alone.
         timings: seconds by name, measured by the daemon.
     """
 
@@ -271,6 +276,7 @@ class Manifest(Record):
     base_model: AdaptedModel | None = None
     rolled_back: RolledBack | None = None
     nonfinite: NonFinite | None = None
+    names: Names | None = None
     timings: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")

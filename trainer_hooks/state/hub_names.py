@@ -6,8 +6,10 @@ each result is found again in the tensor that it is a view of.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +27,58 @@ from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import RecordError
 from syncd.protocol.names import NAME_MAP
 from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord
+from trainer_hooks.state.full_plan import shape_of
+from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.state_dict import tensors_of, within
 
 log = logging.getLogger(__name__)
 
 _NUMBER: Final = re.compile(r"\d+")
 
 
-def name_map_of(model: nn.Module) -> NameMap | None:
+class HubNames:
+    """The name map of a model that is trained, for each of its saves.
+
+    Promised: a save never fails because of it; if transformers cannot tell, the file says so.
+
+    Attributes:
+        model: in any wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._known: tuple[object, bytes] | None = None
+
+    def writers(
+        self, state: Mapping[str, Any], base: nn.Module | None = None
+    ) -> tuple[Callable[[Path], object], ...]:
+        """Writes ``name_map.json`` into the folder that it is given, if the model has one.
+
+        Args:
+            state: of the model that is saved: name → Tensor, DTensor or ShardedTensor.
+            base: of a PEFT model whose merged state that is: its base model, without wrappers.
+        """
+        tensors = tensors_of(state)
+        key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
+        if self._known is None or self._known[0] != key:
+            found = self._asked(on_meta(tensors), base)
+            self._known = key, b"" if found is None else found.encode()
+        content = self._known[1]
+        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),) if content else ()
+
+    def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
+        inner = self.model if base is None else base
+        while (inside := within(inner)) is not None:
+            inner = inside
+        if not _is_pretrained(inner):
+            return None
+        try:
+            return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
+        except Exception as error:  # noqa: BLE001 - any model's modules are copied: no save may fail by it
+            return _refused(f"its modules cannot be copied: {type(error).__name__}: {error}")
+
+
+def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> NameMap | None:
     """The names by which transformers would save a model, tensor by tensor.
 
     It is saved as it was loaded: a model of a hub's checkpoint by the hub's names. A model that was
@@ -39,27 +86,27 @@ def name_map_of(model: nn.Module) -> NameMap | None:
     that transformers has for its type.
 
     Args:
-        model: of transformers, without wrappers, on any device: only names, dtypes and shapes are
-            looked at. Quick on ``meta``.
+        model: of transformers, without wrappers, on any device.
+        tensors: of its state dict, of which only names, dtypes and shapes are looked at; by default
+            all of them.
 
     Returns:
         The map; ``refused`` says if transformers cannot tell, or the hub's tensors are not made of
         whole rows. None if the model is none of transformers, or transformers (before version 5)
         does not convert.
     """
+    if not _is_pretrained(model):
+        return None
     try:
-        from transformers import PreTrainedModel  # noqa: PLC0415 - slow; a model of it has imported it
-        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - likewise
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and imported by a model of it
     except ImportError:
         return None
-    if not isinstance(model, PreTrainedModel):
-        return None
+    told = tensors_of(model.state_dict(keep_vars=True)) if tensors is None else tensors
     sources = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        for name, value in model.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        for name, value in told.items()
     }
-    asked: Any = model
+    asked: Any = copy.copy(model)  # the same modules; only its own attributes may change
     if not getattr(asked, "_weight_conversions", None):
         asked._weight_conversions = None  # noqa: SLF001 - as of a model that was not loaded
     try:
@@ -68,25 +115,17 @@ def name_map_of(model: nn.Module) -> NameMap | None:
     except Exception as error:  # noqa: BLE001 - any model's code may run: what it says goes into the record
         return _refused(f"transformers cannot convert its names: {type(error).__name__}: {error}")
     try:
-        tensors = _Trace(sources, views).tensors(found)
-        return NameMap(NameMapRecord(tensors=tensors))
+        return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
     except (_NotRowsError, RecordError) as error:
         return _refused(str(error))
 
 
-def name_map_writer(model: Callable[[], nn.Module]) -> Callable[[Path], object]:
-    """Writes ``name_map.json`` into the folder that it is given, if the model has one.
+def _is_pretrained(model: nn.Module) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel  # noqa: PLC0415 - slow, and imported by a model of it
 
-    Args:
-        model: makes the model for :func:`name_map_of`; called when the file is written.
-    """
-
-    def write(folder: Path) -> None:
-        found = name_map_of(model())
-        if found is not None:
-            (folder / NAME_MAP).write_bytes(found.encode())
-
-    return write
+    return isinstance(model, PreTrainedModel)
 
 
 def _refused(why: str) -> NameMap:

@@ -9,7 +9,7 @@ from itertools import chain, takewhile
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.gc_pause import uncollected
-from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Turn, cut, ends, tile
+from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
 from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
@@ -280,7 +280,7 @@ class _Stacked:
             )
             if part.transposed and length:
                 columns, rows = part.shape[-2:]
-                own = (Turn(rows, columns, itemsize, own),)
+                own = (Transposed(rows, columns, itemsize, own),)
             cuts.append(own)
         return replace(
             tensor,

@@ -35,7 +35,7 @@ class Weave(NamedTuple):
         return sum(part.length for part in self.parts)
 
 
-class Turn(NamedTuple):
+class Transposed(NamedTuple):
     """Matrices whose rows become columns: one element of each row, then the next one of each.
 
     Attributes:
@@ -68,13 +68,13 @@ class Turn(NamedTuple):
 
 
 #: Bytes of an output file, in order.
-Part = Run | Weave | Turn
+Part = Run | Weave | Transposed
 
 
 def leaves(parts: Iterable[Part]) -> Iterator[Part]:
     """The same bytes as runs, and weaves of nothing but runs."""
     for part in parts:
-        if isinstance(part, Turn):
+        if isinstance(part, Transposed):
             yield from part.weaves()
         elif isinstance(part, Run) or all(isinstance(inner, Run) for inner in part.parts):
             yield part
