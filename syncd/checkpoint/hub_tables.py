@@ -44,9 +44,9 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
         its type: then the names are the same, as far as anyone knows.
     """
     model_type = config.get("model_type") if isinstance(config, dict) else None
-    table = _tables().get(model_type) if isinstance(model_type, str) else None
-    if table is None:
+    if not has_table(model_type):
         return None
+    table = _tables()[str(model_type)]
     told = config.get("architectures") if isinstance(config, dict) else None
     named = told if isinstance(told, list) else []
     maps = {
@@ -60,6 +60,11 @@ def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
         return None
     why = f"its config.json names {shown(str(named))}, and the table of {model_type} is of "
     return NameMap(NameMapRecord(refused=why + " or ".join(table)))
+
+
+def has_table(model_type: object) -> bool:
+    """True if there is a table of this type."""
+    return isinstance(model_type, str) and model_type in _tables()
 
 
 def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameMap:

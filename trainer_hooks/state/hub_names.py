@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from syncd.checkpoint import hub_tables
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
@@ -30,6 +31,7 @@ from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord
 from trainer_hooks.state.full_plan import shape_of
 from trainer_hooks.state.plain_model import on_meta, plain_model
 from trainer_hooks.state.state_dict import tensors_of, within
+from trainer_hooks.writing.model_files import unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +64,15 @@ class HubNames:
         key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
         if self._known is None or self._known[0] != key:
             found = self._asked(on_meta(tensors), base)
-            self._known = key, b"" if found is None else found.encode()
+            self._known = key, b"" if found is None or self._says_nothing(found) else found.encode()
         content = self._known[1]
         return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),) if content else ()
+
+    def _says_nothing(self, names: NameMap) -> bool:
+        """True if nobody would think otherwise without the file."""
+        config = getattr(unwrapped(self.model), "config", None)
+        known = hub_tables.has_table(getattr(config, "model_type", None))
+        return not (names or names.refused or known)
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
         inner = self.model if base is None else base
