@@ -32,9 +32,37 @@ TYPES: Final[dict[str, dict[str, Any]]] = json.loads(
 )["types"]
 USUAL: Final = {"qwen3_moe", "deepseek_v3", "mixtral", "qwen2_vl"}
 #: Types of the table of which no model can be made tiny here, and why.
-NOT_TINY: Final[dict[str, str]] = {}
+NOT_TINY: Final = {
+    "cosmos3_edge": "three mrope sections that depend on its heads",
+    "ernie4_5_vl_moe": "experts of two numbers, one of them none in a small config",
+    "granitemoehybrid": "heads of Mamba that must divide its other sizes",
+    "kyutai_speech_to_text": "a padding index inside a large vocabulary",
+    "molmo2": "layers of its vision model by their number",
+    "nemo_speechlm": "sizes of its audio model inside each other",
+    "nemotron_h_omni": "a temporal patch that its vision model asks for",
+    "qwen3_5_moe": "its first class takes another config",
+    "shieldgemma2": "its first class is the same as that of gemma3, and answers otherwise",
+    "t5gemma2": "ties tensors that its config.json says nothing of",
+}
 #: Types whose tiny model cannot answer, so that its tensors are compared after loading.
-SILENT: Final[frozenset[str]] = frozenset()
+SILENT: Final = {
+    "bailing_hybrid",
+    "deepseek_v2",
+    "glm4v_moe",
+    "glm5_next",
+    "kimi_linear",
+    "longcat_flash",
+    "paddleocr_vl",
+    "paligemma",
+    "pi0",
+    "qwen2_5_omni",
+    "qwen2_5_omni_thinker",
+    "qwen2_5_vl",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "vision-encoder-decoder",
+    "voxtral_realtime",
+}
 
 
 def types(names: Any = TYPES) -> list[Any]:

@@ -31,7 +31,6 @@ from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord
 from trainer_hooks.state.full_plan import shape_of
 from trainer_hooks.state.plain_model import on_meta, plain_model
 from trainer_hooks.state.state_dict import tensors_of, within
-from trainer_hooks.writing.model_files import unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +69,12 @@ class HubNames:
 
     def _says_nothing(self, names: NameMap) -> bool:
         """True if nobody would think otherwise without the file."""
-        config = getattr(unwrapped(self.model), "config", None)
+        config = getattr(_inside(self.model), "config", None)
         known = hub_tables.has_table(getattr(config, "model_type", None))
         return not (names or names.refused or known)
 
     def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
-        inner = self.model if base is None else base
-        while (inside := within(inner)) is not None:
-            inner = inside
+        inner = _inside(self.model if base is None else base)
         if not _is_pretrained(inner):
             return None
         try:
@@ -126,6 +123,13 @@ def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -
         return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
     except (_NotRowsError, RecordError) as error:
         return _refused(str(error))
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model in its wrappers."""
+    while (inner := within(model)) is not None:
+        model = inner
+    return model
 
 
 def _is_pretrained(model: nn.Module) -> bool:
