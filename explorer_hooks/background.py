@@ -23,10 +23,10 @@ from syncd.protocol.policy import Version
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two tries, at most, while storage or the engine refuses: a server that was
-#: restarted meanwhile answers with the weights that it was started with.
+#: The longest time in seconds between two tries while storage or the engine fails. A server that
+#: was restarted meanwhile serves the weights that it was started with, so this must be short.
 _LONGEST_PAUSE: Final = 4.0
-#: Seconds between two looks whether an engine that is away answers again.
+#: Seconds between two checks whether an engine that did not answer is back.
 _AWAY: Final = 1.5
 
 
@@ -39,16 +39,15 @@ def follow(
 ) -> None:
     """Pull until cancelled.
 
-    A version that was refused ends nothing: the next pull waits for a newer one. Nor does what may
-    well work the next time: storage or ``on_remote`` that fails, a job that is away, an engine that
-    is broken.
+    A refused version ends nothing: the next pull waits for a newer one. A failure that may pass
+    ends nothing either: storage or ``on_remote`` fails, the job is away, the engine is broken.
 
     Args:
         pull: waits for a newer version, and takes it.
-        pause: waits for seconds; whether it was cancelled meanwhile.
-        poll: seconds until the first new try; they double with each one that fails, up to 4.
-        is_away: whether the engine does not answer at all; asked after a failure. While it is away
-            no pull is tried, which could read a whole version for nothing.
+        pause: waits for this many seconds; returns whether it was cancelled meanwhile.
+        poll: seconds until the first new try; they double with each failure, up to 4.
+        is_away: returns whether the engine does not answer at all; asked after a failure. While the
+            engine is away nothing is pulled, because a pull may read a whole version for nothing.
 
     Raises:
         Exception: anything else that a pull raises.
@@ -87,7 +86,7 @@ class Follower:
 
     Args:
         name: the explorer's.
-        serving: what the thread's pulls change; it is told that something follows, or no more.
+        serving: the state that the thread's pulls change; it is told when a thread starts and dies.
         poll, is_away: as of :func:`follow`.
     """
 
@@ -108,10 +107,10 @@ class Follower:
         return self._thread is not None
 
     def start(self, pull: Callable[[Cancellation], object]) -> None:
-        """Follow in a thread of its own; does nothing if one is following.
+        """Follow in a separate thread; does nothing if a thread is following.
 
         Args:
-            pull: as of :func:`follow`; ends where it is cancelled.
+            pull: as of :func:`follow`; ends when it is cancelled.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -125,7 +124,7 @@ class Follower:
             poll=self._poll,
             is_away=self._is_away,
         )
-        # A daemon thread: storage that never answers must not keep a process from its end.
+        # A daemon thread, so that storage that never answers does not keep the process from ending.
         self._thread = threading.Thread(
             target=self._run, args=(work,), name="syncd-follower", daemon=True
         )
@@ -147,23 +146,23 @@ class Follower:
         """Raise if the following thread has died; do nothing while it lives, or before it starts.
 
         Raises:
-            NotFollowingError: it has died; said once.
+            NotFollowingError: it has died; raised once.
         """
         error = self._error
         if error is None:
             return
-        self.stop()  # it may be about to say that it died: not over one that is started now
+        self.stop()  # the old thread may be about to report its death: never over a new thread
         raise NotFollowingError(
             f"the background thread of {self._name} has ended, and its engine stays at "
             f"{self._serving.version or 'its initial weights'}: {error!r}; start() again, or pull"
         ) from error
 
     def check_off(self) -> None:
-        """See that nothing follows: it would take its turn for as long as it lives.
+        """Check that no thread follows; a following thread would block the caller's turn forever.
 
         Raises:
-            NotFollowingError: what followed has ended.
-            InvalidSettingsError: something follows.
+            NotFollowingError: the following thread has died.
+            InvalidSettingsError: a thread follows.
         """
         self.check()
         if self.is_on:
@@ -178,14 +177,14 @@ class Follower:
         """Wait until the engine serves a version.
 
         Args:
-            timeout: seconds; None for as long as it takes.
-            newer_than: a version that is not enough; None where any is.
+            timeout: seconds; None to wait without a limit.
+            newer_than: wait for a version newer than this one; None for any version.
             cancel: ends the wait.
 
         Raises:
-            InvalidSettingsError: it does not, and nothing follows that could change that.
-            WaitTimeoutError: it does not in time.
-            NotFollowingError: what followed has ended.
+            InvalidSettingsError: the engine serves none, and no thread follows to load one.
+            WaitTimeoutError: it serves none in time.
+            NotFollowingError: the following thread has died.
             CancelledError: the wait was cancelled.
         """
         found = self._serving.wait(
@@ -217,13 +216,13 @@ class Follower:
         except BaseException as error:  # raised by the thread that calls next
             log.error("nothing follows the job any more", exc_info=True)
             if self._thread is not threading.current_thread():
-                return  # it was stopped, by its own callback: another one may follow by now
+                return  # its own callback stopped it; another thread may follow by now
             self._error = error
             self._serving.follows_no_more(f"nothing follows the job any more: {error!r}")
 
 
 def _is_other(version: Version | None, than: Version | None) -> bool:
-    """Whether a version is served that came after another one; by broadcast only steps differ."""
+    """Whether the served version came after another one; after a broadcast only steps differ."""
     return version is not None and (
         than is None or (version != than and version.sequence >= than.sequence)
     )

@@ -1,8 +1,8 @@
 """Evaluation of saved weights: the newest version, one step, or every full checkpoint in order.
 
-As the bench and serve modes of Trinity-RFT's explorer. A trainer and other explorers may work
-meanwhile: a step is loaded by the explorer that asks for it, and nobody else is moved. A daemon
-must work: it builds the steps that are not published.
+Like the bench and serve modes of Trinity-RFT's explorer. A trainer and other explorers may work
+meanwhile: only the explorer that asks for a step loads it, and the others stay where they are. A
+daemon must run, because it builds the steps that are not published.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def latest(hook: ExplorerHook, timeout: float | None = None) -> Version:
 
     Args:
         hook: of the job.
-        timeout: seconds to wait then; None for as long as it takes.
+        timeout: seconds to wait for the first version; None to wait without a limit.
 
     Raises:
         WaitTimeoutError, or as :meth:`ExplorerHook.pull`.
@@ -51,9 +51,10 @@ def step(hook: ExplorerHook, number: int, timeout: float | None = None) -> Versi
 
 
 def full_checkpoints(job_dir: str | Path) -> list[int]:
-    """The steps of all full checkpoints, in order; without one that is being saved.
+    """The steps of all full checkpoints, in order, without one that is being saved.
 
-    Those with ``.full_checkpoint``, or, of trainers that make none, with an optimizer's state.
+    A step counts if it has ``.full_checkpoint``; for trainers that write no such file, if it has
+    the state of an optimizer.
     """
     job = Job.at(Path(job_dir).absolute())
     return [step for step in step_folders(job) if _is_full(job, step)]
@@ -62,15 +63,15 @@ def full_checkpoints(job_dir: str | Path) -> list[int]:
 def every_full_checkpoint(
     hook: ExplorerHook, job_dir: str | Path, *, after: int = -1, timeout: float | None = None
 ) -> Iterator[Version]:
-    """Load one full checkpoint after the other; each is served while it is the caller's turn.
+    """Load one full checkpoint after the other; each is served until you ask for the next one.
 
-    What is listed is what is there at the beginning. In the end the engine serves the last one,
+    The steps are listed once, at the beginning. In the end the engine serves the last one,
     until :func:`latest` loads the newest version again.
 
     Args:
         hook: of the job.
         job_dir: the same job.
-        after: only steps above it: to go on with what was evaluated before.
+        after: only steps above this one, to continue an earlier evaluation.
         timeout: seconds until a step must be built; ``sync_timeout`` by default.
 
     Raises:
@@ -89,10 +90,10 @@ def serve(
     Args:
         hook: of the job.
         served: told of each version.
-        interval: seconds after which the death of what follows is noticed, at most.
+        interval: at most so many seconds after the following thread has died, this raises.
 
     Raises:
-        NotFollowingError: what followed has ended.
+        NotFollowingError: the following thread has died.
     """
     told: Version | None = None
     try:

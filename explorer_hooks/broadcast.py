@@ -39,15 +39,15 @@ T = TypeVar("T")
 def greet(
     group: WeightGroup, known: WeightMeta | None, prepare: Callable[[WeightMeta, Image], T]
 ) -> Arriving[T]:
-    """Learn the transfer's content and prepare for it; all members have when this returns.
+    """Learn the transfer's content and prepare for it. When this returns, all members have done so.
 
     Args:
-        group: in which a transfer begins.
-        known: the meta of one before, which need not be sent again.
-        prepare: makes ready for what it is told will come, or raises: then nothing is sent.
+        group: the weight group in which a transfer begins.
+        known: the meta of an earlier transfer, which need not be sent again.
+        prepare: prepares for the announced tensors. If it raises, nothing is sent.
 
     Raises:
-        BroadcastError: it cannot be taken, here or elsewhere, or the group has failed.
+        BroadcastError: a member cannot take the transfer, or the group has failed.
     """
     header = Header.decode(_told(group, HEADER))
     meta = known if known is not None and known.digest == header.digest else None
@@ -56,7 +56,7 @@ def greet(
         meta = meta or _decoded(told, header)
         image = Image.of(meta, header.bucket_bytes)
         arriving = Arriving(group, header, meta, image, prepare(meta, image))
-    # Whatever it is, the others must know that this one is not with them.
+    # Whatever the error is, the other members must learn that this one takes no part.
     except Exception as error:
         raise _refused(group, f"cannot take the trainer's broadcast: {error}") from error
     _go_on_if_all(group)
@@ -75,12 +75,12 @@ class Arriving(Generic[T]):
     """One transfer, from the end of its handshake on.
 
     Args:
-        group: that it comes by.
-        header, meta, image: what comes.
-        prepared: what the receiver has made for it.
+        group: the weight group that sends it.
+        header, meta, image: its announcement, its tensors and their layout.
+        prepared: the result of the receiver's ``prepare``.
 
     Attributes:
-        fault: why it will be refused though it has arrived; None while all is well.
+        fault: the reason why the transfer will be refused though it arrives; None if there is none.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Arriving(Generic[T]):
         self._digests: list[bytes] = []
 
     def fill_image(self, content: Tensor) -> None:
-        """Receive all of it into one block of host memory, which is laid out as the image is."""
+        """Receive the whole transfer into one block of host memory, laid out as the image."""
         if self._group.device.type == "cpu":
             for _ in self._buckets(content):
                 pass
@@ -103,11 +103,11 @@ class Arriving(Generic[T]):
         try:
             for bucket, arrived in self._buckets():
                 content[bucket.begin :][: bucket.size].copy_(arrived, non_blocking=True)
-        finally:  # also on an error: the memory may be let go then
+        finally:  # also on an error, because the memory may be freed then
             wait_for_copies({self._group.device})
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Each whole tensor when it has arrived, on the group's device; valid until the next."""
+        """Each whole tensor once it has arrived, on the group's device; valid until the next."""
         large = None
         for bucket, arrived in self._buckets():
             for piece in bucket.pieces:
@@ -127,10 +127,10 @@ class Arriving(Generic[T]):
                 yield spec.name, as_tensor(none, spec)
 
     def end(self) -> None:
-        """Say that the last byte is here, and hear it of all others.
+        """Confirm that the last byte has arrived, and wait until all members have confirmed it.
 
         Raises:
-            BroadcastError: it is not, or not everywhere.
+            BroadcastError: the last byte did not arrive at every member.
         """
         if self.header.has_digests:
             told = _told(self._group, DIGEST * len(self._digests))
@@ -141,7 +141,7 @@ class Arriving(Generic[T]):
         _go_on_if_all(self._group)
 
     def _buckets(self, into: Tensor | None = None) -> Iterator[tuple[Bucket, Tensor]]:
-        """Each bucket when it has arrived; without ``into`` it is valid until the next one.
+        """Each bucket once it has arrived. Without ``into`` it is valid until the next one.
 
         Args:
             into: memory of the whole image, on the group's device.
@@ -173,17 +173,17 @@ class Arriving(Generic[T]):
 
 
 def _refused(group: WeightGroup, why: str) -> BroadcastError:
-    """Tell the other members that this one has failed; returns the error to raise."""
+    """Tell the other members that this one has failed; return the error to raise."""
     refused = BroadcastError(why)
     try:
         group.agree(ok=False)
-    except BroadcastError as error:  # what the others do now is not known, and changes nothing
+    except BroadcastError as error:  # the others may not learn it, which changes nothing here
         refused.add_note(str(error))
     return refused
 
 
 def _go_on_if_all(group: WeightGroup) -> None:
-    """Tell the other members that all is well here; return only if it is so everywhere."""
+    """Tell the other members that this one is ready; return only if all are."""
     if not group.agree(ok=True):
         raise BroadcastError(
             "another member of the weight group refuses the transfer: see its log for the reason"
@@ -191,7 +191,7 @@ def _go_on_if_all(group: WeightGroup) -> None:
 
 
 def _told(group: WeightGroup, size: int) -> bytes:
-    """So many bytes that rank 0 says."""
+    """A tensor of so many bytes that rank 0 sends."""
     content = torch.empty(size, dtype=torch.uint8, device=group.device)
     group.broadcast(content).wait()
     return bytes(bytes_of(content.cpu()))
@@ -201,8 +201,8 @@ def _decoded(told: bytes | None, header: Header) -> WeightMeta:
     """The meta that a header announced.
 
     Raises:
-        BroadcastError: it is not; or all others have it, and this one has not.
-        EngineMismatchError: it has a dtype that this torch has not.
+        BroadcastError: the meta is damaged; or only this member lacks it.
+        EngineMismatchError: it names a dtype that this torch lacks.
     """
     if told is None:
         raise BroadcastError("the meta of the transfer was not sent")
@@ -220,20 +220,20 @@ def as_tensor(flat: Tensor, spec: WeightSpec) -> Tensor:
 
 
 class WeightReceiver:
-    """Receives transfers; each call of a method below is one, with all other members of the group.
+    """Receives transfers, one a call. All other members of the group take part in each call.
 
-    Promised: no byte of a tensor is sent before every receiver knows the names, dtypes and shapes
-    and has found that they fit; a transfer counts only where every member has the last byte and has
-    said so. After an error the group is of no use any more: leave it.
+    Promised: before the first byte of a tensor is sent, every receiver has accepted the names,
+    dtypes and shapes. A transfer counts only if every member has confirmed its last byte. After an
+    error the group cannot be used any more: leave it.
 
-    Not promised: that several threads may call it.
+    Not promised: thread safety.
 
     Args:
-        group: as this process's rank in it.
-        known: the meta of a transfer before, which is not sent again where it is still the same.
+        group: the weight group, opened as this process's rank.
+        known: the meta of an earlier transfer, which is sent again only if it has changed.
 
     Attributes:
-        meta: of the transfer that was begun last, or what was known before.
+        meta: the meta of the last transfer that was begun, or ``known``.
     """
 
     def __init__(self, group: WeightGroup, *, known: WeightMeta | None = None) -> None:
@@ -241,20 +241,20 @@ class WeightReceiver:
         self._group = group
 
     def receive(self, fits: Callable[[WeightMeta], object]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, in host memory, once every receiver has the last byte and has said so.
+        """All tensors, in host memory, once every receiver has confirmed the last byte.
 
-        The first ``next()`` takes as long as the transfer; after it nothing can fail here. As much
-        host memory as the model has is held for as long as the iterator or a tensor of it is.
+        The first ``next()`` takes as long as the transfer; later ones cannot fail. As much host
+        memory as the model has is held while the iterator or one of its tensors lives.
 
         Args:
-            fits: is given the names, dtypes and shapes before any byte of a tensor is sent, and
-                raises where they cannot be loaded.
+            fits: gets the names, dtypes and shapes before the first byte of a tensor is sent;
+                raises if they cannot be loaded.
 
         Yields:
             Name and whole tensor, contiguous, on the CPU: views of one block of memory.
 
         Raises:
-            BroadcastError: this or another receiver did not get it, or refused; nothing was
+            BroadcastError: a receiver did not get the transfer, or refused it; nothing was
                 yielded.
         """
 
@@ -270,19 +270,19 @@ class WeightReceiver:
             yield spec.name, as_tensor(memory.content[offset:][: spec.nbytes], spec)
 
     def receive_into(self, stage: HostStage, fit: Callable[[WeightMeta], Fit]) -> list[Target]:
-        """What targets are to have, into host memory that is kept; they are not changed.
+        """Receive the targets' new content into host memory that is kept; they are not changed.
 
-        Of a tensor of which a target is a part, that part alone is kept.
+        If a target is a part of a tensor, only that part is kept.
 
         Args:
-            stage: laid out anew; on an error it is closed, as bytes may still arrive in its memory.
-            fit: says what the tensors fill, or raises.
+            stage: laid out anew. It is closed on an error, because bytes may still arrive in it.
+            fit: returns the targets of the tensors, or raises.
 
         Returns:
-            The targets, for ``stage.copy``, once every receiver has the last byte.
+            The targets, for ``stage.copy``, once every receiver has confirmed the last byte.
 
         Raises:
-            BroadcastError: as of :meth:`receive`; also where two tensors differ that are one here.
+            BroadcastError: as of :meth:`receive`; also if tensors differ that share one target.
         """
 
         def prepare(meta: WeightMeta, _: Image) -> tuple[Fit, Tensor]:
@@ -309,11 +309,11 @@ class WeightReceiver:
 
         Args:
             fit: as of :meth:`receive_into`.
-            changing: entered before the first change, and left after the last.
+            changing: entered before the first change, and exited after the last.
 
         Raises:
             BroadcastError: as of :meth:`receive`; nothing was changed.
-            EngineBrokenError: it came to nothing in the middle: the targets have parts of it.
+            EngineBrokenError: the transfer failed half-way: the targets have parts of it.
         """
         arriving = self._greet(lambda meta, _: fit(meta))
         found = arriving.prepared
@@ -323,8 +323,8 @@ class WeightReceiver:
                 arriving.end()
             except Exception as error:
                 raise EngineBrokenError(
-                    f"a broadcast ended after parts of it were filled in ({error}): load a version "
-                    "from the files"
+                    f"a broadcast failed after it had changed some weights ({error}): load a "
+                    "version from the files"
                 ) from error
 
     def _greet(self, prepare: Callable[[WeightMeta, Image], T]) -> Arriving[T]:
@@ -335,21 +335,21 @@ class WeightReceiver:
 
 @torch.no_grad()
 def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -> None:
-    """Copy of each tensor what its target is to have; complete on every device.
+    """Copy to each target its part of the tensors; complete on every device.
 
     Args:
         arriving: the transfer.
-        found: what its tensors fill.
-        views: for each target the memory that is filled, of the target's shape.
+        found: the targets of each tensor.
+        views: for each target the memory to fill, in the target's shape.
     """
-    parts = {target.name: (target, view) for target, view in zip(found.targets, views, strict=True)}
+    parts: dict[str, list[tuple[Target, Tensor]]] = {}
+    for target, view in zip(found.targets, views, strict=True):
+        parts.setdefault(target.name, []).append((target, view))
     tied = {other: parts[one] for one, other in found.unknown if one in parts}
     for name, whole in arriving.tensors():
-        if (part := parts.get(name)) is not None:
-            target, view = part
+        for target, view in parts.get(name, ()):
             view.copy_(target.of(whole))
-        elif (part := tied.get(name)) is not None:
-            target, view = part
+        for target, view in () if name in parts else tied.get(name, ()):
             own = target.of(whole).to(view.device, view.dtype)
             if not torch.equal(_bytes(own), _bytes(view)):
                 arriving.fault = differ(target.name, name, "the module")
@@ -357,12 +357,12 @@ def _receive_parts(arriving: Arriving[T], found: Fit, views: Sequence[Tensor]) -
 
 
 def _is_image(targets: Sequence[Target], arriving: Arriving[T]) -> bool:
-    """Whether the targets, laid out one after the other, are the image."""
+    """Whether the targets, laid out one after the other, have the layout of the image."""
     return [(target.name, target.box) for target in targets] == [
         (spec.name, whole_box(spec.shape)) for spec in arriving.meta.tensors
     ]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Of any contiguous or other tensor; a copy only where it is not contiguous."""
+    """The bytes of any tensor; a copy only if it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""One explorer of ``syncd demo``: serves the newest weights until the last step's arrive."""
+"""One explorer of ``syncd demo``: serves the newest weights until those of the last step arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from syncd.cli.demo_model import TinyTransformer
 
 
 def main() -> None:
-    """Follow the job, and write what the weights are in the end."""
+    """Follow the job, and print a summary of the final weights."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--name", required=True)
@@ -35,17 +35,17 @@ def main() -> None:
             version = hook.pull(given.timeout)
             if hook.last is not None:
                 seconds.append(hook.last.seconds)
-            # A rollout of one token, and what stands for the many others of a batch.
+            # One real token stands for the many tokens of a batch of rollouts.
             with torch.no_grad():
                 answered.append(int(model(torch.arange(8).unsqueeze(0))[0, -1].argmax()))
             if version.step >= given.last_step:
                 break
-            # Rollouts take the time that they take; nothing is to be waited for.
+            # Simulated time of the rollouts; there is no event to wait for.
             time.sleep(given.rollout_seconds)
     held = {name: value.detach().clone() for name, value in model.state_dict().items()}
     save_file(held, given.held)
     told = {"reloads": len(seconds), "load": statistics.median(seconds), "answers": answered}
-    print(json.dumps(told))  # what the demo reads
+    print(json.dumps(told))  # read by the demo's parent process
 
 
 if __name__ == "__main__":

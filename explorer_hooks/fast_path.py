@@ -1,4 +1,4 @@
-"""An explorer's part in broadcasts (method ``nccl``): the meeting place, and the engine's turn."""
+"""An explorer's part in broadcasts (method ``nccl``): joining the group, and the transfers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Transfer:
     """Weights that are about to arrive.
 
     Attributes:
-        save_id: what they are.
-        take: lets the engine take them, all or nothing; what it raises is said at
-            :meth:`~explorer_hooks.engines.base.WeightTaker.receive`.
+        save_id: the save that they belong to.
+        take: lets the engine take them, all or nothing; it raises as
+            :meth:`~explorer_hooks.engines.base.WeightTaker.receive` does.
     """
 
     save_id: SaveId
@@ -38,9 +38,9 @@ class ExplorerBroadcasts:
         engine: takes the weights.
 
     Attributes:
-        fits: whether the engine takes part: not after one whose tensors did not fit, until it has
+        fits: whether the engine takes part. False after tensors did not fit, until the engine has
             loaded a version.
-        group: the weight group that all its workers have open; None where they have none.
+        group: the weight group that all the engine's workers have open; None if they have none.
     """
 
     def __init__(self, sync: ExplorerSynchronizer, engine: WeightTaker) -> None:
@@ -52,21 +52,21 @@ class ExplorerBroadcasts:
 
     @property
     def workers(self) -> int:
-        """How many ranks of the weight group it is."""
+        """How many ranks of the weight group the engine has."""
         return self._engine.workers
 
     def meet(self, cancel: Cancellation) -> Transfer:
-        """Learn where the members of the offer that was agreed last meet.
+        """Learn the meeting place for the offer that was agreed on last.
 
         Raises:
-            BroadcastError: the trainer did not say within the ``broadcast_timeout``.
-            CancelledError: it was cancelled.
+            BroadcastError: the trainer did not name it within the ``broadcast_timeout``.
+            CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
         rendezvous, rank_offset = self._sync.rendezvous(cancel=cancel)
         save_id = SaveId.parse(rendezvous.save_id)
         if save_id is None:
-            raise BroadcastError(f"{rendezvous.save_id!r} is not what a trainer's hook sends")
+            raise BroadcastError(f"{rendezvous.save_id!r} is not a save id of a trainer's hook")
         return Transfer(save_id, lambda: self._take(rendezvous, rank_offset))
 
     def _take(self, rendezvous: Rendezvous, rank_offset: int) -> None:
@@ -81,6 +81,6 @@ class ExplorerBroadcasts:
         self.group = rendezvous.group_name
 
     def close(self) -> None:
-        """Leave the weight group, without waiting for anyone."""
+        """Leave the weight group, without waiting for the other members."""
         self.group = None
         self._engine.leave()

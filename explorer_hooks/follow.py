@@ -1,4 +1,4 @@
-"""``syncd follow``: an explorer beside a server, as a process of its own. Never imports torch.
+"""``syncd follow``: an explorer beside a server, as a separate process. Never imports torch.
 
 It gives versions to an inference server, to a command, or to the readers of a link. syncd itself
 knows nothing of the hooks: its command line finds this one by an entry point.
@@ -244,11 +244,13 @@ def command(
 def _engine(
     run: str | None, link: Path | None, timeout: float, fits: Fits | None, staging: Staging | None
 ) -> Engine:
-    """The engine that versions are loaded into."""
+    """Make the engine that versions are loaded into."""
     if run is not None:
         return CommandEngine(run, timeout=timeout, fits=fits)
     if link is None:
-        raise InvalidSettingsError("nothing to load versions into")
+        raise InvalidSettingsError(
+            "nothing to load versions into: give --engine, --command or --link"
+        )
     engine = LinkEngine(link, fits=fits)
     if staging is not None and engine.target is not None:
         staging.serves(engine.target)  # a server may start from there before the link has moved
@@ -258,15 +260,15 @@ def _engine(
 class _Ended:
     """SIGTERM and SIGINT end the process with status 0 while this is open.
 
-    They end the wait for a name, or for a server that does not answer, like Ctrl-C. Once there is a
-    hook they only end its waits.
+    Like Ctrl-C they end the wait for a name, or for a server that does not answer. Once there is a
+    hook, they only end its waits.
     """
 
     def __init__(self) -> None:
         self._cancel: Callable[[], None] | None = None
 
     def by(self, cancel: Callable[[], None]) -> None:
-        """Let signals do only this from now on."""
+        """From now on let signals only call this."""
         self._cancel = cancel
 
     def __enter__(self) -> Self:
@@ -297,16 +299,17 @@ def _print_json(name: str, version: Version) -> None:
 class CommandEngine(InProcessEngine):
     """Runs a command for each version; exit status 0 means that it accepted the version.
 
-    The command is a shell's. Its environment has ``SYNCD_FOLDER``, ``SYNCD_STEP``,
-    ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, of kind ``remote``, ``SYNCD_REMOTE_PATH``.
+    A shell runs the command. Its environment has ``SYNCD_FOLDER``, ``SYNCD_STEP``,
+    ``SYNCD_SEQUENCE``, ``SYNCD_KIND`` and, for kind ``remote``, ``SYNCD_REMOTE_PATH``.
 
     Args:
-        command: what the shell is given.
-        timeout: seconds, after which it is killed with all that it has started.
-        fits: what versions are compared with first; None for the version that it took before.
+        command: the shell command.
+        timeout: seconds until the command and all processes that it started are killed.
+        fits: the model to compare versions with; None to compare each version with the one before.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter", "remote"})
+    hub_names = True  # as any folder that is downloaded from there
 
     def __init__(self, command: str, *, timeout: float, fits: Fits | None = None) -> None:
         self._command = command
@@ -315,7 +318,7 @@ class CommandEngine(InProcessEngine):
         self._learns = fits is None
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare a full model with the base model, or with what the command took before."""
+        """Compare a full model with the base model, or with the last one that it accepted."""
         if self._fits is not None:
             self._fits.check(version)
 
@@ -323,7 +326,7 @@ class CommandEngine(InProcessEngine):
         """Run the command, and wait for its end.
 
         Raises:
-            CommandFailedError: it ended with another status than 0, or not in time.
+            CommandFailedError: it ended with another status than 0, or too late.
         """
         told = {
             "SYNCD_FOLDER": str(version.folder),
@@ -333,7 +336,7 @@ class CommandEngine(InProcessEngine):
         }
         if version.remote_path is not None:
             told["SYNCD_REMOTE_PATH"] = version.remote_path
-        process = subprocess.Popen(  # noqa: S603 # running the user's own command is what it is for
+        process = subprocess.Popen(  # noqa: S603 # running the user's own command is its purpose
             [_SHELL, "-c", self._command],
             env=os.environ | told,
             stdin=subprocess.DEVNULL,
@@ -348,7 +351,7 @@ class CommandEngine(InProcessEngine):
                 raise
             raise CommandFailedError(
                 f"the command did not finish with version {version.sequence} within "
-                f"{self._timeout:g} s and was killed: raise --timeout, or see what it waits for"
+                f"{self._timeout:g} s and was killed: raise --timeout, or find out why it hangs"
             ) from error
         if status:
             raise CommandFailedError(
@@ -363,21 +366,24 @@ class LinkEngine(InProcessEngine):
     """Points a symbolic link to each version's folder, by one rename.
 
     Args:
-        path: the link; a link that is there is replaced, and nothing else ever is.
-        fits: what versions are compared with first; None for nothing.
+        path: the link. An existing link is replaced; any other file is refused.
+        fits: the model to compare versions with first; None to compare nothing.
 
     Raises:
-        InvalidSettingsError: something else than a link is there, or its folder is not.
+        InvalidSettingsError: there is something else than a link, or the parent folder is missing.
     """
 
     kinds: frozenset[str] = frozenset({"full", "adapter"})
+    hub_names = True
 
     def __init__(self, path: Path, *, fits: Fits | None = None) -> None:
         self._path = path.absolute()
         self._fits = fits
         self._storage = Storage()
         if not self._path.parent.is_dir():
-            raise InvalidSettingsError(f"{self._path.parent} is not there: make it first")
+            raise InvalidSettingsError(
+                f"{self._path.parent} does not exist: create this folder first"
+            )
         if os.path.lexists(self._path) and not self._path.is_symlink():
             raise InvalidSettingsError(
                 f"{self._path} is not a link, so it is not replaced: move it away, or give "
@@ -398,7 +404,7 @@ class LinkEngine(InProcessEngine):
         """Move the link.
 
         Raises:
-            OSError: storage refused; the link is as it was.
+            OSError: storage failed; the link is unchanged.
         """
         draft = self._path.with_name(f"{TEMPORARY}{self._path.name}-{secrets.token_hex(6)}")
         self._storage.symlink(version.folder, draft)

@@ -1,4 +1,4 @@
-"""Followers of several servers of one host, side by side in one process. Without torch."""
+"""Followers of several servers of one host, side by side in one process. Needs no torch."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from syncd.protocol.policy import Version
 log = logging.getLogger(__name__)
 #: Seconds between two attempts to follow with a server.
 _AGAIN: Final = 10.0
-#: Seconds between two looks whether all have ended. A signal handler runs in between.
+#: Seconds between two checks whether all have ended. A signal handler runs in between.
 _LOOK: Final = 0.5
 
-#: Opens a hook for one server; calls its argument often meanwhile, which raises to stop.
+#: Opens a hook for one server. It calls its argument often; that raises to stop the opening.
 Opens = Callable[[Callable[[], None]], ExplorerHook]
 
 
 class Followers:
-    """Explorers that follow one job, each with a thread and a server of its own.
+    """Explorers that follow one job, each with its own thread and server.
 
-    An explorer whose server fails does not touch the others: its error is logged, and it is opened
-    again after ``again`` seconds, until :meth:`end`. An error that concerns the job, or an
-    explorer's name, ends all of them.
+    An explorer whose server fails does not affect the others: the error is logged, and the explorer
+    is opened again after ``again`` seconds, until :meth:`end`. An error that concerns the job, or
+    an explorer's name, ends all of them.
 
     Args:
-        opens: explorer's name → what opens its hook.
-        served: called with the name and each version that its server serves, by any thread.
+        opens: explorer's name → the function that opens its hook.
+        served: called from any thread with the name and each version that its server serves.
         again: seconds between two attempts.
     """
 
@@ -56,7 +56,7 @@ class Followers:
         self._errors: list[Exception] = []
 
     def end(self) -> None:
-        """Let :meth:`run` end soon. A signal handler of its thread may call this."""
+        """Make :meth:`run` end soon. A signal handler of its thread may call this."""
         self._ended.set()
         for hook in list(self._hooks.values()):
             hook.cancel()

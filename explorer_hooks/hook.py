@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from explorer_hooks.background import Follower
-from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, WeightTaker
+from explorer_hooks.engines.base import Engine, MayBeAway, MayStartLater, TakesHubNames, WeightTaker
 from explorer_hooks.fast_path import ExplorerBroadcasts
 from explorer_hooks.pipeline import Pipeline
 from explorer_hooks.puller import Puller
@@ -62,13 +62,13 @@ class ExplorerHook:
             them, and loads versions if they fail. Any other engine follows the versions.
         staging: copies versions to this host first, while the engine still serves.
         memory_dir: the second job directory, which holds the versions (method ``memory``).
-        before_load: called with the version that is about to be loaded, to finish running
+        before_load: called with the version before it is loaded, so that you can finish running
             requests. Before a broadcast, whose weights have no version yet, it gets the newest
             version that is held.
         on_remote: called with the path of each version of kind ``remote``, and the version. Without
             it such versions are refused, unless the engine takes them. If it raises an
             EngineMismatchError the version is refused; after any other error it is tried again.
-        poll: the longest time between two looks, in seconds, if the filesystem sends no events.
+        poll: at most so many seconds between two looks, if the filesystem sends no events.
         storage: the seam for tests.
 
     Raises:
@@ -106,9 +106,10 @@ class ExplorerHook:
         self._sync = ExplorerSynchronizer(
             job_dir,
             name,
-            settings=settings if given is not None else None,  # pull() alone goes by none
+            settings=settings if given is not None else None,  # without them only pull() works
             memory_dir=memory_dir,
-            workers=0,  # until there is something to go back to
+            workers=0,  # until there is a version to fall back to
+            hub_names=isinstance(engine, TakesHubNames) and engine.hub_names,
             seams=Seams(storage=storage, poll=poll),
         )
         self._fast_path: ExplorerBroadcasts | None = None
@@ -118,7 +119,7 @@ class ExplorerHook:
                     self._fast_path = ExplorerBroadcasts(self._sync, engine)
                 else:
                     log.warning(
-                        "%s: its engine takes no broadcasts, only versions from the files", name
+                        "%s: its engine takes no broadcasts; loading versions from the files", name
                     )
             self._pipeline = Pipeline(
                 self._sync,
@@ -139,7 +140,8 @@ class ExplorerHook:
             self._sync.close()
             raise
 
-    # -- what it serves --------------------------------------------------------------------------
+    # -- the served version
+    # --------------------------------------------------------------------------
 
     @property
     def version(self) -> Version | None:
@@ -150,15 +152,15 @@ class ExplorerHook:
     def folder(self) -> Path | None:
         """The folder that the engine's version was read from; it stays until the next is applied.
 
-        With a stage folder, that of the copy. After a broadcast, that of the newest version that
-        was published by then, or of the broadcast's own weights.
+        With a stage folder it is the copy's. After a broadcast it is the folder of the newest
+        version that was published by then, or of the broadcast's own weights.
         """
         held = self._pipeline.held
         return held.folder if held else None
 
     @property
     def last(self) -> Reload | None:
-        """Duration and pause of the last reload; None before the first."""
+        """Duration and pause of the last load, in seconds; None before the first."""
         return self._pipeline.last
 
     @property
@@ -170,8 +172,8 @@ class ExplorerHook:
     def synchronizer(self) -> ExplorerSynchronizer:
         """The participant that this hook is registered as.
 
-        For saved states (``save_state``, ``load_state``), and to see who is there and who waits
-        (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
+        For saved states (``save_state``, ``load_state``), and to see which modules are there and
+        which wait (``modules``, ``get_trainer_status``, ``trainer_requires_weight_sync``,
         ``get_explorer_status_counts``). The hook itself waits for weights, reports, and sets the
         status.
         """
@@ -181,7 +183,7 @@ class ExplorerHook:
         """Whether the engine's weights are known, and fresh enough (``max_staleness``).
 
         Raises:
-            NotFollowingError: what followed in the background has ended.
+            NotFollowingError: the background thread has died.
             OSError: LATEST cannot be read.
         """
         self._follower.check()
@@ -194,7 +196,7 @@ class ExplorerHook:
             InvalidSettingsError: nothing is served yet, or there is no such tensor.
         """
         require_torch("ExplorerHook.get_weight")
-        # Torch is imported by those alone who want tensors.
+        # Import torch only if tensors are wanted.
         from explorer_hooks.weights import WeightsReader  # noqa: PLC0415
 
         with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
@@ -203,7 +205,7 @@ class ExplorerHook:
     def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the version that is served now, one at a time, in host memory.
 
-        The version is held from the first one to the last, whatever is served meanwhile.
+        The version is held from the first tensor to the last, even if the engine changes meanwhile.
 
         Raises:
             InvalidSettingsError: nothing is served yet.
@@ -214,16 +216,17 @@ class ExplorerHook:
         with self._pipeline.hold_again() as version, WeightsReader(version) as reader:
             yield from reader.state_dict_iterator()
 
-    # -- taking what is newer --------------------------------------------------------------------
+    # -- taking newer versions --------------------------------------------------------------------
 
     def pull(self, timeout: float | None = None) -> Version:
         """Wait for a newer version than the engine has, and load it.
 
-        A sync is required meanwhile, and again whenever the trainer says that it has nothing newer.
+        It asks for a sync meanwhile, and again each time the trainer says that it has nothing
+        newer.
 
         Args:
-            timeout: seconds to wait for one; 0 to take what is there now, and require nothing; None
-                for as long as it takes.
+            timeout: seconds to wait for one; 0 to take only a version that is there now, without
+                asking for a sync; None to wait without a limit.
 
         Returns:
             The version that the engine serves now.
@@ -231,15 +234,15 @@ class ExplorerHook:
         Raises:
             WaitTimeoutError: nothing newer came in time, or another thread pulled all the time; the
                 engine is as it was.
-            VerificationError, EngineMismatchError, or what the engine raises: the version was
-                refused; the engine is as it was. The next pull waits for one above it.
-            OSError, or what ``on_remote`` raises: storage or the callback failed; the engine is as
+            VerificationError, EngineMismatchError, or an error of the engine: the version was
+                refused; the engine is as it was. The next pull waits for a later one.
+            OSError, or an error of ``on_remote``: storage or the callback failed; the engine is as
                 it was, and the next pull tries again.
-            EngineBrokenError: what the engine serves is not known; the next pull gives it what is
-                newer, or else tries to give it back what it had.
+            EngineBrokenError: the weights that the engine serves are unknown. The next pull loads a
+                newer version, or else tries to load the previous one again.
             CancelledError: the hook was closed by another thread.
-            NotFollowingError: what followed in the background has ended.
-            InvalidSettingsError: something follows in the background.
+            NotFollowingError: the background thread has died.
+            InvalidSettingsError: a thread follows in the background.
         """
         self._follower.check_off()
         try:
@@ -250,8 +253,8 @@ class ExplorerHook:
     def pull_step(self, step: int, timeout: float | None = None) -> Version:
         """Have a saved step published as the newest version, and load it.
 
-        That moves every explorer of the job, so no trainer and no other explorer may work;
-        :meth:`load_step` moves this one alone.
+        Every explorer of the job then loads the step, so no trainer and no other explorer may work.
+        Use :meth:`load_step` to change this explorer alone.
 
         Args:
             step: the step.
@@ -260,7 +263,7 @@ class ExplorerHook:
         Raises:
             SaveNotReadyError: the step has no folder; the message says which steps have.
             SaveFailedError: the daemon has refused the save.
-            InvalidSettingsError: a trainer or another explorer works, or something follows in the
+            InvalidSettingsError: a trainer or another explorer works, or a thread follows in the
                 background.
             WaitTimeoutError, or as :meth:`pull`.
         """
@@ -269,23 +272,24 @@ class ExplorerHook:
     def load_step(self, step: int, timeout: float | None = None) -> Version:
         """Load a saved step into this engine only, to evaluate it.
 
-        The newest version stays the newest, and no other explorer is moved; a trainer may work.
-        A step that is published already is leased; else the daemon builds it for this explorer,
-        and deletes the build once the next step or version is loaded, or the hook is closed. The
-        next :meth:`pull` takes the newest version again, if that is another one.
+        LATEST and the other explorers stay as they are; a trainer may work. A step that is
+        published already is leased. Otherwise the daemon builds it for this explorer, and deletes
+        the build once the next step or version is loaded, or the hook is closed. The next
+        :meth:`pull` takes the newest version again, if the engine does not serve it.
 
         Args:
             step: the step.
             timeout: seconds until it must be built; the settings' ``sync_timeout`` by default.
 
         Returns:
-            What the engine serves now; its sequence is 0 if the step is no published version.
+            The version that the engine serves now; its sequence is 0 if the step is no published
+            version.
 
         Raises:
-            SaveNotReadyError: the step is not on disk; says which ones are.
-            SaveFailedError: the daemon cannot build it; says why.
+            SaveNotReadyError: the step is not on disk; the message lists those that are.
+            SaveFailedError: the daemon cannot build it; the message has the reason.
             JobUnavailableError: the daemon is of a release that builds no steps.
-            InvalidSettingsError: something follows in the background.
+            InvalidSettingsError: a thread follows in the background.
             WaitTimeoutError, or as :meth:`pull`.
         """
         return self._step(self._puller.step_alone, step, timeout)
@@ -297,11 +301,11 @@ class ExplorerHook:
     def after_step(self, step: int) -> Version | None:
         """Sync after a step of rollouts, if it is due by the settings.
 
-        It waits until the trainer has something newer, or says that it has not, or stops, and its
-        last save is published or refused, if a daemon works. An explorer that holds nothing first
-        waits for a version, or for a trainer to come. What is refused, or cannot be read now, is in
-        the log and the report, and the engine goes on with what it has; one that has lost that (a
-        server that was restarted) is given it again first.
+        It waits until the trainer has something newer, says that it has nothing newer, or stops. If
+        the trainer stops and a daemon works, it waits until the last save is published or refused.
+        An explorer without weights first waits for a version, or for a trainer to come. A version
+        that is refused, or cannot be read now, is in the log and the report, and the engine keeps
+        its weights. An engine that lost its weights (a restarted server) first gets them back.
         Under ``fully_async`` :meth:`start` does all of it.
 
         Args:
@@ -311,9 +315,9 @@ class ExplorerHook:
             The version that the engine serves now; None before the first.
 
         Raises:
-            WaitTimeoutError: none of that within ``sync_timeout``.
+            WaitTimeoutError: none of these events came within ``sync_timeout``.
             EngineBrokenError, CancelledError, NotFollowingError: as :meth:`pull`.
-            InvalidSettingsError: ``fully_async``, and nothing follows.
+            InvalidSettingsError: ``fully_async``, and :meth:`start` was not called.
         """
         self._follower.check()
         if self._settings.style is SyncStyle.FULLY_ASYNC and not self._follower.is_on:
@@ -324,7 +328,7 @@ class ExplorerHook:
         try:
             if waits := self._waits(step):
                 self._puller.sync(self._settings.sync_timeout)
-            else:  # what it has missed may be there as files
+            else:  # it may have missed versions that are there as files
                 self._puller.what_is_there()
         except RefusedError:
             pass  # it is in the log and in the report
@@ -332,18 +336,18 @@ class ExplorerHook:
             if waits:
                 raise
         except (OSError, OnRemoteError) as error:
-            log.warning("%s goes on with the version that it has: %s", self._sync.name, error)
+            log.warning("%s keeps its present weights: %s", self._sync.name, error)
         return self.version
 
     # -- in the background -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Follow the job in a thread of its own: take each newest version as it comes.
+        """Follow the job in a background thread, which takes each newest version as it comes.
 
-        A sync is required only under ``explorer_driven``. What it meets is said at
-        :func:`~explorer_hooks.background.follow`; its death is raised by the next call of
-        :meth:`pull`, :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served`, once.
-        Does nothing where it follows already.
+        Only ``explorer_driven`` asks for syncs. See :func:`~explorer_hooks.background.follow` for
+        the errors that the thread survives. If it dies, the next call of :meth:`pull`,
+        :meth:`after_step`, :meth:`may_produce` or :meth:`wait_until_served` raises, once.
+        Does nothing if a thread follows already.
         """
         self._cancel.check()
         asks = self._settings.style is SyncStyle.EXPLORER_DRIVEN
@@ -359,13 +363,13 @@ class ExplorerHook:
         """Wait until the engine serves a version, while a thread follows the job.
 
         Args:
-            timeout: seconds; None for as long as it takes.
-            newer_than: a version that is not enough.
+            timeout: seconds; None to wait without a limit.
+            newer_than: wait for a version newer than this one.
 
         Raises:
-            InvalidSettingsError: it does not, and :meth:`start` was not called.
-            WaitTimeoutError: it does not in time.
-            NotFollowingError: what followed has ended.
+            InvalidSettingsError: the engine serves none, and :meth:`start` was not called.
+            WaitTimeoutError: it serves none in time.
+            NotFollowingError: the background thread has died.
             CancelledError: the hook was cancelled, or closed.
         """
         return self._follower.wait_until_served(timeout, newer_than, self._cancel)
@@ -373,18 +377,18 @@ class ExplorerHook:
     # -- the end -----------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """End all pulls, now and from now on; from any thread, or a signal handler."""
+        """End all pulls, present and future; from any thread, or a signal handler."""
         self._cancel.cancel()
         self._follower.cancel()
 
     def close(self) -> None:
         """End pulls in other threads, release the version, and report that this explorer stopped.
 
-        Safe to call twice, and in a fork, where it does nothing. Whoever reads the version's folder
-        must have stopped.
+        Safe to call twice, and in a fork, where it does nothing. Stop every reader of the version's
+        folder before.
 
         Raises:
-            Exception: what the engine raises; all else is closed all the same.
+            Exception: an error of the engine; everything else is closed nevertheless.
         """
         if self._closed or not self._sync.is_ours:
             return
@@ -421,11 +425,11 @@ class ExplorerHook:
             raise refused.error from refused.error.__cause__
 
     def _waits(self, step: int) -> bool:
-        """Whether a sync that is due is waited for: of broadcasts the trainer may decide."""
+        """Whether to wait for a sync that is due: for broadcasts the trainer may decide."""
         if self._fast_path is None:
             return True
         try:
-            # Without a trainer the policy waits for nothing: not even for the first weights.
+            # Without a trainer the policy does not wait, not even for the first weights.
             self._sync.wait_for_trainer(self._pipeline.floor, cancel=self._cancel)
             requires = self._sync.trainer_requires_weight_sync()
         except JobUnavailableError:
@@ -437,7 +441,7 @@ def _check_arguments(engine: object, staging: object) -> None:
     """Check the arguments before the name is claimed.
 
     Raises:
-        InvalidSettingsError: one is not; says what to give.
+        InvalidSettingsError: one is wrong; the message says what to give.
     """
     missing = [name for name in vars(Engine) if name[0] != "_" and not hasattr(engine, name)]
     is_class = isinstance(engine, type)
@@ -445,8 +449,8 @@ def _check_arguments(engine: object, staging: object) -> None:
         why = "it is a class" if is_class else f"it has no {missing[0]}"
         kind = getattr(engine, "__name__", type(engine).__name__)
         raise InvalidSettingsError(
-            f"engine is {kind}, and no engine ({why}): give TorchModule(model) for a model of this "
-            "process, or another one of docs/engines.md"
+            f"engine is {kind}, which is no engine ({why}): give TorchModule(model) for a model of "
+            "this process, or another engine of docs/engines.md"
         )
     if staging is not None and not isinstance(staging, Staging):
         raise InvalidSettingsError(

@@ -1,6 +1,6 @@
-"""``Pipeline``: the version that an engine serves, and its way to the next one.
+"""``Pipeline``: the version that an engine serves, and the steps to the next one.
 
-The way is: lease, verify, stage, apply, report.
+The steps are: lease, verify, stage, apply, report.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Final
 
 from explorer_hooks.engines.base import Engine
@@ -28,29 +29,29 @@ from syncd.protocol.reports import Reload
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks of a thread that waits for a version to be served, at most.
+#: The longest time in seconds between two looks while waiting for a version to be served.
 _LOOK: Final = 0.1
-#: Seconds between two looks whether the engine still has its version.
+#: Seconds between two checks whether the engine still has its version.
 _STILL: Final = 2.0
 
 
 class Pipeline:
-    """The version that an engine serves, and its way to the next one.
+    """The version that an engine serves, and the steps to the next one.
 
-    Any thread may look at what is served; one thread at a time brings the next version.
+    Any thread may read the served version; one thread at a time brings the next version.
 
     Args:
-        sync: this explorer, registered: it holds versions, and reports.
-        engine: what is loaded into.
-        staging: copies versions to this host first; off where the engine reads elsewhere too.
-        before_load: is given the version that is about to be loaded.
+        sync: this explorer, registered: it leases versions, and reports.
+        engine: the engine to load into.
+        staging: copies versions to this host first; off if the engine reads on other hosts too.
+        before_load: called with the version before it is loaded.
         on_remote: takes versions of kind ``remote`` in place of the engine.
-        fast_path: how the engine takes broadcasts; None where it takes none.
+        fast_path: the engine's part in broadcasts; None if it takes none.
 
     Attributes:
-        held: the version that the engine serves, held; None before the first. Where the engine has
-            newer weights by a broadcast, the newest version before them, or of them.
-        last: how it came to what it serves.
+        held: the version that the engine serves, leased; None before the first. If the engine has
+            newer weights by a broadcast: the newest version up to those weights.
+        last: the measurements of the last load or transfer.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Pipeline:
         self._refused: tuple[Version, str] | None = None
         self._leaving: list[LeasedVersion] = []
         self._changed = threading.Condition()
-        #: Had while versions are let go. Not the other one: storage may take for ever.
+        #: Held while releasing versions. A separate lock, because storage may take for ever.
         self._letting_go = threading.RLock()
         self._reloader = Reloader(engine, on_remote)
         self._before_load = before_load
         self._looked = -math.inf
         self._is_verified = True
 
-    # -- what the engine serves: any thread may look ---------------------------------------------
+    # -- the served version: for any thread ---------------------------------------------
 
     @property
     def version(self) -> Version | None:
@@ -108,13 +109,13 @@ class Pipeline:
 
     @property
     def serves_of_files(self) -> LeasedVersion | None:
-        """The held version, if the engine is known to serve just that, and no broadcast."""
+        """The held version, if the engine is known to serve exactly this and no broadcast."""
         with self._changed:
             return None if self._received or self._broken is not None else self.held
 
     @property
     def floor(self) -> Version | None:
-        """What is served, or the newer one that was refused: what comes next is above it."""
+        """The served version, or the newer one that was refused: the next one must be above it."""
         served = self.version
         if self._refused is None or (served and served.sequence > self._refused[0].sequence):
             return served
@@ -122,10 +123,10 @@ class Pipeline:
 
     @property
     def joins(self) -> bool:
-        """Whether it takes part in broadcasts now.
+        """Whether the engine takes part in broadcasts now.
 
-        Not before the first version: where a broadcast leaves an engine broken, that is what it is
-        given back. Nor while a step is evaluated.
+        Not before the first version, because an engine that a broadcast breaks must have a version
+        to fall back to. Nor while a step is evaluated.
         """
         fast_path = self._fast_path
         if fast_path is None or not fast_path.fits or self._benches:
@@ -139,7 +140,7 @@ class Pipeline:
         Raises:
             InvalidSettingsError: nothing is served yet.
         """
-        with self._changed:  # while it cannot be let go
+        with self._changed:  # so that it is not released meanwhile
             held = self.held
             if held is None:
                 raise InvalidSettingsError(f"{self._sync.name} serves nothing yet: pull() first")
@@ -155,10 +156,10 @@ class Pipeline:
     def wait(
         self, until: Callable[[Version | None], bool], timeout: float | None
     ) -> Version | None:
-        """Wait until what is served is enough, or the time is up; returns what is served then.
+        """Wait until ``until`` holds or the time is up; return the version that is served then.
 
-        What ``until`` looks at besides is looked at ten times a second: a signal handler may change
-        it between a look and a wait of the same thread, and must take no lock to say so.
+        ``until`` is called ten times a second, because a signal handler may change its result
+        without notice: a handler on the waiting thread must take no lock.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -167,14 +168,14 @@ class Pipeline:
             return self.version
 
     def ends_bench(self) -> None:
-        """What is served is a version of the job again, if it is one, and no step to evaluate."""
+        """Note that the served version, if one of the job, no longer counts as an evaluation."""
         held = self.held
         if self._benches and held is not None and held.sequence:
             self._benches = False
             self.report()
 
     def follows(self) -> None:
-        """Note that a thread follows the job in the background from now on."""
+        """Note that a thread follows the job in the background."""
         if self._abandoned is not None:
             self._abandoned = None
             self.report()
@@ -190,7 +191,7 @@ class Pipeline:
         """Write this explorer's report; if that fails, the engine goes on serving.
 
         Raises:
-            NameTakenError: another explorer took the name while this one counted as dead.
+            NameTakenError: another explorer took the name when this one counted as dead.
         """
         version = self.version
         benches = self._benches and version is not None
@@ -202,6 +203,7 @@ class Pipeline:
                 bench=version.step if benches and version else None,
                 fault=self.fault,
                 received=str(self._received) if self._received else None,
+                delta_base=self._staging.base if self._staging and not benches else None,
                 workers=self._fast_path.workers if self._fast_path and self.joins else 0,
                 group=self._fast_path.group if self._fast_path else None,
             )
@@ -211,12 +213,12 @@ class Pipeline:
     # -- the next version: one thread at a time --------------------------------------------------
 
     def receive(self, transfer: Transfer) -> None:
-        """Have the engine take the weights of a transfer, and report them.
+        """Let the engine take the weights of a transfer, and report them.
 
         Raises:
-            BroadcastError: it came to nothing; the engine is as it was.
-            EngineBrokenError: what the engine serves is not known.
-            Exception: what a callback raised.
+            BroadcastError: the transfer failed; the engine is as it was.
+            EngineBrokenError: the weights that the engine serves are unknown.
+            Exception: an error of a callback.
         """
         held = self.held
         assert held is not None  # noqa: S101 - else it would not have joined
@@ -255,19 +257,19 @@ class Pipeline:
         """Lease, verify, stage, apply and report a version.
 
         Args:
-            version: which one.
-            cancel: ends it before the engine is touched.
-            exactly: whether it is loaded also where the engine has later weights.
+            version: the version.
+            cancel: ends the work before the engine is touched.
+            exactly: whether to load the version even if the engine has later weights.
 
         Returns:
-            False where the engine has had its weights, or later ones of the same run, by a
-            broadcast: then it is held and reported, and nothing is loaded.
+            False if a broadcast has given the engine these weights already, or later ones of the
+            same run: then the version is held and reported, and nothing is loaded.
 
         Raises:
             VersionGoneError: it was retired, or is not visible yet.
             RefusedError: it cannot be used; the engine is as it was.
-            EngineBrokenError: what the engine serves is not known.
-            Exception: what storage, the engine or a callback refused for this time.
+            EngineBrokenError: the weights that the engine serves are unknown.
+            Exception: storage, the engine or a callback failed, which may pass.
         """
         try:
             leased = self._sync.hold(version)
@@ -285,27 +287,27 @@ class Pipeline:
         return True
 
     def take_step(self, leased: LeasedVersion, cancel: Cancellation) -> None:
-        """Verify, stage, apply and report a step that is held, to evaluate it.
+        """Verify, stage, apply and report a leased step, to evaluate it.
 
         Raises:
-            RefusedError, EngineBrokenError, Exception: as :meth:`take`; it is held no more.
+            RefusedError, EngineBrokenError, Exception: as :meth:`take`; the step is released then.
         """
         self._take(leased, cancel, benches=True)
 
     def _take(self, leased: LeasedVersion, cancel: Cancellation, *, benches: bool = False) -> None:
-        """Let the engine serve what is leased; if it comes to nothing, that is let go.
+        """Load a leased version into the engine; release the version if that fails.
 
-        With :meth:`take`, this is the order of a pull on disk. Of LATEST the version was read, and
-        the lease is ``leases/VERSION/EXPLORER.SESSION``, an empty file that was created before
-        ``manifest.json`` was read.
+        The order of accesses of a pull, with :meth:`take`: LATEST was read, the lease
+        ``leases/VERSION/EXPLORER.SESSION``, an empty file, was created, then ``manifest.json`` was
+        read.
         """
-        using = [leased]  # what is to be let go if it comes to nothing
+        using = [leased]  # to release if the load fails
         blames = True
         try:
             self._reloader.check_kind(leased)
             begun = time.monotonic()
             ready, staged, why = leased, None, None
-            # Each byte is read once, and compared with the manifest; with a stage, while it is
+            # Each byte is read once, and compared with the manifest: with a stage, while it is
             # copied into a draft there, which is renamed at the end.
             if self._staging is not None and leased.kind != "remote":
                 try:
@@ -322,7 +324,7 @@ class Pipeline:
                 leased.verify(cancel=cancel.check)
             self._reloader.check(ready)
             verified = time.monotonic()
-            blames = False  # for what work in flight ends with, no version is to blame
+            blames = False  # an error of running requests is not the version's fault
             if self._before_load is not None:
                 self._before_load(ready)
             blames = True
@@ -335,8 +337,9 @@ class Pipeline:
                 prepare=time.monotonic() - verified,
                 staged=staged,
                 not_staged=why,
+                **(asdict(self._staging.fetched) if self._staging and staged else {}),
             )
-            # From here on nothing ends it: the engine reads the files.
+            # Cannot be cancelled from here on: the engine reads the files.
             told = self._reload(ready, told)
         except BaseException as error:
             self._let_go(*using)
@@ -356,8 +359,8 @@ class Pipeline:
             self._fast_path.fits = True
         if self._staging is not None:
             self._staging.serves(ready.folder)
-        # Only now the leases go, by unlink: that of the version before, and that of this one if
-        # the engine has a copy on this host.
+        # Release the leases only now, by unlink: the one on the version before, and the one on
+        # this version if the engine has a copy on this host.
         self._let_go(*([leased] if ready is not leased else []), *([before] if before else []))
         if self._staging is not None:
             self._staging.tidy()
@@ -372,7 +375,7 @@ class Pipeline:
         )
 
     def restore(self) -> None:
-        """Where the engine is broken, let it serve again what it should.
+        """If the engine is broken, load its version again.
 
         Raises:
             EngineBrokenError: it is still broken.
@@ -395,10 +398,10 @@ class Pipeline:
         self.report()
 
     def look(self) -> None:
-        """Now and then, see whether the engine still has what it was given.
+        """Every few seconds, check whether the engine still has its version.
 
         Raises:
-            EngineBrokenError: it has not; :meth:`restore` gives it that.
+            EngineBrokenError: it has not; :meth:`restore` loads it again.
         """
         now = time.monotonic()
         held = self.held
@@ -414,7 +417,7 @@ class Pipeline:
             raise EngineBrokenError(self._broken)
 
     def close(self) -> None:
-        """Let go of what is held."""
+        """Release the held versions."""
         with self._changed:
             held, self.held = self.held, None
         if held is not None:
@@ -429,7 +432,7 @@ class Pipeline:
             self._broken = str(error)
             raise
         except Exception as error:
-            if self.held is None:  # nothing that it could have been given back
+            if self.held is None:  # there was no version to fall back to
                 self._broken = f"the engine did not take its first version: {error}"
             raise
         except BaseException as error:
@@ -439,8 +442,8 @@ class Pipeline:
     def _has_received(self, version: LeasedVersion) -> bool:
         """Whether the engine has a version's weights, or later ones, by a broadcast.
 
-        Later are those of the trainer that works now than any of trainers before it. Not those of
-        one that was rolled back to: someone wants the engine to go back.
+        Weights of the current trainer run are later than those of any run before it. A version that
+        someone rolled back to is never skipped, because the engine must go back to it.
         """
         saved = SaveId.parse(version.manifest.save_id)
         received = self._received
@@ -451,7 +454,7 @@ class Pipeline:
         return not saved.is_newer_than(received)
 
     def _adopt(self, version: LeasedVersion) -> None:
-        """Hold a version that need not be loaded: what is served stays, whatever it is called."""
+        """Lease a version whose weights the engine has already; nothing is loaded."""
         with self._changed:
             before, self.held = self.held, version
             self._is_verified = False
@@ -476,7 +479,7 @@ class Pipeline:
         return RefusedError(error)
 
     def _let_go(self, *versions: LeasedVersion) -> None:
-        """Release versions, and those that storage did not let go of before."""
+        """Release these versions, and earlier ones that storage failed to release."""
         with self._letting_go:
             self._leaving.extend(versions)
             try:

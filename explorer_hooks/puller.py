@@ -1,4 +1,4 @@
-"""Waiting for what is newer, as files or by broadcast, and taking it: one thread at a time."""
+"""Waiting for newer weights, as files or by broadcast, and taking them: one thread at a time."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ log = logging.getLogger(__name__)
 
 
 class Puller:
-    """Waits as one is asked to, and lets the pipeline take what comes.
+    """Waits for newer weights, and lets the pipeline take them.
 
-    A version that is retired, or not visible yet, when it is to be held is waited for anew. Where
-    the engine is broken, it is first given back what it had; by :meth:`newest` only where nothing
-    newer is there, or that does not heal it. All methods raise what
+    If a version is retired, or not visible yet, when it is to be leased, the wait starts again. A
+    broken engine first gets its previous weights back. :meth:`newest` does so only if nothing newer
+    is there, or loading the newer version did not repair the engine. All methods raise as
     :meth:`~explorer_hooks.pipeline.Pipeline.take` does, and CancelledError.
 
     Args:
         sync: this explorer.
-        pipeline: what takes versions.
-        fast_path: how broadcasts are taken part in; None where they are not.
-        cancel: ends everything, now and from now on.
+        pipeline: takes versions.
+        fast_path: takes part in broadcasts; None if the engine does not.
+        cancel: ends all waits, present and future.
         poll: seconds between two looks.
     """
 
@@ -55,16 +55,17 @@ class Puller:
         self._fast_path = fast_path
         self._cancel = cancel
         self._poll = poll
-        #: Had by whoever pulls. Of a thread: whose signal handler may close what it waits for.
+        #: Held while pulling. Re-entrant, because a signal handler on the same thread may call
+        #: close().
         self.lock = threading.RLock()
 
     def newest(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version:
-        """Wait for a newer version, whatever the trainer says, and take it.
+        """Wait for a newer version, regardless of the trainer's state, and take it.
 
         Args:
-            timeout: seconds; None for as long as it takes.
-            asks: whether a sync is required meanwhile.
-            cancel: ends it.
+            timeout: seconds; None to wait without a limit.
+            asks: whether to ask for a sync meanwhile.
+            cancel: ends the wait.
 
         Raises:
             WaitTimeoutError: nothing newer in time.
@@ -87,7 +88,7 @@ class Puller:
                     raise
 
     def sync(self, timeout: float) -> None:
-        """Wait until the trainer has something newer, which is taken, or says that it has not.
+        """Wait until the trainer has something newer, and take it, or says that it has not.
 
         Raises:
             WaitTimeoutError: neither in time.
@@ -106,10 +107,10 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def what_is_there(self) -> None:
-        """Take what is newer, if anything is there now.
+        """Take newer weights if they are there now.
 
         Raises:
-            WaitTimeoutError: nothing is.
+            WaitTimeoutError: nothing newer is there.
         """
         with self._turn(time.monotonic(), self._cancel):
             self._restore()
@@ -139,10 +140,10 @@ class Puller:
                     self._look_again(error, deadline, self._cancel)
 
     def step_alone(self, step: int, timeout: float) -> Version:
-        """Hold a step, without anyone else being moved, and take it.
+        """Hold a step, without changing the other explorers, and take it.
 
         Raises:
-            WaitTimeoutError: it was not to be had in time.
+            WaitTimeoutError: it could not be held in time.
             SyncdError: as ``hold_step``.
         """
         deadline = time.monotonic() + timeout
@@ -155,10 +156,10 @@ class Puller:
                 self._pipeline.take_step(held, self._cancel)
             return self._served()
 
-    # -- what is waited for ----------------------------------------------------------------------
+    # -- waiting ----------------------------------------------------------------------
 
     def _wait(self, timeout: float | None, *, asks: bool, cancel: Cancellation) -> Version | Offer:
-        """Wait for a newer version, or a transfer, whatever the trainer says."""
+        """Wait for a newer version, or a transfer, regardless of the trainer's state."""
         floor = self._pipeline.floor
         if self._fast_path is None or timeout == 0:
             return self._sync.wait_for_newer(
@@ -176,7 +177,7 @@ class Puller:
         return newest
 
     def _wait_until_told(self, timeout: float) -> Version | Offer | None:
-        """Wait for either; None where the trainer has stopped, or says that nothing comes."""
+        """Wait for either; None if the trainer has stopped, or says that nothing comes."""
         floor = self._pipeline.floor
         if self._fast_path is None:
             newest = self._sync.wait_new_model_state_dict(
@@ -195,7 +196,7 @@ class Puller:
         return self._pipeline.joins
 
     def _take(self, newest: Version | Offer, cancel: Cancellation) -> bool:
-        """Take what was waited for; whether the engine has other weights now."""
+        """Take the weights that came; whether the engine has other weights now."""
         if isinstance(newest, Version):
             return self._pipeline.take(newest, cancel)
         assert self._fast_path is not None  # noqa: S101 - nobody else joins
@@ -213,7 +214,7 @@ class Puller:
 
     @contextmanager
     def _turn(self, deadline: float, cancel: Cancellation) -> Iterator[None]:
-        """Be the only one who pulls.
+        """Be the only thread that pulls.
 
         Raises:
             WaitTimeoutError: another thread pulled all the time.
@@ -229,12 +230,12 @@ class Puller:
             self.lock.release()
 
     def _restore(self) -> None:
-        """Let a broken engine serve again what it had, or go on where something newer is there.
+        """Give a broken engine its previous weights again; go on if something newer is there.
 
-        One that has lost it, a server that was restarted say, is broken.
+        An engine that lost its weights, for example a restarted server, counts as broken.
 
         Raises:
-            EngineBrokenError: it is still broken, and there is nothing newer.
+            EngineBrokenError: it is still broken, and nothing newer is there.
         """
         if not self._pipeline.is_broken:
             try:
@@ -244,7 +245,7 @@ class Puller:
         try:
             self._pipeline.restore()
         except EngineBrokenError as error:
-            # What it had may be gone for good.
+            # Its previous version may be deleted.
             newest, floor = self._sync.get_latest_model_version(), self._pipeline.floor
             if newest is None or (floor is not None and newest.sequence <= floor.sequence):
                 raise

@@ -1,4 +1,4 @@
-"""Following a job without torch: wait, lease, verify. Each is a step that can be called alone."""
+"""Following a job without torch: wait, lease, verify. Each step can be called alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncd.protocol.errors import (
     WaitTimeoutError,
 )
 from syncd.protocol.names import checked_name
-from syncd.protocol.policy import RunningStatus
+from syncd.protocol.policy import RunningStatus, Version
 from syncd.protocol.records import Latest, encode
 from syncd.protocol.reports import ExplorerReport, Load, loads_with
 from syncd.storage.fsio import Storage
@@ -30,15 +30,15 @@ log = logging.getLogger(__name__)
 
 
 class Reader:
-    """One explorer's eyes on a job.
+    """One explorer's view of a job.
 
-    Promised: what :meth:`next_version` returns is complete, newer than what was asked for, and
-    stays until it is released. Not promised: that every version is seen; only ever the newest is.
+    Promised: a version returned by :meth:`next_version` is complete, newer than the given one, and
+    stays until it is released. Not promised: every version. A reader only ever gets the newest.
 
     Args:
         job_dir: the job directory.
         name: this explorer's, unique in the job: 1 to 64 letters, digits, ``_`` or ``-``.
-        poll: seconds between two looks at LATEST where the filesystem sends no events.
+        poll: seconds between two looks at LATEST if the filesystem sends no events.
         storage: the seam for tests.
         clock: seconds, monotonic.
 
@@ -77,7 +77,7 @@ class Reader:
         return self._session.id
 
     def latest(self) -> Latest | None:
-        """What LATEST says now; None where there is none, or none that can be read yet.
+        """The version that LATEST names; None if there is none, or none that can be read yet.
 
         Raises:
             ProtocolMismatchError: the daemon is of a newer protocol.
@@ -89,11 +89,11 @@ class Reader:
 
         Args:
             newer_than: a sequence; 0 for any version.
-            timeout: seconds; None to wait for as long as it takes.
+            timeout: seconds; None to wait without a limit.
 
         Raises:
             WaitTimeoutError: nothing newer came in time.
-            CancelledError: the reader was closed meanwhile.
+            CancelledError: the reader was closed during the wait.
         """
         deadline = None if timeout is None else self._clock() + timeout
         while True:
@@ -116,16 +116,16 @@ class Reader:
 
         Raises:
             VersionGoneError: it was retired before it could be held, or is not visible here yet.
-            VerificationError: its manifest is damaged; the version was let go.
+            VerificationError: its manifest is damaged; the version was released.
         """
         return lease_version(self._job, latest.sequence, self.name, self._session.id)
 
     def next_version(self, newer_than: int, timeout: float | None = None) -> LeasedVersion:
-        """Wait for a newer version and hold it; one that is retired meanwhile is passed over.
+        """Wait for a newer version and hold it; skip a version that is retired meanwhile.
 
         Args:
             newer_than: a sequence; 0 for any version.
-            timeout: seconds; None to wait for as long as it takes.
+            timeout: seconds; None to wait without a limit.
 
         Raises:
             WaitTimeoutError: nothing newer came in time.
@@ -152,21 +152,24 @@ class Reader:
         step: int | None,
         nothing_new: int = 0,
         refused: str | None = None,
+        hub_names: bool = False,
     ) -> None:
-        """Say in ``explorers/NAME.json`` what this explorer is doing.
+        """Write this explorer's state to ``explorers/NAME.json``.
 
         Args:
-            status: what it does now.
-            sequence: of the version that it serves; None before the first.
-            step: of that version.
+            status: its present status.
+            sequence: the sequence of the version that it serves; None before the first.
+            step: the step of that version.
             nothing_new: how many of its waits have ended without a newer version.
-            refused: which newer version it does not take, and why.
+            refused: the newer version that it refuses, and the reason.
+            hub_names: whether it takes versions in which tensors have the hub's names. In a new job
+                versions have the trainer's names as long as one explorer does not.
         """
         now = time.time()
         if self._loads is None:
             self._loads = self._job.previous_loads(self.name)
-        if sequence is not None:
-            self._loads = loads_with(self._loads, Load(sequence=sequence, time=now))
+        served = None if sequence is None else Version(sequence, step or 0)
+        self._loads = loads_with(self._loads, served, now, None)
         record = ExplorerReport.model_validate(
             {
                 "name": self.name,
@@ -178,13 +181,14 @@ class Reader:
                 "refused": refused,
                 "loads": self._loads,
                 "workers": 0,  # it takes no part in broadcasts
+                "hub_names": hub_names,
                 "time": now,
             }
         )
         self._job.storage.replace(self._job.layout.explorer(self.name), encode(record))
 
     def check_open(self) -> None:
-        """Do nothing while the reader is open; to be called from long work.
+        """Raise if the reader was closed; long work calls this often.
 
         Raises:
             CancelledError: it was closed, or its waits were cancelled.
@@ -193,12 +197,12 @@ class Reader:
             raise CancelledError(f"{self.name} was closed")
 
     def cancel(self) -> None:
-        """End the wait of another thread, now and from now on."""
+        """End the wait of another thread, and all later waits."""
         self._closed = True
         self._watcher.wake()
 
     def close(self) -> None:
-        """End the session. Leases that are still held are the caller's to release first."""
+        """End the session. Release all leases before."""
         self._closed = True
         self._stack.close()
 

@@ -1,4 +1,4 @@
-"""An engine's change from one version to the next: pause, load, forget, resume; or back."""
+"""An engine's change from one version to the next: pause, load, resume; or back on an error."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from syncd.protocol.reports import Reload
 
 log = logging.getLogger(__name__)
 
-#: Is given the path of a version of kind ``remote``, and the version.
+#: Called with the path of a version of kind ``remote``, and the version.
 OnRemote = Callable[[str, LeasedVersion], object]
 
 
 class RefusedError(Exception):
-    """Raised when a version was refused; the engine serves what it served before.
+    """Raised when a version was refused; the engine still serves the previous one.
 
     Attributes:
-        error: why.
+        error: the reason.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -37,10 +37,10 @@ class RefusedError(Exception):
 
 
 class OnRemoteError(Exception):
-    """Raised when ``on_remote`` failed: the same version is tried again with the next pull.
+    """Raised when ``on_remote`` failed: the next pull tries the same version again.
 
     Attributes:
-        error: the callback's.
+        error: the error that the callback raised.
     """
 
     def __init__(self, path: str, error: Exception) -> None:
@@ -49,10 +49,10 @@ class OnRemoteError(Exception):
 
 
 def refuses(error: BaseException) -> bool:
-    """Whether an error is about the version, and not about a moment: it is not tried again.
+    """Whether an error lies in the version and not in the moment: then it is not tried again.
 
-    What storage, a connection (any OSError) or ``on_remote`` refused, or who pulls has stopped, may
-    well work the next time.
+    Errors of storage, of a connection (any OSError) and of ``on_remote``, and the end of the
+    caller, may pass: then the next try may succeed.
     """
     if isinstance(error, EngineBrokenError):
         return error.refuses
@@ -63,11 +63,11 @@ def refuses(error: BaseException) -> bool:
 class Reloader:
     """Brings versions into one engine.
 
-    Promised: the engine is resumed whenever it was paused; where it does not take the new version
-    it has the one before, or that it is broken is an error.
+    Promised: a paused engine is always resumed. An engine that does not take the new version gets
+    the previous one back; if that fails too, EngineBrokenError says so.
 
     Args:
-        engine: what is loaded into.
+        engine: the engine to load into.
         on_remote: takes the versions of kind ``remote`` in place of the engine.
     """
 
@@ -76,10 +76,10 @@ class Reloader:
         self._on_remote = on_remote
 
     def check_kind(self, version: LeasedVersion) -> None:
-        """See that there is someone who takes versions of this kind.
+        """Check that the engine or ``on_remote`` takes versions of this kind.
 
         Raises:
-            EngineMismatchError: there is not.
+            EngineMismatchError: neither does.
         """
         if not self._is_elsewhere(version):
             check_kind(version, self._engine.kinds)
@@ -94,7 +94,7 @@ class Reloader:
             self._engine.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Let the engine do what it can while it still serves."""
+        """Let the engine prepare the load while it still serves."""
         if not self._is_elsewhere(version):
             self._engine.prepare(version)
 
@@ -103,19 +103,19 @@ class Reloader:
 
         Args:
             version: the new one.
-            before: what it serves; None before its first version.
-            told: what is to be said of the way there until now.
+            before: the version that it serves; None before the first.
+            told: the measurements of this pull so far.
 
         Returns:
-            That, with the seconds of the pause and of the load.
+            ``told``, with the seconds of the pause and of the load.
 
         Raises:
             EngineBrokenError: it has neither of the two, or does not serve.
-            Exception: what the engine raised; it serves the one before. Without one before, an
-                engine that is not all or nothing may have half of the new one.
+            Exception: an error of the engine; it serves the previous version again. If there was
+                none, an engine that is not all or nothing may have half of the new one.
         """
         begun = time.monotonic()
-        # Whatever the pause has done by the time that it fails.
+        # A pause that failed may have stopped the engine nevertheless.
         with _Resumed(self._engine):
             self._engine.pause()
             loading = time.monotonic()
@@ -133,15 +133,15 @@ class Reloader:
         """Let the engine take weights by a broadcast.
 
         Args:
-            take: the engine's part in it; all or nothing, as far as it raises what is said below.
-            told: what is to be said of the way there until now.
+            take: the engine's part in it; all or nothing, if it raises only the errors below.
+            told: the measurements of this pull so far.
 
         Returns:
-            That, with the seconds of the pause and of the transfer.
+            ``told``, with the seconds of the pause and of the transfer.
 
         Raises:
-            BroadcastError: it came to nothing; the engine is as it was.
-            EngineBrokenError: what the engine serves is not known, or it does not serve.
+            BroadcastError: the transfer failed; the engine is as it was.
+            EngineBrokenError: its weights are unknown, or it does not serve.
         """
         begun = time.monotonic()
         with _Resumed(self._engine):
@@ -150,7 +150,9 @@ class Reloader:
             except EngineBrokenError:
                 raise
             except Exception as error:
-                raise BroadcastError(f"the engine could not be paused for it: {error}") from error
+                raise BroadcastError(
+                    f"the engine could not be paused for the broadcast: {error}"
+                ) from error
             loading = time.monotonic()
             try:
                 take()
@@ -167,11 +169,11 @@ class Reloader:
         return told.model_copy(update={"pause": pause, "load": loaded - loading})
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether the engine has what it was given last."""
+        """Whether the engine still has the version that it was given last."""
         return self._is_elsewhere(version) or self._engine.still_serves(version)
 
     def restore(self, version: LeasedVersion) -> None:
-        """Let a broken engine serve again what it should.
+        """Let a broken engine serve its version again.
 
         Raises:
             EngineBrokenError: it is still broken.
@@ -195,26 +197,24 @@ class Reloader:
         try:
             self._on_remote(version.remote_path, version)
         except Exception as error:
-            # The service behind it has errors of its own for a moment's failure. One error says for
+            # The errors of the service behind it may pass. Only EngineMismatchError says for
             # certain that the version is at fault.
             if isinstance(error, EngineMismatchError) or not refuses(error):
                 raise
             raise OnRemoteError(version.remote_path, error) from error
 
     def _go_back(self, before: LeasedVersion | None, error: Exception) -> None:
-        """An engine that fails half-way is given back what it had, which is still held."""
+        """After the engine failed half-way, load the previous version, still held, again."""
         if before is None:
             return
-        log.warning(
-            "loading the version served before again, version %d: %s", before.sequence, error
-        )
+        log.warning("loading the previous version %d again: %s", before.sequence, error)
         try:
             self._load(before)
             self._engine.reset_cache()
         except Exception as again:  # noqa: BLE001 - raised with the error that came before it
             raise EngineBrokenError(
-                f"the engine did not take the new version ({error}), nor version "
-                f"{before.sequence}, which it had, again ({again}): the weights that it serves "
+                f"the engine did not take the new version ({error}), and could not load its "
+                f"previous version {before.sequence} again ({again}): the weights that it serves "
                 "are unknown; "
                 "restart it",
                 refuses=refuses(error),
@@ -225,7 +225,7 @@ class Reloader:
 
 
 class _Resumed:
-    """Resumes the engine at the end, however it comes."""
+    """Resumes the engine at the end, with or without an error."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,7 +1,7 @@
-"""Comparing a version with the model that a server serves, which the server itself cannot tell.
+"""Comparing a version with the model that a server serves, because the server cannot compare.
 
-An engine in this process compares a version with its module. A server is known by what it was
-started with, a model folder, and by the manifest of the version that it took last.
+An engine in this process compares a version with its module. For a server the comparison uses the
+model folder that it was started with, or the manifest of the version that it took last.
 """
 
 from __future__ import annotations
@@ -13,12 +13,19 @@ from pathlib import Path
 from typing import Final
 
 from explorer_hooks.engines.fitting import TensorSpec, differences, named, refuse, tensor_specs
+from explorer_hooks.given_names import SAME_NAMES, GivenNames, names_of
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.merging.plan import is_output_embedding
 from syncd.checkpoint.model_folder import INDEX, says_tied
 from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.tensor_rules import shown
 from syncd.checkpoint.version import WEIGHTS
-from syncd.protocol.errors import CheckpointError, InvalidSettingsError, ShardFormatError
+from syncd.protocol.errors import (
+    CheckpointError,
+    EngineMismatchError,
+    InvalidSettingsError,
+    ShardFormatError,
+)
 from syncd.protocol.names import MODEL_CONFIG
 from syncd.protocol.records import Manifest
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
@@ -28,15 +35,39 @@ log = logging.getLogger(__name__)
 _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
+def check_names(version: LeasedVersion, whose: str) -> None:
+    """Refuse a version whose names a server does not look for.
+
+    Raises:
+        EngineMismatchError: tensors have the trainer's names, and others on the hub.
+    """
+    names = names_of(version)
+    if names.given == "hub":
+        return
+    if names.unknown is not None:
+        raise EngineMismatchError(
+            f"{named(version)} has the names of the trainer's module, and {whose} looks for those "
+            f"of the hub, which nobody knows: {names.unknown}"
+        )
+    for tensor in version.manifest.tensors:
+        for piece in names.pieces_of(tensor)[:1]:
+            raise EngineMismatchError(
+                f"{named(version)} has the names of the trainer's module, and {whose} looks for "
+                f"those of the hub: it would leave out {shown(tensor.name)}, which it knows as "
+                f"{shown(piece.other)}, and keep the weights that it has. Let the daemon publish "
+                "the hub's names: syncd run --names hub"
+            )
+
+
 class Fits:
-    """What a server takes: compares versions with it, and touches nothing.
+    """The model of a server: compares versions with it, and changes nothing.
 
     Args:
         of: the manifest of a version that it serves, or the folder of the model that it was started
-            with: its headers are read now, and never again.
-        casts: whether the server casts what it loads, as vLLM does: then floating dtypes may differ
-            among each other.
-        whose: the server, for messages.
+            with, whose headers are read once, now.
+        casts: whether the server casts the tensors that it loads, as vLLM does. Then any floating
+            dtype may stand for another.
+        whose: the name of the server, for messages.
 
     Raises:
         InvalidSettingsError: the folder holds no model that can be read.
@@ -56,28 +87,37 @@ class Fits:
             self._wanted = self._alike(model_tensors(folder))
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare every name, dtype and shape of a full model; of other kinds nothing is known.
+        """Compare every name, dtype and shape of a full model; accept other kinds unseen.
 
         Raises:
-            EngineMismatchError: says which ones differ, and how.
+            EngineMismatchError: some differ; the message lists them.
         """
         if version.kind == "full":
-            self.check_tensors(tensor_specs(version.manifest), named(version))
+            given = tensor_specs(version.manifest)
+            self.check_tensors(given, named(version), names_of(version))
 
-    def check_tensors(self, given: Mapping[str, TensorSpec], what: str) -> None:
-        """Compare every name, dtype and shape of what comes from anywhere.
+    def check_tensors(
+        self, given: Mapping[str, TensorSpec], what: str, names: GivenNames = SAME_NAMES
+    ) -> None:
+        """Compare every name, dtype and shape of tensors from any source.
 
         Args:
             given: all of its tensors.
-            what: it is, for messages.
+            what: a name for the tensors, for messages.
+            names: by which a tensor is the same under the trainer's name and the hub's.
 
         Raises:
-            EngineMismatchError: says which ones differ, and how.
+            EngineMismatchError: some differ; the message lists them.
         """
-        refuse(what, self._whose, differences(self._alike(given), self._wanted, self._whose))
+        alike, wanted = names.by_hub(self._alike(given)), names.by_hub(self._wanted)
+        refuse(what, self._whose, differences(alike, wanted, self._whose, names.shown))
+
+    def has_names_of(self, version: LeasedVersion) -> bool:
+        """Whether the server has each tensor by the name that the version gives it."""
+        return self._alike(tensor_specs(version.manifest)).keys() == self._wanted.keys()
 
     def _alike(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Tensors as far as they count: a tied output embedding may be there or not."""
+        """The tensors to compare: a tied output embedding may be there or not."""
         return {
             name: TensorSpec("floating", spec.shape)
             if self._casts and spec.dtype in _FLOATING
@@ -88,9 +128,9 @@ class Fits:
 
 
 def fits_if_here(named: str, whose: str) -> Fits | None:
-    """By the model that a server that casts names; None where that is no folder here with weights.
+    """Compare with the model that a server names; None if that is no folder here with weights.
 
-    A relative path is the server's, or a name on the hub, and no folder of ours.
+    A relative path is the server's own, or a name on the hub, and no folder of this process.
     """
     if not (Path(named).is_absolute() and Path(named).is_dir()):
         return None
@@ -104,8 +144,8 @@ def fits_if_here(named: str, whose: str) -> Fits | None:
 def model_tensors(folder: Path) -> dict[str, TensorSpec]:
     """The tensors of a Hugging Face model folder, by the headers of its safetensors files.
 
-    The files are those of its index, where it has one. Links are followed: the hub's cache is made
-    of them.
+    If the folder has an index, these are the files that it lists. Links are followed, because the
+    hub's cache consists of links.
 
     Raises:
         InvalidSettingsError: there is no such file, or one that cannot be read.

@@ -1,22 +1,21 @@
-"""Copies of versions on this host, made while the engine still serves: one a host, for all.
+"""Copies of versions on this host, made while the engine still serves; all explorers share them.
 
 In the folder that the user names (on NVMe, in ``/dev/shm``)::
 
     syncd-UID-BOOT/           of one user, since one start of this host
-      .copier                 locked by the process that copies or tidies up
-      v000017-KEY/            one whole copy; KEY says of which job's and which save
+      .copier                 locked by the process that copies or cleans up
+      v000017-KEY/            one whole copy; KEY is a digest of the job and the save
         manifest.json         locked, shared, by each process that holds the copy
-      .tmp-…/                 being made, or on its way out: garbage once ``.copier`` is free
+      .tmp-…/                 a copy in the making or in deletion: garbage once ``.copier`` is free
 
 A copy is committed by one rename, whole and verified. Both locks are the kernel's (flock), which
-drops them when a process dies: a copier that is killed hands over, and a dead holder holds nothing.
-Copies need not survive the host, so nothing is synced to disk; those of an earlier start are never
-used, and removed.
+drops them when a process dies. So another process takes over from a killed copier, and a dead
+holder holds nothing. Copies need not survive the host, so nothing is synced to disk; copies of an
+earlier start are never used, and are removed.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import secrets
@@ -24,50 +23,77 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import xxhash
 from filelock import FileLock, Timeout
 
+from explorer_hooks.delta_base import DeltaBase, DeltaBases
+from explorer_hooks.staged_copy import StagedCopy, hold
+from syncd.checkpoint.version import WEIGHTS
 from syncd.coordination.leased_version import LeasedVersion
+from syncd.deltas.ends import NoDeltaError, delta_end
+from syncd.deltas.making import why_not_here
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
 from syncd.protocol.names import MANIFEST, TEMPORARY, version_folder
 from syncd.protocol.records import encode
 from syncd.storage.calls import Kind
-from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
 log = logging.getLogger(__name__)
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 _COPIER: Final = ".copier"
-#: Seconds between two looks whether the copier is done.
+#: Seconds between two checks whether the copier is done.
 _LOOK: Final = 0.05
-#: What is left free of the filesystem, which others use too: ``/dev/shm`` is memory.
+#: Bytes to leave free on the filesystem, because others use it too: ``/dev/shm`` is memory.
 _SPARE: Final = 64 * 1024 * 1024
 
 
 class NotStagedError(Exception):
-    """Raised when there is no copy, and why; the version itself may be as good as ever."""
+    """Raised with the reason when a copy could not be made; the version itself may be intact."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The bytes that were read from a job to make a copy of a version.
+
+    Attributes:
+        full_bytes: of the version's own files.
+        delta_bytes: of deltas; None if none was used.
+        no_delta: why none was used, if one could have been.
+    """
+
+    full_bytes: int = 0
+    delta_bytes: int | None = None
+    no_delta: str | None = None
 
 
 class Staging:
     """The stage folder of this host, for one explorer.
 
-    Promised: :meth:`stage` gives a copy that is whole and verified, and stays until it is released;
-    of one version one process copies, and the others wait for it; what nobody on this host holds is
-    removed. Not promised: that there is room.
+    Promised: :meth:`stage` returns a copy that is whole and verified, and stays until it is
+    released. One process copies a version, and the others wait for it. Copies that no process on
+    this host holds are removed. Not promised: that there is room.
 
     Args:
-        folder: of this host alone, which is made where it is missing. Several explorers, users and
+        folder: a folder of this host alone, made if it is missing. Several explorers, users and
             jobs may share it.
-        budget_bytes: what all copies in it of this user may take; files that only got a second name
-            count too. None for what the filesystem has.
-        patience: seconds that a copy of another process is waited for.
-        keep_last: whether the copy that was served last stays when it is released: for what serves
-            from its folder for longer than this process lives. Other explorers that use the folder
-            remove it all the same, once this one is gone.
-        storage: the seam for tests.
+        budget_bytes: the most bytes of all copies of this user in it; files that only got a second
+            name count too. None for the free space of the filesystem.
+        patience: seconds to wait for a copy that another process makes.
+        keep_last: whether the last served copy stays when it is released, for a server that reads
+            its folder for longer than this process lives. Once this explorer is gone, other
+            explorers that use the folder remove the copy nevertheless.
+        storage, clock: the seams for tests.
+
+    Attributes:
+        folder: the stage folder.
+        fetched: the bytes that this process read for the last copy of :meth:`stage`; none
+            if another process had made it.
+        base: the version of that copy, if the next version can be made from it by deltas, because
+            the job is on another filesystem; else None.
 
     Raises:
         InvalidSettingsError: the folder cannot be used, or a number is out of its range.
@@ -81,6 +107,7 @@ class Staging:
         patience: float = 600.0,
         keep_last: bool = False,
         storage: Storage | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget_bytes is not None and budget_bytes <= 0:
             raise InvalidSettingsError(f"budget_bytes is {budget_bytes}: it must be more than 0")
@@ -95,23 +122,29 @@ class Staging:
         self._rooms = f"syncd-{os.geteuid()}-"
         self._room = self.folder / f"{self._rooms}{_boot()}"
         self._kept: str | None = None
+        self._bases = DeltaBases(self._storage, self._room)
+        #: Seconds that the last copy took of which all bytes were read from the job.
+        self._full_copy_took = 0.0
+        self._clock = clock
+        self.fetched = Fetched()
+        self.base: int | None = None
         self._open()
 
     def stage(
         self, version: LeasedVersion, *, cancel: Callable[[], None] = lambda: None
     ) -> LeasedVersion:
-        """Copy a version, or wait until another process has; verified in the same pass.
+        """Copy a version, or wait until another process has copied it; verified in the same pass.
 
         Args:
-            version: held, and not verified yet; it stays the caller's to release.
+            version: leased, and not verified yet; the caller releases it.
             cancel: called often; it raises to stop.
 
         Returns:
-            The version, to be read from its copy and held there.
+            The version, read from its copy and held there.
 
         Raises:
-            NotStagedError: there is no copy: no room, or a file is not what the manifest says, or
-                one of the two storages failed. The version itself is still to be verified.
+            NotStagedError: there is no copy, because there is no room, a file differs from the
+                manifest, or the storage failed. The version itself is still to be verified.
         """
         try:
             return self._stage(version, cancel)
@@ -119,10 +152,10 @@ class Staging:
             raise NotStagedError(f"it could not be copied into {self._room}: {error}") from error
 
     def hold_again(self, copy: LeasedVersion) -> LeasedVersion:
-        """Hold once more a version that :meth:`stage` has given, and that is still held.
+        """Hold again a version that :meth:`stage` returned, and that is still held.
 
         Raises:
-            FileNotFoundError: someone has removed the copy all the same.
+            FileNotFoundError: the copy was removed although it was held.
         """
         again = self._held(copy.folder.name, copy)
         if again is None:
@@ -130,12 +163,12 @@ class Staging:
         return again
 
     def serves(self, folder: Path) -> None:
-        """Say what is served from now on: a copy, or any other folder."""
+        """Note the folder that is served from now on: a copy, or any other folder."""
         if self._keep_last:
             self._kept = folder.name if folder.parent == self._room else None
 
     def tidy(self) -> None:
-        """Remove what no process on this host holds; while another copies, that is left to it."""
+        """Remove the copies that no process on this host holds; do nothing while one copies."""
         try:
             with self._copier().acquire(timeout=0):
                 self._sweep()
@@ -145,7 +178,7 @@ class Staging:
             log.warning("cannot clean up %s: %s", self._room, error)
 
     def _copier(self) -> FileLock:
-        """A lock of its own each time: one that is had by another thread would count as ours."""
+        """A new lock each time: one held by another thread would count as this thread's."""
         return FileLock(self._room / _COPIER)
 
     def _open(self) -> None:
@@ -164,21 +197,23 @@ class Staging:
 
     def _stage(self, version: LeasedVersion, cancel: Callable[[], None]) -> LeasedVersion:
         name = self._name(version)
+        self.fetched = Fetched()
         copy = self._held(name, version)
         if copy is None:
             with self._elected(cancel):
-                # Whoever was elected before may have copied it.
+                # The process that held the lock before may have copied it.
                 copy = self._held(name, version)
                 if copy is None:
-                    self._sweep()
-                    self._copy(version, name, cancel)
+                    self._make(version, name, cancel)
                     copy = self._held(name, version)
         if copy is None:
             raise FileNotFoundError(f"{self._room / name} was removed")
+        is_base = self._is_elsewhere(version) and delta_end(version.manifest) is not None
+        self.base = version.sequence if is_base and why_not_here() is None else None
         return copy
 
     def _name(self, version: LeasedVersion) -> str:
-        """A folder for this version of this job and of no other, also of a job made anew there."""
+        """A folder name for this version of this job only; a recreated job has other names."""
         what = f"{version.source}\0".encode() + encode(version.manifest)
         return f"{version_folder(version.sequence)}-{xxhash.xxh3_64_hexdigest(what)}"
 
@@ -192,10 +227,10 @@ class Staging:
 
     @contextmanager
     def _elected(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """Be the only one on this host who changes the folder.
+        """Be the only process on this host that changes the folder.
 
         Raises:
-            TimeoutError: someone else was all the time.
+            TimeoutError: another process copied all the time.
         """
         deadline = time.monotonic() + self._patience
         while True:
@@ -213,13 +248,73 @@ class Staging:
         with lock:
             yield
 
+    def _make(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
+        """Make a copy: of an older copy on this host and deltas, or else of the version's files."""
+        base, why = None, None
+        if version.kind == "full" and self._is_elsewhere(version):
+            try:
+                base = self._bases.find(
+                    version, self._copies(), patience=self._full_copy_took / 2, cancel=cancel
+                )
+            except NoDeltaError as error:
+                why = str(error)
+        try:
+            if base is not None:
+                why = self._make_of(base, version, name, cancel)
+        finally:
+            if base is not None:
+                base.copy.release()
+        if base is None or why is not None:
+            self._sweep()
+            self._copy(version, name, cancel)
+            self.fetched = replace(self.fetched, no_delta=why)
+
+    def _is_elsewhere(self, version: LeasedVersion) -> bool:
+        """Whether a version is on another filesystem; on the same one its files are not copied."""
+        there, here = version.storage.status(version.folder), self._storage.status(self._room)
+        return there is not None and here is not None and there.st_dev != here.st_dev
+
+    def _make_of(
+        self, base: DeltaBase, version: LeasedVersion, name: str, cancel: Callable[[], None]
+    ) -> str | None:
+        """Make a copy of a held base and deltas; returns why that is not possible."""
+        self._sweep()  # it passes over the base, which is held
+        try:
+            with self._draft(version, name) as draft:
+                base.make(version, self._storage, draft, cancel)
+        except (NoDeltaError, NotStagedError, VerificationError, OSError) as error:
+            log.warning(
+                "copying all of version %d, because it cannot be made from version %d by deltas: "
+                "%s",
+                version.sequence,
+                base.version.manifest.sequence,
+                error,
+            )
+            return str(error)
+        others = (file.size for file in version.manifest.files if not file.name.endswith(WEIGHTS))
+        self.fetched = Fetched(full_bytes=sum(others), delta_bytes=base.bytes)
+        return None
+
     def _copy(self, version: LeasedVersion, name: str, cancel: Callable[[], None]) -> None:
-        size = sum(file.size for file in version.manifest.files)
-        self._check_room(size)
+        begun = self._clock()
+        with self._draft(version, name) as draft:
+            version.copy_to(self._storage, draft, cancel=cancel)
+        if self._is_elsewhere(version):
+            self._full_copy_took = self._clock() - begun
+        self.fetched = Fetched(full_bytes=sum(file.size for file in version.manifest.files))
+
+    @contextmanager
+    def _draft(self, version: LeasedVersion, name: str) -> Iterator[Path]:
+        """A folder for a version's files, which becomes the copy if all goes well.
+
+        Raises:
+            NotStagedError: there is no room.
+        """
+        self._check_room(sum(file.size for file in version.manifest.files))
         draft = self._room / f"{TEMPORARY}{name}-{secrets.token_hex(6)}"
         self._storage.mkdir(draft)
         try:
-            version.copy_to(self._storage, draft, cancel=cancel)
+            yield draft
             self._storage.write_new(draft / MANIFEST, encode(version.manifest))
             self._storage.sync_folder(draft)
             self._storage.rename(draft, self._room / name)
@@ -228,7 +323,7 @@ class Staging:
             raise
 
     def _check_room(self, size: int) -> None:
-        """See that a copy fits.
+        """Check that a copy fits.
 
         Raises:
             NotStagedError: it does not.
@@ -236,8 +331,8 @@ class Staging:
         used = sum(self._size(self._room / name) for name in self._copies())
         if self._budget is not None and used + size > self._budget:
             raise NotStagedError(
-                f"its {size} bytes do not fit into the stage folder's {self._budget}, of which "
-                f"{used} are held: give it more, or less to hold"
+                f"its {size} bytes do not fit into the stage folder's budget of {self._budget}, of "
+                f"which {used} are held: raise the budget, or release other copies"
             )
         free = self._storage.free(self._room).bytes
         if free is not None and size + _SPARE > free:
@@ -250,7 +345,7 @@ class Staging:
         return [name for name, kind in found.items() if kind is Kind.FOLDER and name[0] != "."]
 
     def _size(self, copy: Path) -> int:
-        """The bytes of a copy, files by files: it may be of a newer syncd."""
+        """The bytes of a copy, summed over its files, because a newer syncd may have made it."""
         total = 0
         pending = [copy]
         while pending:
@@ -264,7 +359,7 @@ class Staging:
         return total
 
     def _sweep(self) -> None:
-        """Remove what nobody holds; only who is elected may."""
+        """Remove what no process holds; only the elected process may call this."""
         for name, kind in self._storage.kinds(self._room).items():
             if name.startswith(TEMPORARY):
                 self._discard(self._room / name)
@@ -281,7 +376,7 @@ class Staging:
                 self._discard(self.folder / name)
 
     def _is_held(self, room: Path) -> bool:
-        """Whether someone holds a copy there: another host, where the folder is on a network."""
+        """Whether a copy there is held: by another host, if the folder is on a network."""
         for name, kind in self._storage.kinds(room).items():
             if kind is Kind.FOLDER:
                 with StagedCopy.unheld(self._storage, room / name) as is_free:
@@ -303,77 +398,5 @@ class Staging:
 
 
 def _boot() -> str:
-    """What tells this start of the host from every other."""
+    """The id of this start of the host."""
     return xxhash.xxh3_64_hexdigest(_BOOT.read_bytes())
-
-
-class StagedCopy:
-    """One process's hold on a whole copy.
-
-    Promised: the copy stays until :meth:`release`, or the end of the process and of those that it
-    has forked. A fork has no hold of its own: nothing that it does ends its parent's.
-
-    Attributes:
-        folder: of the copy.
-    """
-
-    def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
-        self._storage = storage
-        self._fd = fd
-        self._pid = os.getpid()
-        self.folder = folder
-
-    def release(self) -> None:
-        """Let it go. Safe to call twice."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            if os.getpid() == self._pid:
-                # Not by the close alone: forks have the same lock, for as long as they live.
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            self._storage.release(fd)
-
-    @staticmethod
-    @contextmanager
-    def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
-        """Whether nobody holds a copy, nor can as long as this goes on."""
-        try:
-            fd = storage.open_read(folder / MANIFEST)
-        except OSError as error:
-            if not is_gone(error):
-                raise
-            yield True  # no copy of ours is without one
-            return
-        try:
-            yield _locked(fd, fcntl.LOCK_EX)
-        finally:
-            storage.release(fd)
-
-
-def hold(storage: Storage, folder: Path) -> StagedCopy | None:
-    """Hold a copy; None where there is none."""
-    path = folder / MANIFEST
-    try:
-        fd = storage.open_read(path)
-    except OSError as error:
-        if is_gone(error):
-            return None
-        raise
-    # Who holds it alone is about to remove it. Nor is it this copy, where it was removed, and made
-    # anew, between the open and the lock.
-    if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
-        return StagedCopy(storage, folder, fd)
-    storage.release(fd)
-    return None
-
-
-def _locked(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(storage: Storage, fd: int, path: Path) -> bool:
-    found = storage.status(path)
-    return found is not None and os.path.samestat(found, storage.fstat(fd))

@@ -1,32 +1,34 @@
-"""A version's tensors, one by one or in parts, without loading the rest."""
+"""The tensors of a version, read one by one or in parts, without loading the rest."""
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Self
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from explorer_hooks.given_names import NamedPiece, names_of
 from explorer_hooks.reader import LeasedVersion
-from syncd.checkpoint.boxes import Box, extents, whole
+from syncd.checkpoint.boxes import Box, extents, holds, whole
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.safetensors_header import HeaderEntry
 from syncd.checkpoint.tensor_rules import ITEMSIZE, shown
 from syncd.coordination.tensors import bytes_of, check_header, fill, torch_dtype
 from syncd.protocol.errors import InvalidSettingsError, VerificationError
+from syncd.protocol.records import Names
 
 __all__ = ["Box", "WeightsReader"]
 
 
 class Span(NamedTuple):
-    """Bytes of a file, and where they belong.
+    """A range of bytes in a file, and the memory to read them into.
 
     Attributes:
-        file: open for as long as its reader is.
-        offset: in the file.
-        into: as many bytes of memory.
+        file: open until its reader is closed.
+        offset: of the range in the file.
+        into: memory of the size of the range.
     """
 
     file: SafetensorsFile
@@ -34,7 +36,7 @@ class Span(NamedTuple):
     into: memoryview
 
     def read(self) -> None:
-        """Read them.
+        """Read the bytes.
 
         Raises:
             VerificationError: the file is shorter than it was.
@@ -43,29 +45,66 @@ class Span(NamedTuple):
         fill(self.file, self.into, self.offset)
 
 
+class _OtherNames(NamedTuple):
+    """The names that a version's tensors have not.
+
+    Attributes:
+        pieces: such a name → its parts in the tensors of the version.
+        of: a tensor of the version → the names in its place. One that is joined of several comes
+            with the first of these.
+    """
+
+    pieces: Mapping[str, Sequence[NamedPiece]]
+    of: Mapping[str, Sequence[str]]
+
+    @classmethod
+    def of_version(cls, version: LeasedVersion) -> _OtherNames:
+        """Those of a version.
+
+        Raises:
+            VerificationError: its map of names is damaged.
+            OSError: it cannot be read.
+        """
+        names = names_of(version)
+        pieces: dict[str, list[NamedPiece]] = {}
+        of: dict[str, list[str]] = {}
+        for tensor in version.manifest.tensors:
+            for piece in names.pieces_of(tensor):
+                others = of.setdefault(piece.own, [])
+                if piece.other not in pieces:
+                    others.append(piece.other)
+                pieces.setdefault(piece.other, []).append(piece)
+        return cls(pieces, of)
+
+
+_NO_OTHERS: Final = _OtherNames({}, {})
+
+
 class WeightsReader:
-    """Reads the tensors of a version that is held. A context manager: it closes what it opened.
+    """Reads the tensors of a version that is held. A context manager that closes its files.
 
-    Promised: each file is opened once, when the first of its tensors is wanted, and its header is
-    compared with the manifest then; only the bytes that are asked for are read. Tensors are on the
-    CPU, contiguous, and stay when the reader is closed.
+    Promised: each file is opened once, when its first tensor is wanted, and its header is compared
+    with the manifest then; only the requested bytes are read. Tensors are on the CPU, contiguous,
+    and stay valid when the reader is closed. If a tensor has one name in the trainer's module and
+    others on the hub, you can ask for it by both: it is joined of its parts, or cut out.
 
-    Not promised: that the bytes are what the manifest's digests say; ``version.verify()`` checks
-    that. Nor that several threads may call it.
+    Not promised: that the bytes match the manifest's digests; ``version.verify()`` checks that. Nor
+    thread safety.
 
     Args:
-        version: of kind ``full`` or ``adapter``, held for as long as the reader is open.
-        mmap: map the files into memory and copy nothing: a tensor's bytes are read when they are
-            looked at; writing into it changes no file. For local filesystems alone: where a server
-            loses a mapped file, or someone cuts it short, the process is killed (SIGBUS); and the
-            version must be held for as long as a tensor of it is used. By default each tensor is
-            read by pread into memory of its own.
+        version: of kind ``full`` or ``adapter``, leased until the reader is closed.
+        mmap: map the files into memory and copy nothing. The bytes of a tensor are read at the
+            first access; writing into it changes no file. Only for local filesystems: if a server
+            loses a mapped file, or someone truncates it, the kernel kills the process (SIGBUS). The
+            version must stay leased while one of its tensors is used. By default each tensor is
+            read by pread into its own memory.
     """
 
     def __init__(self, version: LeasedVersion, *, mmap: bool = False) -> None:
         self._version = version
         self._maps = mmap
         self._told = {entry.name: entry for entry in version.manifest.tensors}
+        self._others: _OtherNames | None = None
         self._open: dict[str, _OpenFile] = {}
 
     def __enter__(self) -> Self:
@@ -80,7 +119,7 @@ class WeightsReader:
             self._open.popitem()[1].file.close()
 
     def open(self, names: Iterable[str]) -> None:
-        """Open the files that these tensors are in, and compare them with the manifest.
+        """Open the files that contain these tensors, and compare them with the manifest.
 
         Raises:
             InvalidSettingsError, VerificationError, ShardFormatError, OSError: as of
@@ -90,18 +129,20 @@ class WeightsReader:
             self._find(name)
 
     def names(self) -> tuple[str, ...]:
-        """The names of all tensors, in the manifest's order."""
+        """The version's names of all tensors, in the manifest's order."""
         return tuple(self._told)
 
     def get_weight(self, name: str) -> Tensor:
-        """One tensor.
+        """One tensor, by its name in the version, or by its other one.
 
         Raises:
             InvalidSettingsError: the version has none of that name.
-            VerificationError, ShardFormatError: its file is not what the manifest says.
-            EngineMismatchError: this torch does not have its dtype.
+            VerificationError, ShardFormatError: its file differs from the manifest.
+            EngineMismatchError: this torch lacks its dtype.
             OSError: storage failed.
         """
+        if name not in self._told and (pieces := self._other_names.pieces.get(name)):
+            return self._join(pieces)
         opened, entry = self._find(name)
         if opened.memory is not None and entry.end > entry.begin:
             dtype = torch_dtype(entry.dtype)
@@ -111,11 +152,11 @@ class WeightsReader:
         return self._read(entry, whole(entry.shape))
 
     def get_slice(self, name: str, box: Box) -> Tensor:
-        """A part of a tensor; no other bytes of it are read.
+        """A part of a tensor; only its bytes are read.
 
         Args:
-            name: the tensor's.
-            box: which part: the first index and the size along each dimension.
+            name: the name of the tensor.
+            box: the part: its first index and its size along each dimension.
 
         Returns:
             A tensor of the box's shape.
@@ -126,10 +167,7 @@ class WeightsReader:
                 :meth:`get_weight`.
         """
         opened, entry = self._find(name)
-        if len(box.shape) != len(entry.shape) or not all(
-            min(begin, count) >= 0 and begin + count <= size
-            for begin, count, size in zip(*box, entry.shape, strict=True)
-        ):
+        if not holds(entry.shape, box):
             raise InvalidSettingsError(
                 f"{shown(name)} is of shape {list(entry.shape)} and has no part of shape "
                 f"{list(box.shape)} at {list(box.offsets)}"
@@ -139,26 +177,33 @@ class WeightsReader:
             return self.get_weight(name)[index].contiguous()
         return self._read(entry, box)
 
-    def state_dict_iterator(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor, one after the other, as they lie in the files.
+    def state_dict_iterator(self, names: Names | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Name and tensor, one after the other, in the order of the files.
 
-        Lazy: a tensor is read when it is its turn, and forgotten here.
+        Lazy: each tensor is read when the iterator reaches it, and not kept.
+
+        Args:
+            names: those that the tensors are to have: ``trainer``, as in the trainer's module, or
+                ``hub``; by default those of the version.
 
         Raises:
             VerificationError, ShardFormatError, EngineMismatchError, OSError: as of
                 :meth:`get_weight`.
         """
-        for name in dict.fromkeys(entry.file for entry in self._told.values()):
-            for entry in self._opened(name).file.entries:
-                yield entry.name, self.get_weight(entry.name)
+        given = self._version.manifest.names
+        others = _NO_OTHERS if names in {None, given} else self._other_names
+        for file in dict.fromkeys(entry.file for entry in self._told.values()):
+            for entry in self._opened(file).file.entries:
+                for name in others.of.get(entry.name, (entry.name,)):
+                    yield name, self.get_weight(name)
 
     def spans(self, name: str, box: Box, into: memoryview) -> Iterator[Span]:
-        """The reads that fill memory with a part of a tensor, in C order; none is done yet.
+        """The reads that fill memory with a part of a tensor, in C order; nothing is read yet.
 
         Args:
-            name: the tensor's.
-            box: a part that it has.
-            into: as many bytes as the part has.
+            name: the name of the tensor.
+            box: a part within the tensor.
+            into: memory of the size of the part.
         """
         opened, entry = self._find(name)
         size, at = ITEMSIZE[entry.dtype], 0
@@ -173,6 +218,23 @@ class WeightsReader:
             span.read()
         return tensor
 
+    @property
+    def _other_names(self) -> _OtherNames:
+        if self._others is None:
+            self._others = _OtherNames.of_version(self._version)
+        return self._others
+
+    def _join(self, pieces: Sequence[NamedPiece]) -> Tensor:
+        """The tensor that has these pieces, each copied into its place."""
+        ends = zip(*(piece.other_box.ends for piece in pieces), strict=True)
+        dtype = torch_dtype(self._told[pieces[0].own].dtype)
+        joined = torch.empty(tuple(map(max, ends)), dtype=dtype)
+        for piece in pieces:
+            box = zip(piece.other_box.offsets, piece.other_box.ends, strict=True)
+            place = joined[tuple(slice(begin, end) for begin, end in box)]
+            piece.seen_from_own(place).copy_(self.get_slice(piece.own, piece.own_box))
+        return joined
+
     def _find(self, name: str) -> tuple[_OpenFile, HeaderEntry]:
         told = self._told.get(name)
         if told is None:
@@ -184,7 +246,7 @@ class WeightsReader:
         entry = opened.entries.get(name)
         if entry is None:
             raise VerificationError(
-                f"{opened.file.path} does not have {shown(name)}, which the manifest says",
+                f"{opened.file.path} lacks {shown(name)}, which the manifest lists",
                 sequence=self._version.sequence,
             )
         return opened, entry
@@ -196,7 +258,7 @@ class WeightsReader:
             try:
                 check_header(self._version, file, self._told)
                 entries = {entry.name: entry for entry in file.entries}
-                # A private map: what is written into a tensor stays in this process.
+                # A private map, so that writing into a tensor changes no file.
                 memory = (
                     mmap.mmap(file.fd, file.size, access=mmap.ACCESS_COPY) if self._maps else None
                 )
@@ -208,10 +270,10 @@ class WeightsReader:
 
 
 class _OpenFile(NamedTuple):
-    """A file of the version.
+    """An open file of the version.
 
     Attributes:
-        memory: all of it, where files are mapped; tensors hold it for as long as they need it.
+        memory: the whole file, if files are mapped; tensors keep it alive.
     """
 
     file: SafetensorsFile

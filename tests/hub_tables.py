@@ -26,7 +26,7 @@ from transformers.models.auto import configuration_auto, modeling_auto
 from syncd.checkpoint import hub_tables
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.placement import Shape
-from syncd.protocol.records import HubPiece
+from syncd.protocol.tensor_names import HubPiece
 from trainer_hooks.state.hub_names import name_map_of
 
 TABLES = Path(hub_tables.__file__).with_suffix(".json")

@@ -12,6 +12,7 @@ import xxhash
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import Decision
+from syncd.daemon.delta_maker import DeltaWork
 from syncd.daemon.loop import Loop
 from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import SupersededError
@@ -170,6 +171,7 @@ class SmallJob(Job):
         clock: Clock | None = None,
         begin: bool = True,
         meter: Meter | None = None,
+        deltas: DeltaWork | None = None,
     ) -> Iterator[Loop]:
         """An active daemon, from its take-over to its end, that a test moves round by round."""
         clock = clock or Clock()
@@ -189,6 +191,7 @@ class SmallJob(Job):
                 epoch,
                 cancel=nothing,
                 meter=meter,
+                deltas=deltas,
                 clock=clock,
                 wall=lambda: 0.0,
             )
@@ -198,5 +201,6 @@ class SmallJob(Job):
                     loop.begin()
                 yield loop
             finally:
+                loop.leave()
                 if epoch.is_live():
                     loop.end()

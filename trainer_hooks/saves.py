@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.names import HUGGINGFACE
+from syncd.protocol.names import HUGGINGFACE, master_name, shard_name
 from syncd.protocol.records import SaveId
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue
-from trainer_hooks.settings import SaveLayout, SaveLora
+from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
 from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
+from trainer_hooks.state.sync_dtype import changes
 from trainer_hooks.trainer_job import SaveFolder
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import adapters_of, unwrapped
@@ -43,11 +44,12 @@ class Trained:
     Attributes:
         model: the actor.
         optimizer, scheduler: its own.
-        critic, critic_optimizer: another model, saved in full checkpoints alone.
-        user_state: asked for what else this rank needs to resume, at each full checkpoint.
+        critic, critic_optimizer: another model, saved only in full checkpoints.
+        user_state: called at each full checkpoint; returns this rank's other state for resuming.
         model_files: rank 0 only: writes config and tokenizer into a folder.
-        lora: what explorers get of a model with PEFT adapters.
-        base_vocabulary: of such a model, how many tokens its base model has, where that is known.
+        lora: the weights that explorers get from a model with PEFT adapters.
+        sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
+        base_vocabulary: for such a model, the number of tokens of its base model, if known.
     """
 
     model: nn.Module
@@ -58,21 +60,22 @@ class Trained:
     user_state: Callable[[], Mapping[str, Any]] | None = None
     model_files: tuple[Callable[[Path], object], ...] = ()
     lora: SaveLora = SaveLora.AUTO
+    sync_dtype: SyncDtype | None = None
     base_vocabulary: int | None = None
 
 
 class Saver:
     """Copies the content of a save, and has a thread write it.
 
-    Promised: what is written is the state as it was during :meth:`begin`, whatever training does
-    afterwards; at most two copies of this rank's part of the model are held. Not promised: that
-    anything is written when :meth:`begin` returns.
+    Promised: the state is written as it was during :meth:`begin`, even if training changes it
+    later; at most two copies of this rank's part of the model are held. Not promised: that anything
+    is written when :meth:`begin` returns.
 
     Args:
-        trained: what is saved.
-        rank: this one.
-        queue: has them written.
-        progress: is told what became of full weights that are added.
+        trained: the objects to save.
+        rank: this rank.
+        queue: has the saves written.
+        progress: records the outcome of full weights that are added.
     """
 
     def __init__(
@@ -86,11 +89,11 @@ class Saver:
         self._hub_names = HubNames(trained.model)
 
     def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:
-        """Copy this rank's part of a save, and have it written. Collective where ranks gather.
+        """Copy this rank's part of a save, and have it written. Collective if ranks gather.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: something of it could not be loaded again.
+            InvalidSettingsError: a part of it could not be loaded again.
         """
         queue, writer = self._queue, place.writer
         if writer is None:  # rank 0 alone writes there, and all gather
@@ -98,7 +101,7 @@ class Saver:
             return
         buffers = queue.buffers() if queue.has_room() else None
         try:
-            # Where there is no room too: the other ranks gather.
+            # Even if there is no room, because the other ranks gather.
             contents = self._contents(place, save_id.step, plan, buffers)
         except BaseException:
             queue.leave_out(writer, save_id, buffers)
@@ -111,7 +114,7 @@ class Saver:
             queue.submit(writer, save_id, contents, buffers)
 
     def add_hugging_face(self, place: SaveFolder, save_id: SaveId) -> None:
-        """Give a full checkpoint that is there its full weights too. Collective.
+        """Add the full weights to an existing full checkpoint. Collective.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
@@ -142,7 +145,7 @@ class Saver:
 
         self._queue.thread.submit(save_id.step, work)
 
-    # -- what is copied --------------------------------------------------------------------------
+    # -- copying --------------------------------------------------------------------------
 
     def _contents(
         self, place: SaveFolder, step: int, plan: Plan, buffers: HostBuffers | None
@@ -153,29 +156,36 @@ class Saver:
         sharded = place.weights is SaveLayout.SHARDED and not is_peft
         hugging_face = bool(plan & Plan.HUGGING_FACE) and is_full
         state: dict[str, Any] = {}
-        if not completes or (hugging_face and sharded) or (is_peft and is_full):
+        cast = trained.sync_dtype
+        if not completes or (hugging_face and sharded) or (is_full and (is_peft or cast)):
             state = sharded_state_dict(trained.model)
+        if not changes(state, cast):
+            cast = None
         peft = self._peft(state) if is_peft and state else None
         is_adapter = peft is not None and self._publishes_adapter(peft)
+        is_linked = not (sharded or is_adapter or cast)
         model = None
         if sharded and not completes and buffers is not None:
-            model = buffers.copy(state)
+            model = buffers.copy(state, cast)
         full_model = in_hugging_face = None
         rest: dict[str, Any] = {}
         with ExitStack() as stack:
             if not (completes or sharded):
                 if peft is not None and is_adapter:
-                    weights = OneFile(peft.adapter(), name=ADAPTER)
+                    weights = OneFile(peft.adapter(), name=ADAPTER, cast=cast)
                 else:
-                    weights = self._full(state, peft)
+                    weights = self._full(state, peft, cast)
                 full_model = self._gathered(place, actor, weights, stack)
-            if hugging_face and (sharded or is_adapter):
+            if hugging_face and not is_linked:
                 in_hugging_face = self._gathered(
                     place, actor / HUGGINGFACE, self._full(state, peft), stack
                 )
             if is_full:
                 rest = self._rest()
-                if peft is not None:
+                if peft is None and cast is not None:
+                    rest["trained"] = host_copy(state)
+                    rest["trained_name"] = master_name if sharded else shard_name
+                elif peft is not None:
                     rest["trained"] = host_copy(peft.for_resuming())
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
@@ -192,7 +202,8 @@ class Saver:
             full_model=full_model,
             adapter_files=(peft.config_writer(),) if peft and writes_config else (),
             hugging_face=in_hugging_face,
-            links_hugging_face=(hugging_face and not (sharded or is_adapter) and self._rank == 0),
+            links_hugging_face=hugging_face and is_linked and self._rank == 0,
+            sync_dtype=cast,
             completes=completes,
             **rest,
         )
@@ -207,7 +218,7 @@ class Saver:
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         trained = self._trained
-        # What was trained once and is frozen now has a state still.
+        # A parameter that was trained earlier and is frozen now still has a state.
         states = trained.optimizer.state if isinstance(trained.optimizer, Optimizer) else {}
         return PeftState(
             trained.model,
@@ -225,16 +236,18 @@ class Saver:
             self._said_merged = True
         return published is SaveLora.ADAPTER
 
-    def _full(self, state: Mapping[str, Any], peft: PeftState | None) -> OneFile:
+    def _full(
+        self, state: Mapping[str, Any], peft: PeftState | None, cast: SyncDtype | None = None
+    ) -> OneFile:
         """The full model, adapters merged."""
         tied = ties_embeddings(unwrapped(self._trained.model))
         if peft is None:
-            return OneFile(state, tied=tied)
+            return OneFile(state, tied=tied, cast=cast)
         merged, derived = peft.merged()
-        return OneFile(merged, derived, tied=tied)
+        return OneFile(merged, derived, tied=tied, cast=cast)
 
     def _rest(self) -> dict[str, Any]:
-        """What is needed to resume, copied to host memory that is freed when it is written."""
+        """The state needed to resume, copied to host memory that is freed once it is written."""
         trained = self._trained
         rest: dict[str, Any] = {}
         if trained.optimizer is not None:
@@ -244,7 +257,7 @@ class Saver:
             if trained.critic_optimizer is not None:
                 own = optimizer_state(trained.critic, trained.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)
-        # Last: what FSDP1 gathers takes all ranks, and this may be refused on one of them alone.
+        # Last, because FSDP1's gathering needs all ranks, and this may fail on one rank alone.
         user_state = None if trained.user_state is None else trained.user_state()
         extra = extra_state(scheduler=trained.scheduler, user_state=user_state)
         return rest | {"extra": host_copy(extra)}
@@ -252,17 +265,18 @@ class Saver:
     def _gathered(
         self, place: SaveFolder, folder: Path, weights: OneFile, stack: ExitStack
     ) -> Spool | None:
-        """Weights, on rank 0, on their way into a file, which the stack closes. Collective."""
+        """Weights on rank 0 on their way into a file, which the stack closes. Collective."""
         stream = FullStateStream(
             weights.state,
             rank=self._rank,
             tied=weights.tied,
             derived=weights.derived,
             name=weights.name,
+            cast=weights.cast,
         )
         spool = None
         if self._rank == 0 and place.writer is not None:
-            size = full_bytes(weights.state)
+            size = full_bytes(weights.state, weights.cast)
             path = folder / weights.name
             spool = Spool(place.job, path, stream, size=size)
             stack.callback(spool.close)

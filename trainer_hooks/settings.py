@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Literal, get_args
 
 from syncd.protocol.errors import InvalidSettingsError
+
+#: The dtypes that explorers' weights can be cast to.
+SyncDtype = Literal["bf16", "fp16"]
 
 
 class SaveLayout(StrEnum):
@@ -67,6 +71,10 @@ class SaveSettings:
             ``actor/lora_adapter/``. ``merged``: the full model with the adapter merged into it.
             ``auto``: the adapter if nothing else is trained, otherwise ``merged``. Either is
             gathered on rank 0 while training waits, whatever ``layout`` says.
+        sync_dtype: the dtype that floating tensors are cast to for explorers, on the device while
+            they are copied, bit for bit as ``Tensor.to`` casts them; None for the model's own.
+            Integers, bool and fp8 stay. Full checkpoints also keep the weights in the model's
+            dtype, and only these are resumed from.
         final: whether ``close`` syncs the last step by the files, if that was not done. Set it to
             ``False`` if the model is no longer that of the last step by then.
 
@@ -82,6 +90,7 @@ class SaveSettings:
     keep_every: int = 0
     write_concurrency: WriteConcurrency = WriteConcurrency.UNRESTRICTED
     lora: SaveLora = SaveLora.AUTO
+    sync_dtype: SyncDtype | None = None
     final: bool = True
 
     def __post_init__(self) -> None:
@@ -92,6 +101,12 @@ class SaveSettings:
                 object.__setattr__(
                     self, field.name, _choice(field.name, type(field.default), value)
                 )
+            elif field.default is None:
+                if value is not None and value not in get_args(SyncDtype):
+                    raise InvalidSettingsError(
+                        f"{field.name} is {value!r}: it must be "
+                        f"{' or '.join(map(repr, get_args(SyncDtype)))}, or None for the model's"
+                    )
             elif isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     raise InvalidSettingsError(f"{field.name} is {value!r}: it must be a bool")

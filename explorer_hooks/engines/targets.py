@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 import torch
@@ -12,19 +12,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from explorer_hooks.engines.fitting import named, refuse
+from explorer_hooks.given_names import SAME_NAMES, GivenNames, NamedPiece
 from explorer_hooks.reader import LeasedVersion
 from explorer_hooks.weights import WeightsReader
-from syncd.checkpoint.boxes import Box, whole
+from syncd.checkpoint.boxes import Box, common, holds, whole
 from syncd.checkpoint.tensor_rules import shown
 from syncd.coordination.broadcast.weight_meta import Described
 from syncd.coordination.dtensor import local_box
 from syncd.coordination.tensors import DTYPES, bytes_of
 from syncd.protocol.errors import CheckpointError, EngineMismatchError
 
-#: What ``get_extra_state`` of a module returned: whatever it is, it is no parameter or buffer.
+#: The entry for ``get_extra_state`` of a module, which is never a parameter or a buffer.
 _EXTRA: Final = "_extra_state"
 
-#: What the module calls a tensor of the version; None for one that it does not take.
+#: The module's name of a tensor of the version; None if the module does not take it.
 Rename = Callable[[str], str | None]
 
 
@@ -33,17 +34,17 @@ class DescribedTensor(Described, Protocol):
 
     @property
     def digest(self) -> str | None:
-        """The digest of its bytes, if known."""
+        """The digest of its bytes; None if unknown."""
 
 
 class Target(NamedTuple):
-    """A tensor that is to be filled.
+    """A tensor to fill.
 
     Attributes:
         name: in the version.
         dtype: in the version.
         tensor: this rank's own part of the module's, on any device; changing it changes the module.
-        box: which part of the whole tensor that is.
+        box: the position of that part in the whole tensor.
     """
 
     name: str
@@ -57,17 +58,17 @@ class Target(NamedTuple):
         return self.box.size * self.dtype.itemsize
 
     def of(self, whole: Tensor) -> Tensor:
-        """Its part of the whole tensor; no copy."""
+        """This part of the whole tensor; no copy."""
         return whole[
             tuple(slice(begin, begin + size) for begin, size in zip(*self.box, strict=True))
         ]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers by their names in its state dict, themselves and no copies.
+    """A module's parameters and buffers by their names in its state dict: themselves, no copies.
 
     Raises:
-        EngineMismatchError: its state dict is made up when it is asked for.
+        EngineMismatchError: its state dict holds copies.
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
@@ -84,8 +85,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)
     if copies:
         raise EngineMismatchError(
-            f"{shown(copies[0])} in the module's state dict is no parameter or buffer of it, and "
-            "cannot be filled in place: a hook of its state_dict makes it up"
+            f"{shown(copies[0])} in the module's state dict is no parameter or buffer of it, so it "
+            "cannot be filled in place: a state_dict hook computes it"
         )
     return tensors
 
@@ -96,25 +97,42 @@ def gathers(module: nn.Module) -> bool:
 
 
 def cut_again(module: nn.Module) -> None:
-    """Have FSDP2 let go of the whole parameters that a forward has left gathered.
+    """Make FSDP2 release the whole parameters that a forward has left gathered.
 
-    It would compute with those, and not with what its parts are by then. No communication.
+    Otherwise it would compute with them, and not with the new parts. No communication.
     """
     if gathers(module):
-        module.state_dict(keep_vars=True)  # which is of the parts, whatever the module's state
+        module.state_dict(keep_vars=True)  # this state dict always holds the parts
 
 
 class Fit(NamedTuple):
     """The match between a version and a module.
 
     Attributes:
-        targets: what each of its tensors fills, in the version's order.
-        unknown: names of two tensors that are one in the module, the earlier one first, and of
-            which it is not said whether they are the same: there are no digests.
+        targets: the parts of the module that each tensor fills, in the version's order.
+        unknown: pairs of names of the version, the earlier one first, that share one tensor in the
+            module. Without digests nobody knows yet whether their values are the same.
     """
 
     targets: list[Target]
     unknown: list[tuple[str, str]]
+
+
+class _Filling(NamedTuple):
+    """A tensor of the version that fills one of the module, or a part of it.
+
+    Attributes:
+        entry: the version's tensor.
+        piece: how the two lie to each other; None if they are the same.
+    """
+
+    entry: DescribedTensor
+    piece: NamedPiece | None = None
+
+    @property
+    def part(self) -> Box | None:
+        """The part of the module's tensor that is filled; None for all of it."""
+        return self.piece.other_box if self.piece is not None else None
 
 
 def find_targets(
@@ -122,71 +140,95 @@ def find_targets(
     tensors: Mapping[str, Tensor],
     rename: Rename,
     *,
+    names: GivenNames = SAME_NAMES,
     cast: bool,
     what: str,
     whose: str,
 ) -> Fit:
     """The target of each tensor of a version.
 
-    Every tensor of the module is filled by one of the version, tied ones by one of their names.
+    Each tensor of the module must be in the version; of tied tensors, one name is enough. If the
+    version has other names than the module, the map between them decides: a tensor is then filled
+    from its pieces, or from a part of one.
 
     Args:
         entries: the tensors of the version; nothing is read.
-        tensors: the module's by name, as :func:`tensors_of` gives them.
-        rename: the version's name to the module's.
-        cast: whether floating values may be of another floating dtype than the module's, fp8 aside.
+        tensors: the module's by name, as :func:`tensors_of` returns them.
+        rename: the module's name of a tensor by the version's, or by the version's other name.
+        names: the map between the version's names and the other ones.
+        cast: whether floating dtypes may differ (fp8 must not).
         what: the version, for messages.
         whose: the module, for messages.
 
     Raises:
-        EngineMismatchError: says what does not fit.
+        EngineMismatchError: they do not fit; the message lists the differences.
     """
-    given: dict[str, DescribedTensor] = {}
+    given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
     for entry in entries:
-        name = rename(entry.name)
-        if name is None:
-            continue
-        if name in given:
-            wrong.append(f"{shown(entry.name)} and {shown(given[name].name)} are both renamed to "
-                         f"{shown(name)}")  # fmt: skip
-        elif name not in tensors:
-            wrong.append(f"{_told(entry.name, name)} is not in {whose}")
-        given[name] = entry
+        for name, filling in _fillings(entry, tensors, rename, names):
+            others = given.setdefault(name, {})
+            if same := others.get(filling.part):
+                wrong.append(f"{shown(entry.name)} and {shown(same.entry.name)} are both renamed "
+                             f"to {shown(name)}")  # fmt: skip
+            elif name not in tensors:
+                told = names.shown(name) if name == entry.name else _told(entry.name, name)
+                wrong.append(f"{told} is not in {whose}")
+            others[filling.part] = filling
     filled = {_memory(value) for name, value in tensors.items() if name in given}
     wrong += [
-        f"{shown(name)} is not in the version"
+        f"{names.shown(name)} is not in the version"
         for name, value in tensors.items()
         if name not in given and _memory(value) not in filled
     ]
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
     first: dict[object, DescribedTensor] = {}
-    for name, entry in given.items():
+    for name, fillings in given.items():
         if name not in tensors:
             continue
         value = tensors[name]
-        target = _target(entry, value, cast=cast, whose=whose)
-        if isinstance(target, str):
-            wrong.append(f"{_told(entry.name, name)} {target}")
-            continue
-        tied = first.setdefault(_memory(value), entry)
-        if tied is entry:
-            targets.extend(target)
-        elif None in {tied.digest, entry.digest} and tied.dtype == entry.dtype:
-            unknown.append((tied.name, entry.name))
-        elif tied.digest != entry.digest or tied.dtype != entry.dtype:
-            wrong.append(differ(tied.name, entry.name, whose))
+        parts = [part for part in fillings if part is not None]
+        if parts and sum(part.size for part in parts) < value.numel():
+            wrong.append(f"{names.shown(name)} is not whole in the version")
+        for part, (entry, piece) in fillings.items():
+            target = _target(entry, value, piece, cast=cast, whose=whose)
+            if isinstance(target, str):
+                wrong.append(f"{_told(entry.name, name)} {target}")
+                continue
+            tied = first.setdefault((_memory(value), part), entry)
+            if tied is entry:
+                targets.extend(target)
+            elif None in {tied.digest, entry.digest} and tied.dtype == entry.dtype:
+                unknown.append((tied.name, entry.name))
+            elif tied.digest != entry.digest or tied.dtype != entry.dtype:
+                wrong.append(differ(tied.name, entry.name, whose))
     refuse(what, whose, wrong)
     return Fit(targets, unknown)
 
 
+def _fillings(
+    entry: DescribedTensor, tensors: Mapping[str, Tensor], rename: Rename, names: GivenNames
+) -> Iterator[tuple[str, _Filling]]:
+    """The module's names of the tensors that one of the version fills, all or in part."""
+    name = rename(entry.name)
+    others = [(rename(piece.other), piece) for piece in names.pieces_of(entry)]
+    if any(other in tensors for other, _ in others) and (
+        names.given == "hub" or name not in tensors
+    ):
+        for other, piece in others:
+            if other is not None:
+                yield other, _Filling(entry, piece)
+    elif name is not None:
+        yield name, _Filling(entry)
+
+
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
-    """Read tensors that are one in the module, two by two, and see that they are the same.
+    """Read pairs of tensors that share one tensor in the module, and check that they are equal.
 
     Raises:
         EngineMismatchError: they are not.
-        VerificationError, ShardFormatError: a file is not what the manifest says.
+        VerificationError, ShardFormatError: a file differs from the manifest.
         OSError: storage failed.
     """
     wrong = []
@@ -198,7 +240,7 @@ def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], who
 
 
 def differ(one: str, other: str, whose: str) -> str:
-    """That two tensors cannot be tied, for messages."""
+    """The message that two tensors cannot be tied."""
     return f"{shown(one)} and {shown(other)} have different values, and are one tensor in {whose}"
 
 
@@ -207,7 +249,7 @@ def _told(name: str, renamed: str) -> str:
 
 
 def _memory(tensor: Tensor) -> object:
-    """What is equal for tensors that are the same memory: tied weights."""
+    """A key that is equal for tensors that share memory: tied weights."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local records gradients
     if not _has_memory(local) or not local.numel():
         return id(tensor)
@@ -215,7 +257,7 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory that a copy can be made into."""
+    """Whether its elements lie in memory that can be written."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta
@@ -224,16 +266,17 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _target(
-    entry: DescribedTensor, value: Tensor, *, cast: bool, whose: str
+    entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """What an entry fills (nothing on a rank that has no part of it); or why it cannot."""
-    if tuple(value.shape) != entry.shape:
-        return f"is {list(entry.shape)}, {whose} has {list(value.shape)}"
+    """The part to fill (none on a rank that has no part); or the reason why it cannot be filled."""
+    shape = tuple(value.shape)
+    if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
+        return f"is {list(entry.shape)}, {whose} has {list(shape)}"
     dtype = DTYPES.get(entry.dtype)
     if dtype != value.dtype and not (cast and _casts(dtype, value.dtype)):
         return f"is {entry.dtype}, {whose} has {value.dtype}"
     assert isinstance(dtype, torch.dtype)  # noqa: S101 - for the type checker
-    box: Box | None = whole(entry.shape)
+    box: Box | None = whole(shape)
     local = value
     if isinstance(value, DTensor):
         try:
@@ -244,15 +287,29 @@ def _target(
     fault = _fault(local)
     if fault:
         return fault
-    return () if box is None else (Target(entry.name, dtype, local.detach(), box),)
+    if box is None:
+        return ()
+    target = Target(entry.name, dtype, local.detach(), box)
+    return (target,) if piece is None else _cut(target, piece)
+
+
+def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
+    """The part of a tensor that a piece fills, of one that is filled by several; or nothing."""
+    part = common(target.box, piece.other_box)
+    if part is None:
+        return ()
+    ahead = (a - b for a, b in zip(part.offsets, target.box.offsets, strict=True))
+    inside = tuple(slice(a, a + n) for a, n in zip(ahead, part.shape, strict=True))
+    local = piece.seen_from_own(target.tensor[inside])
+    return (target._replace(tensor=local, box=piece.to_own(part)),)
 
 
 def _fault(tensor: Tensor) -> str:
-    """Why a tensor cannot be changed in place, or nothing."""
+    """The reason why a tensor cannot be changed in place; empty if it can."""
     if tensor.is_meta:
         return "is on the meta device: the module has no weights to replace"
     if not _has_memory(tensor):
-        return f"is a {type(tensor).__name__}, whose elements are not in memory as they are"
+        return f"is a {type(tensor).__name__}, whose elements are not stored as plain memory"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "is an inference tensor, which cannot be changed in place"
     if any(
@@ -263,7 +320,7 @@ def _fault(tensor: Tensor) -> str:
 
 
 def _casts(given: torch.dtype | None, wanted: torch.dtype) -> bool:
-    """Floating values become floating ones; fp8 means nothing without the scales beside it."""
+    """Floating values may be cast to floating ones; not fp8, which needs its scales."""
     return all(
         dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
         for dtype in (given, wanted)

@@ -26,6 +26,11 @@ class Box(NamedTuple):
     shape: Shape
 
     @property
+    def ends(self) -> Shape:
+        """The first index past its end, of each dimension."""
+        return tuple(begin + count for begin, count in zip(*self, strict=True))
+
+    @property
     def size(self) -> int:
         """The number of elements; 1 for a tensor without dimensions."""
         return math.prod(self.shape)
@@ -41,6 +46,14 @@ class Extent(NamedTuple):
 def whole(shape: Shape) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), shape)
+
+
+def holds(shape: Shape, box: Box) -> bool:
+    """True if a tensor of this shape has the part."""
+    return len(shape) == len(box.shape) and all(
+        min(begin, count) >= 0 and begin + count <= size
+        for begin, count, size in zip(*box, shape, strict=True)
+    )
 
 
 def common(one: Box, other: Box) -> Box | None:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -32,7 +34,7 @@ from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.save import Remote, Save, SavedWeights, Unfinished, confirm_unchanged
-from syncd.checkpoint.tensor_rules import Cast, cast_dtype, shown
+from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
 from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.events import Event
 from syncd.protocol.names import (
@@ -43,7 +45,7 @@ from syncd.protocol.names import (
     MODEL_CONFIG,
     NAME_MAP,
 )
-from syncd.protocol.records import Kind, Manifest, Names, VersionFile, encode
+from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
@@ -102,6 +104,15 @@ def build_model_folder(
             contents = look_inside(opened, cancel)
             caster = None
             if _has_to_cast(contents, options.cast):
+                if save.sync_dtype is not None:
+                    log.warning(
+                        "%s: its trainer has cast the weights to %s (SaveSettings.sync_dtype), and "
+                        "cast = %s (--dtype) rounds them again: set only one of the two",
+                        actor,
+                        save.sync_dtype,
+                        options.cast,
+                        extra=Event.CAST_TWICE(path=actor),
+                    )
                 # It imports torch, for seconds, while the small files are copied.
                 caster = stack.enter_context(Caster(str(actor)))
             # The small files first: if one differs from its receipt, no weights are copied.
@@ -121,7 +132,7 @@ def build_model_folder(
             copied = work.clock()
             told = read_model_config(storage, folder, models)
             hub = _names_on_hub(storage, actor, folder, contents, told, options.names)
-            names: Names | None = options.names if hub else None
+            names: Names = options.names if hub else "trainer"
             plan = contents.plan(
                 options,
                 bias=bias,
@@ -157,9 +168,7 @@ def build_model_folder(
         raise
     del opened, plan  # the manifest takes much memory too
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
-    if hub and sequence and not storage.exists(folder / NAME_MAP):
-        # Explorers that load in place need it, whatever the names are.
-        files.append(write_name_map(storage, folder, hub))
+    files += write_name_map(storage, folder, hub if sequence else None)
     if not save.receipts:
         confirm_unchanged(storage, actor, save)
     if not options.digests:
@@ -174,6 +183,7 @@ def build_model_folder(
         files=tuple(files),
         tensors=merged.tensors,
         base_model=base_model,
+        dtype=_floating_dtypes(merged.tensors),
         nonfinite=save.nonfinite,
         names=names,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
@@ -228,6 +238,15 @@ def _names_on_hub(
             "--names trainer"
         )
     return found
+
+
+def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
+    """The floating dtypes of tensors, the one with the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if is_floating(tensor.dtype):
+            sizes[tensor.dtype] += math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
+    return ", ".join(dtype for dtype, _ in sizes.most_common()) or None
 
 
 def _worth_checking(checked: Checked, sources: Sequence[Source]) -> Checked:

@@ -183,12 +183,22 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
     return (VersionFile(name=INDEX, size=len(content), digest=digest),)
 
 
-def write_name_map(storage: Storage, folder: Path, names: NameMap) -> VersionFile:
-    """Write ``name_map.json``, durably, of a save that has none of its own."""
+def write_name_map(
+    storage: Storage, folder: Path, names: NameMap | None
+) -> tuple[VersionFile, ...]:
+    """Write ``name_map.json``, durably, if the model's names differ and its trainer wrote none.
+
+    Explorers that load in place need it, whatever the names in the folder are.
+
+    Returns:
+        The file, if it was written.
+    """
+    if not names or storage.exists(folder / NAME_MAP):
+        return ()
     content = names.encode()
     storage.write_new(folder / NAME_MAP, content)
     digest = xxhash.xxh3_128_hexdigest(content)
-    return VersionFile(name=NAME_MAP, size=len(content), digest=digest)
+    return (VersionFile(name=NAME_MAP, size=len(content), digest=digest),)
 
 
 def _regular_files(

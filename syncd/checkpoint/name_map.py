@@ -21,7 +21,8 @@ from syncd.checkpoint.tensor_rules import (
     shown,
 )
 from syncd.protocol.errors import CoverageError, RecordError
-from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord, encode, parse
+from syncd.protocol.records import encode, parse
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 #: The most bytes of a map: that of a stacked model has kilobytes, a long list of renamed tensors
 #: megabytes.

@@ -116,6 +116,11 @@ class _WholeSave:
         return {file.name: file for receipt in self.receipts for file in receipt.files}
 
     @property
+    def sync_dtype(self) -> str | None:
+        """The dtype that the trainer has cast the weights to; None if it has cast none."""
+        return next((one.sync_dtype for one in self.receipts if one.sync_dtype), None)
+
+    @property
     def nonfinite(self) -> NonFinite | None:
         """The weights that hold NaN or Inf, as the receipts say; None if no rank has looked."""
         vouched = self.vouched()

@@ -52,6 +52,11 @@ def cast_dtype(dtype: str, cast: Cast | None) -> str:
     return _CASTS[cast] if cast is not None and dtype in _FLOATING else dtype
 
 
+def is_floating(dtype: str) -> bool:
+    """True for a floating dtype of any width, by safetensors' name."""
+    return dtype.startswith(("F", "BF"))
+
+
 def shape_of(value: object) -> Shape | None:
     """A sequence of sizes as a tuple, or None if it is not one that a tensor can have."""
     if not isinstance(value, tuple | list) or len(value) > DIMENSION_LIMIT:

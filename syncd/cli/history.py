@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from syncd.cli import options
-from syncd.cli.amounts import moment, span
-from syncd.operate.history import Live, VersionHistory, history, told
+from syncd.cli.amounts import moment, size, span
+from syncd.operate.history import DeltaHistory, Live, VersionHistory, history, told
 from syncd.protocol.names import printable
 from syncd.storage.job import Job
 
 #: How many explorers of a version are shown; JSON has all.
 _EXPLORERS: Final = 4
-_HEADS: Final = ("version", "step", "published", "after", "merge", "pruned")
+_HEADS: Final = ("version", "step", "published", "after", "merge", "delta", "pruned")
 _GAP: Final = "  "
 
 
@@ -39,7 +39,8 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
     'published' is when LATEST began to name the version. 'after' is the time until then since the
     daemon first found the save complete; 'merge' is the part of it in which the daemon merged.
     'live on' lists the explorers that served the version, and how long after it was published.
-    'pruned' is how long after it was published the daemon deleted it.
+    'delta' is the size of the delta to the version, if one was to be made; explorers that read it
+    are marked. 'pruned' is how long after it was published the daemon deleted it.
 
     All times are by the daemon's clock. The daemon reads the explorers' reports once a tick.
     """
@@ -52,11 +53,14 @@ def command(job: Path, limit: int, *, as_json: bool) -> None:
         click.echo("nothing is published yet")
         return
     console = Console(highlight=False)
-    rows = [_cells(version) for version in found]
-    widths = [max(map(len, column)) for column in zip(_HEADS, *rows, strict=True)]
+    heads, rows = list(_HEADS), [list(_cells(version)) for version in found]
+    if all(version.delta is None for version in found):
+        for row in (heads, *rows):
+            del row[-2]  # of deltas there is nothing to tell
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     room = console.width - sum(widths) - len(_GAP) * len(widths)
     table = Table(box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
-    for head in (*_HEADS[:-1], "live on", _HEADS[-1]):
+    for head in (*heads[:-1], "live on", heads[-1]):
         table.add_column(head, no_wrap=True)
     for version, row in zip(found, rows, strict=True):
         table.add_row(*map(Text, (*row[:-1], _live(version.live, room), row[-1])))
@@ -71,21 +75,29 @@ def _cells(version: VersionHistory) -> tuple[str, ...]:
         "-" if version.published is None else moment(version.published),
         _span(version.latency_seconds),
         merge if version.of is None else f"= v{version.of}",
+        _delta(version.delta),
         _end(version),
     )
 
 
 def _live(live: list[Live], room: int) -> str:
     """The explorers, one a line; a name that is too long is cut at its beginning."""
-    shown = [(printable(one.explorer), one.seconds) for one in live[:_EXPLORERS]]
+    shown = [(printable(one.explorer), one) for one in live[:_EXPLORERS]]
     if len(live) > _EXPLORERS:
-        shown.append((f"and {len(live) - _EXPLORERS} more", live[-1].seconds))
+        shown.append((f"and {len(live) - _EXPLORERS} more", live[-1]))
     lines = []
-    for name, seconds in shown:
-        later = "" if seconds is None else f" +{span(seconds)}"
+    for name, one in shown:
+        later = "" if one.seconds is None else f" +{span(one.seconds)}"
+        later += "" if one.delta_bytes is None else ", delta"
         left = max(room - len(later), 10)
         lines.append((name if len(name) <= left else f"…{name[1 - left :]}") + later)
     return "\n".join(lines) or "-"
+
+
+def _delta(delta: DeltaHistory | None) -> str:
+    if delta is None:
+        return "-"
+    return "none" if delta.bytes is None else size(delta.bytes)
 
 
 def _end(version: VersionHistory) -> str:

@@ -165,6 +165,13 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
         help="How many of the newest versions to keep, besides leased ones.",
     ),
     click.option(
+        "--deltas",
+        type=click.Choice(["auto", "on", "off"]),
+        default=_DEFAULTS.deltas,
+        show_default=True,
+        help="Make deltas between versions; auto: while two live explorers could use them.",
+    ),
+    click.option(
         "--keep-deltas",
         type=click.IntRange(min=1),
         default=_DEFAULTS.keep_deltas,

@@ -26,6 +26,8 @@ from syncd.daemon.hang import HangGuard
 from syncd.daemon.host.services import RootServices, Services
 from syncd.daemon.notify import ServiceManager
 from syncd.daemon.telling.meter import MeterOf, unmetered
+from syncd.deltas.making import why_not_here
+from syncd.protocol.errors import InvalidSettingsError
 from syncd.protocol.events import Event
 from syncd.protocol.names import printable
 from syncd.torch_extra import require_torch
@@ -159,11 +161,15 @@ def _load(file: Path | None, said: dict[str, GivenValue]) -> Configuration:
     """The configuration, checked against this host too.
 
     Raises:
-        InvalidSettingsError: it cannot be used, or it casts and torch is not installed.
+        InvalidSettingsError: it cannot be used, or asks for deltas that cannot be made here.
+        TorchMissingError: it casts, and torch is not installed.
     """
     configuration = load(file, os.environ, said)
     if configuration.config.cast is not None:
         require_torch(f"cast, set by {printable(configuration.sources['cast'])},")
+    if configuration.config.deltas == "on" and (why := why_not_here()) is not None:
+        source = printable(configuration.sources["deltas"])
+        raise InvalidSettingsError(f'deltas = "on", set by {source}: {why}')
     return configuration
 
 

@@ -108,9 +108,13 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         facts.append(("done", _done(daemon["counters"])))
     if start := _how_to_start(seen, now):
         facts.append(("start", start))
-    kind = "" if latest is None or latest["kind"] == "full" else f" ({latest['kind']})"
+    said = [] if latest is None else [latest["kind"], latest["dtype"]]
+    more = ", ".join(one for one in said if one not in {"full", None})
     facts.append(
-        ("latest", f"version {latest['sequence']}, step {latest['step']}{kind}")
+        (
+            "latest",
+            f"version {latest['sequence']}, step {latest['step']}" + (f" ({more})" if more else ""),
+        )
         if latest
         else ("latest", "nothing is published yet")
     )
@@ -135,6 +139,8 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         for version in seen["versions"]
     ]
     facts.append(("on disk", ", ".join(leased) or "no version"))
+    if deltas := _deltas(seen):
+        facts.append(("deltas", deltas))
     if seen["pinned_steps"]:
         facts.append(("pinned", f"steps {', '.join(map(str, seen['pinned_steps']))}"))
     if seen["quarantined"]:
@@ -142,6 +148,27 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
     if seen["free"] and seen["free"]["bytes"] is not None:
         facts.append(("free", f"{size(seen['free']['bytes'])} on the job's filesystem"))
     return facts
+
+
+def _deltas(seen: dict[str, Any]) -> str:
+    """The deltas on disk, the newest in full, and what became of that to LATEST's version."""
+    *older, newest = seen["deltas"] or [None]
+    told = []
+    if newest is not None:
+        told.append(
+            f"v{newest['base']} to v{newest['sequence']}: {size(newest['bytes'])}, "
+            f"{newest['changed']:.2%} of the elements"
+        )
+    if older:
+        told.append(f"{len(older)} older: {size(sum(one['bytes'] for one in older))}")
+    making, latest = seen["delta_progress"], seen["latest"]
+    if making and latest and making["sequence"] == latest["sequence"]:
+        if making["state"] == "making":
+            done = f" ({making['done'] / making['total']:.0%})" if making["total"] else ""
+            told.append(f"that to v{making['sequence']} is being made{done}")
+        elif making["state"] == "none":
+            told.append(f"none to v{making['sequence']}: {making['why']}")
+    return "; ".join(told)
 
 
 def _how_to_start(seen: dict[str, Any], now: float) -> str:
@@ -222,11 +249,12 @@ def _explorers(reports: list[dict[str, Any]], now: float, most: int) -> list[Ren
 
 
 def _pause(reload: dict[str, Any] | None) -> str:
-    """The pause of an engine at its last reload, and whether it loaded a staged copy."""
+    """The pause of an engine at its last reload, and what it loaded: a staged copy, by a delta."""
     if reload is None:
         return "-"
     staged = {None: "", True: ", staged", False: ", not staged"}[reload["staged"]]
-    return f"{span(reload['pause'])}{staged}"
+    by_delta = "" if reload["delta_bytes"] is None else " by delta"
+    return f"{span(reload['pause'])}{staged}{by_delta}"
 
 
 def _events(events: list[dict[str, Any]], width: int) -> list[RenderableType]:
@@ -260,6 +288,11 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             return f"v{event.get('of')} is served again, as {version}: asked for by {_by(event)}"
         case "refused":
             return f"no rollback to v{event.get('of')} for {_by(event)}: {event.get('why')}"
+        case "delta":
+            what = f"{size(event.get('delta_bytes', 0))}, {event.get('changed', 0.0):.2%} changed"
+            return f"made the delta from v{event.get('of')} to {version}: {what}"
+        case "no_delta":
+            return f"no delta from v{event.get('of')} to {version}: {event.get('why')}"
         case "skipped":
             return f"skipped step {step}: a newer one was out"
         case "quarantined":

@@ -10,11 +10,15 @@ import click
 
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.cli import options
+from syncd.cli.amounts import size
 from syncd.cli.bars import bar
+from syncd.deltas.delta_folder import read_delta, verify_delta
+from syncd.deltas.ends import NoDeltaError
+from syncd.operate.delta_state import changed_part, delta_sequences
 from syncd.protocol.errors import InvalidSettingsError, RecordError, VerificationError
-from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import MANIFEST, parse_version_folder, printable
 from syncd.storage.fsio import Storage
+from syncd.storage.job import Job
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +36,17 @@ class _Verified:
 @click.argument("path", type=click.Path(path_type=Path, file_okay=False, exists=True))
 @options.as_json
 def command(path: Path, *, as_json: bool) -> None:
-    """Compare all versions of the job PATH, or the one folder PATH, with their manifests.
+    """Compare the versions and deltas of the job PATH, or the one folder PATH, with their records.
 
     Reads every byte. Exits with 7 if something differs from its manifest. Folders that 'syncd
     merge' made, and huggingface/ folders that 'syncd convert' filled, have a manifest too.
     """
     storage = Storage(path)
+    job = Job.at(path, storage)
     if storage.exists(path / MANIFEST):
         folders = [path]
     else:
-        published = JobLayout(path).published
+        published = job.layout.published
         folders = [
             published / name
             for name in storage.names(published)
@@ -49,9 +54,11 @@ def command(path: Path, *, as_json: bool) -> None:
         ]
     if not folders:
         raise InvalidSettingsError(f"{path} is neither a version nor a job with published versions")
+    deltas = [] if folders == [path] else [job.layout.delta(one) for one in delta_sequences(job)]
     results = []
-    for folder in folders:
-        results.append(_verified(storage, folder))
+    for folder in (*folders, *deltas):
+        verified = _verified_delta if folder in deltas else _verified
+        results.append(verified(storage, folder))
         if not as_json:
             click.echo(printable(f"{folder.name}: {results[-1].said}"))
     if as_json:
@@ -59,6 +66,21 @@ def command(path: Path, *, as_json: bool) -> None:
     wrong = [result.folder for result in results if result.outcome == "damaged"]
     if wrong:
         raise VerificationError(f"differ from their manifests: {', '.join(wrong)}")
+
+
+def _verified_delta(storage: Storage, folder: Path) -> _Verified:
+    try:
+        delta = read_delta(storage, folder)
+        verify_delta(storage, folder, delta)
+    except (NoDeltaError, RecordError, OSError) as error:
+        if not storage.exists(folder):
+            return _Verified(folder.name, "pruned", "pruned meanwhile")
+        return _Verified(folder.name, "damaged", str(error))
+    said = (
+        f"delta from version {delta.base.sequence}, whole ({size(delta.bytes)}, "
+        f"{changed_part(delta):.2%} of the elements)"
+    )
+    return _Verified(folder.name, "whole", said, kind="delta")
 
 
 def _verified(storage: Storage, folder: Path) -> _Verified:

@@ -21,7 +21,7 @@ from syncd.coordination.weight_waits import WeightWaits
 from syncd.protocol.errors import BroadcastError, SyncdError
 from syncd.protocol.participants import Offer, Rendezvous
 from syncd.protocol.policy import RunningStatus, SyncMethod, SyncSettings, Version, may_produce
-from syncd.protocol.reports import ExplorerReport, Load, Reload, SyncTerms, loads_with
+from syncd.protocol.reports import ExplorerReport, Reload, SyncTerms, loads_with
 from syncd.torch_extra import require_torch
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         name: the explorer's, unique among the live ones.
         settings: who syncs when, and how long to wait.
         memory_dir: the second job directory, where versions are (method ``memory``).
-        workers: how many ranks of a weight group it is; 0 if it takes no part in broadcasts, and
-            no transfer waits for it.
+        workers: how many ranks of a weight group it is; 0 if no transfer waits for it.
+        hub_names: whether it takes versions under the hub's names, too (``syncd run --names``).
         seams: for tests.
 
     Raises:
@@ -58,6 +58,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         settings: SyncSettings | None = None,
         memory_dir: str | Path | None = None,
         workers: int = 1,
+        hub_names: bool = False,
         seams: Seams | None = None,
     ) -> None:
         super().__init__(
@@ -75,6 +76,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
                 workers=workers,
                 loads=self._job.previous_loads(name),
                 sync=SyncTerms.of(settings),
+                hub_names=hub_names,
                 time=0.0,
             ),
         )
@@ -103,8 +105,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             old_status: its status as the caller believes.
 
         Raises:
-            InvalidTransitionError: the status cannot follow the one that it has, or that is not the
-                old one.
+            InvalidTransitionError: the status cannot follow its own, or that is not the old one.
         """
         me = self._me
         asks = status is RunningStatus.REQUIRE_SYNC and me.record.status != status.value
@@ -136,6 +137,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         workers: int | None = None,
         group: str | None = None,
         starting: str | None = None,
+        delta_base: int | None = None,
     ) -> None:
         """Set all of an explorer's report; fields that are left out are taken back.
 
@@ -149,6 +151,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             workers: how many ranks of a weight group it is from now on; None for as many as before.
             group: with that, the weight group that all of them have open.
             starting: what it waits for before it runs; its next status takes that back too.
+            delta_base: the newest version that its host has, as a base of deltas.
         """
         self._serve(
             version,
@@ -158,6 +161,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             received=received,
             bench=bench,
             starting=starting,
+            delta_base=delta_base,
             **({} if workers is None else {"workers": workers, "group": group}),
         )
 
@@ -172,11 +176,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         self._me.check_process()
         loaded = version if self._counts_loads and received is None else None
         with self._loading:  # for no load of another thread to be lost
-            loads = self._me.record.loads or ()
-            if loaded is not None:
-                pause = reload.pause if reload and reload.sequence == loaded.sequence else None
-                load = Load(sequence=loaded.sequence, time=self._wall(), pause=pause)
-                loads = loads_with(loads, load)
+            loads = loads_with(self._me.record.loads or (), loaded, self._wall(), reload)
             self._me.update(
                 sequence=version.sequence if version else None,
                 step=version.step if version else None,
@@ -213,8 +213,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             SaveFailedError: the daemon cannot build it; says why.
             WaitTimeoutError: it was not built in time.
             CancelledError: the wait was cancelled.
-            JobUnavailableError: the daemon is of a release that builds no steps; or the job is not
-                there now.
+            JobUnavailableError: the daemon's release builds no steps; or the job is not there now.
         """
         with self._wait(timeout, cancel) as wait:
             if serves is not None and self._bench.is_of(serves.manifest, step):

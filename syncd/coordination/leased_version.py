@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.version import WEIGHTS, copy_version, read_manifest, verify_version
 from syncd.protocol.errors import (
@@ -15,7 +16,9 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
+from syncd.protocol.names import NAME_MAP
 from syncd.protocol.records import Latest, Manifest
+from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import Job
@@ -48,6 +51,7 @@ class LeasedVersion:
             if that is a copy on this host.
         remote_path: where the weights are, of kind ``remote``; else None.
         manifest: the files that the folder must hold.
+        storage: the storage that the folder is on.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class LeasedVersion:
         *,
         source: Path | None = None,
     ) -> None:
-        self._storage = storage
+        self.storage = storage
         self._lease = lease
         self.folder = folder
         self.source = source or folder
@@ -78,7 +82,7 @@ class LeasedVersion:
         Raises:
             VerificationError: a file is not what the manifest says.
         """
-        verify_version(self._storage, self.folder, self.manifest, cancel=cancel)
+        verify_version(self.storage, self.folder, self.manifest, cancel=cancel)
 
     def copy_to(
         self, storage: Storage, folder: Path, *, cancel: Callable[[], None] = lambda: None
@@ -95,12 +99,12 @@ class LeasedVersion:
             OSError: one of the two storages failed.
         """
         copy_version(
-            self._storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
+            self.storage, self.folder, self.manifest, to=storage, target=folder, cancel=cancel
         )
 
     def with_hold(self, hold: Hold) -> LeasedVersion:
         """The same version, held by something else."""
-        return LeasedVersion(self._storage, self.folder, self.manifest, hold, source=self.source)
+        return LeasedVersion(self.storage, self.folder, self.manifest, hold, source=self.source)
 
     def open_weights(self) -> Iterator[SafetensorsFile]:
         """The version's safetensors files, each open while the caller is at it."""
@@ -119,7 +123,7 @@ class LeasedVersion:
             ShardFormatError: it is not a whole safetensors file.
             OSError: it cannot be opened or read.
         """
-        return SafetensorsFile.open(self._storage, self.folder / name)
+        return SafetensorsFile.open(self.storage, self.folder / name)
 
     def read_file(self, name: str) -> bytes:
         """All of one of the version's small files, a configuration say.
@@ -130,7 +134,23 @@ class LeasedVersion:
         Raises:
             OSError: it cannot be read, or has over 256 MiB.
         """
-        return self._storage.read(self.folder / name, LONG_RECORD_LIMIT)
+        return self.storage.read(self.folder / name, LONG_RECORD_LIMIT)
+
+    def name_map(self) -> NameMap:
+        """How the hub names the tensors of the trainer's module; empty if it names them alike.
+
+        It is empty too if nobody has said how: then the two names of a tensor are not known.
+
+        Raises:
+            VerificationError: it is damaged.
+            OSError: it cannot be read.
+        """
+        if all(file.name != NAME_MAP for file in self.manifest.files):
+            return NameMap(NameMapRecord())
+        try:
+            return NameMap.read(self.read_file(NAME_MAP), self.folder / NAME_MAP)
+        except RecordError as error:
+            raise VerificationError(str(error), sequence=self.sequence) from error
 
     def release(self) -> None:
         """Let the version go. Safe to call twice."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from syncd.checkpoint.merging.options import Progress
 from syncd.checkpoint.model_folder import changed_settings
 from syncd.checkpoint.save import Save, WholeSave
 from syncd.daemon.collect import Tidying
+from syncd.daemon.delta_maker import DeltaMaker
 from syncd.daemon.publish import Publisher
 from syncd.daemon.steering import Steering
 from syncd.daemon.telling.journal import Journal
@@ -40,9 +42,10 @@ class Attempts:
     Args:
         job: the job.
         publisher: makes the versions.
-        journal: is told what came of it.
+        journal: records the outcome.
         reporter: is told how far a merge is.
-        tidying: removes what a failed attempt left.
+        tidying: removes leftovers of a failed attempt.
+        deltas: makes the deltas to published versions.
         clock: seconds, monotonic.
     """
 
@@ -53,6 +56,7 @@ class Attempts:
         journal: Journal,
         reporter: Reporter,
         tidying: Tidying,
+        deltas: DeltaMaker,
         *,
         clock: Clock,
     ) -> None:
@@ -61,6 +65,7 @@ class Attempts:
         self._journal = journal
         self._reporter = reporter
         self._tidying = tidying
+        self._deltas = deltas
         self._clock = clock
         self._steering = Steering(job)
         self._tried: str | None = None
@@ -79,7 +84,7 @@ class Attempts:
             heard: told how far the merge is.
 
         Returns:
-            Why it has to wait; nothing where it does not.
+            The reason why it has to wait; None if it may go on.
 
         Raises:
             SyncdError: the daemon cannot go on: it was superseded, stopped, or the job is away.
@@ -93,9 +98,15 @@ class Attempts:
         begun, before = self._clock(), self._publisher.latest
         try:
             self._publisher.check_finite(save)
-            self._publisher.check_room(save)
+            self._check_room(save)
+            self._deltas.end("a newer version is being published")
             self._reporter.report("merging", f"step {save.step}")
-            manifest = self._publisher.publish(save, progress=self.progress(save, begun, heard))
+            manifest = self._publisher.publish(
+                save,
+                progress=self.progress(save, begun, heard),
+                delta_from=partial(self._deltas.announce, before),
+            )
+            self._deltas.begin()
         except (SaveNotReadyError, NoRoomError) as error:
             return self._try_later(str(error), error, tick)
         except CheckpointError as error:
@@ -140,6 +151,7 @@ class Attempts:
         """
         if request.id != self._asked:
             self._asked, self._refusals = request.id, 0
+        self._deltas.end("an older version is being published again")
         try:
             manifest = self._publisher.republish(request)
         except (VersionGoneError, VerificationError, RecordError, OSError) as error:
@@ -164,6 +176,19 @@ class Attempts:
                 self._reporter.report("merging", f"step {save.step}", merge)
 
         return tell
+
+    def _check_room(self, save: WholeSave) -> None:
+        """Check that there is room for a version; deltas make it, if there is too little.
+
+        Raises:
+            NoRoomError, SaveNotReadyError, CheckpointError: as :meth:`Publisher.check_room`.
+        """
+        try:
+            self._publisher.check_room(save)
+        except NoRoomError as error:
+            if not self._tidying.gave_up_deltas(error):
+                raise
+            self._publisher.check_room(save)
 
     def _try_later(self, why: str, error: Exception, tick: float) -> str:
         """Let the next attempt at the same save wait, longer each time."""

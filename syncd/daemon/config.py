@@ -62,7 +62,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Suffix:
-    """Marks a path whose name must end with something.
+    """Marks a path that must have a certain suffix.
 
     Attributes:
         suffix: the required ending.
@@ -73,7 +73,7 @@ class Suffix:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Check what pydantic has read."""
+        """Check the value that pydantic has read."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: Path) -> Path:
@@ -118,6 +118,9 @@ class DaemonConfig(BaseModel):
             ``latest_checkpointed_iteration.txt``.
         tick: how often to look at the job if no event reports a change.
         keep: how many of the newest versions to keep besides leased ones; LATEST is one of them.
+        deltas: whether to make a delta to each new version from the one before it, which explorers
+            that stage on another filesystem read instead: ``on``, ``off``, or ``auto``, while two
+            or more live explorers could use one.
         keep_deltas: how many of the newest deltas to keep at most; fewer if their bytes together
             are more than half of a version's.
         digests: whether versions carry xxh3-128 digests, which explorers check.
@@ -158,6 +161,7 @@ class DaemonConfig(BaseModel):
     )
     tick: Annotated[Seconds, Field(gt=0, le=60)] = 1.0
     keep: Annotated[Count, Field(ge=1)] = 2
+    deltas: Literal["auto", "on", "off"] = "auto"
     keep_deltas: Annotated[Count, Field(ge=1)] = 16
     digests: bool = True
     cast: Cast | None = None
@@ -183,6 +187,7 @@ LIVE_KEYS: Final = frozenset(
     {
         "tick",
         "keep",
+        "deltas",
         "keep_deltas",
         "digests",
         "cast",

@@ -49,12 +49,12 @@ class StepSeen:
     """A step folder whose last save is on record.
 
     Attributes:
-        outcome: what became of the save on record.
+        outcome: the recorded outcome of that save.
         recorded: the identity of that save.
-        found: the identity of what is in the folder now; None where it is not a whole save.
-        has_receipts: whether our hook wrote it.
-        full, retired, saving, resumable, critic, pinned: what else is in the folder.
-        model_only: whether that save is on record as one of a model alone; None where it is not
+        found: the identity of the folder's present save; None if it is not a whole save.
+        has_receipts: whether syncd's hook wrote it.
+        full, retired, saving, resumable, critic, pinned: the other marks in the folder.
+        model_only: whether the record says that the save holds only a model; None if it is not
             known.
         unread: that nothing but its ``.metadata`` can say whether it can be resumed from, and
             nobody has looked: it counts as resumable until then.
@@ -90,23 +90,24 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        save: the save that ``pointer`` names, where it names one.
+        save: the save that ``pointer`` names; None if it names none.
         save_still_for: seconds that it has been seen unchanged.
         quarantined: whether that save is on record as one that cannot be published.
         published_save: the identity of the save that LATEST was made from.
         latest: LATEST's sequence; 0 before the first.
-        full_bytes: of LATEST's files; None where that is not known.
+        full_bytes: of LATEST's files; None if unknown.
         versions: the published sequences.
         deltas: the deltas on disk.
         lease_folders: the sequences that can be leased.
         leases: all leases.
         steps: step folders on record.
         unrecorded: whole saves below the pointer that are not on record.
-        vanished: steps on record whose folder is not there any more.
+        vanished: recorded steps without a folder.
         announced_step: the step that the trainer last announced a save for, if it says so.
-        pause: while there is one, nothing is published and nothing pruned.
-        rollbacks: what the daemon is asked for, and has not answered.
+        pause: if set, the daemon publishes and prunes nothing.
+        rollbacks: the requested rollbacks without an answer.
         served_request: the request that LATEST is the result of, if it is that of one.
+        delta_base: the version that a delta is made from now.
     """
 
     pointer: Pointer
@@ -128,6 +129,7 @@ class Observation:
     pause: Pause | None = None
     rollbacks: tuple[RollbackRequest, ...] = ()
     served_request: str | None = None
+    delta_base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove the record of a step whose folder is gone."""
+    """Remove the record of a step without a folder."""
 
     step: int
 
@@ -222,7 +224,7 @@ class Learn:
     step: int
 
 
-#: What deletes something that someone had made.
+#: The actions that delete files of others.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 Action = (
     Publish
@@ -342,6 +344,8 @@ def _versions(
     keep = kept((v for v in seen.versions if v <= seen.latest), [keep_newest(config.keep)])
     leased = {lease.sequence for lease in seen.leases}  # or pinned: that is a name in there too
     leased.update(request.sequence for request in seen.rollbacks)
+    if seen.delta_base is not None:
+        leased.add(seen.delta_base)
     leasable = set(seen.lease_folders)
     for sequence in sorted(v for v in seen.versions if v < seen.latest):
         if sequence not in leasable:
@@ -364,7 +368,9 @@ def _deltas(seen: Observation, config: DaemonConfig) -> Iterable[PruneDelta]:
     at_most = seen.full_bytes / 2 if seen.full_bytes is not None else math.inf
     for count, delta in enumerate((d for d in newest_first if d.sequence <= seen.latest), start=1):
         together += delta.bytes
-        if count > config.keep_deltas:
+        if config.deltas == "off":
+            yield PruneDelta(delta.sequence, "deltas are off")
+        elif count > config.keep_deltas:
             yield PruneDelta(delta.sequence, f"not among the newest {config.keep_deltas}")
         elif together > at_most:
             why = "together with all newer ones it has more than half the bytes of a version"
@@ -419,7 +425,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if any(doubts):
         return ""
     if step.retired:
-        # Its trainer keeps a newer one to resume from: that must be the one pointed to.
+        # Its trainer keeps a newer one to resume from: the pointer must name it.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
         return f"{step.outcome}, and retired by its trainer" if newer else ""
     return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"

@@ -30,6 +30,7 @@ from syncd.daemon.decide import (
     Skip,
     decide,
 )
+from syncd.daemon.delta_maker import DeltaMaker, DeltaWork
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
@@ -47,7 +48,7 @@ from syncd.protocol.events import Event
 from syncd.protocol.names import parse_lease_marker
 from syncd.storage.epoch import Epoch
 from syncd.storage.job import Job
-from syncd.storage.judge import Clock, Judge
+from syncd.storage.judge import Clock, Judge, Lookout
 from syncd.storage.reserve import Reserve
 from syncd.storage.sessions import DaemonLock, Session
 
@@ -67,14 +68,15 @@ class Loop:
         cancel: called between chunks of a merge; raises to stop.
         publishes: whether new versions are made; without, the loop only prunes.
         turn: asked before each merge whether this job may merge now, and during it.
-        notice: told when the job was first looked at, and what is done.
-        meter: hears of what is done.
+        notice: told of the first look at the job, and of the present work.
+        meter: counts the work.
+        deltas: how deltas are made.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
         config: for the next round. Only the keys in ``LIVE_KEYS`` may differ from before.
-        pruned: what the last round has deleted.
+        pruned: the names that the last round deleted.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Loop:
         turn: Turn | None = None,
         notice: JobNotice | None = None,
         meter: Meter | None = None,
+        deltas: DeltaWork | None = None,
         clock: Clock = time.monotonic,
         wall: Clock = time.time,
     ) -> None:
@@ -120,7 +123,8 @@ class Loop:
         self._outcomes = self._publisher.outcomes
         self._meter = meter or Meter()
         self._journal = Journal(self._meter, JournalFile(job, wall=wall), clock=clock)
-        self._going_live = GoingLive(job)
+        watch = Judge(job.storage, judge.lease_time, clock=clock)
+        self._going_live = GoingLive(job, Lookout(watch, job.layout, tick=config.tick, clock=clock))
         reserve = Reserve(job)
         self._reporter = Reporter(
             job.layout,
@@ -135,12 +139,14 @@ class Loop:
             wall=wall,
         )
         self._tidying = Tidying(job, session, self._pruner, reserve, self._journal, clock=clock)
+        self._deltas = DeltaMaker(job, epoch, deltas or DeltaWork(), clock=clock, wall=wall)
         self._attempts = Attempts(
             job,
             self._publisher,
             self._journal,
             self._reporter,
             self._tidying,
+            self._deltas,
             clock=clock,
         )
         self._benches = Benches(
@@ -161,6 +167,7 @@ class Loop:
     def begin(self) -> None:
         """Recover the state of the previous daemon, after the take-over."""
         adopted = self._publisher.recover()
+        self._deltas.forget_others()
         self._tidying.begin()
         self._reporter.report("watching")
         self._journal.began(self._job.layout.root, self._epoch.number)
@@ -181,6 +188,8 @@ class Loop:
         started = self._clock()
         config = self.config
         self._publisher.config = config
+        self._deltas.mode = config.deltas
+        self._look_at_deltas()
         seen = self._scanner.scan(self._known(), config)
         decision = decide(seen, config)
         self._notice.ready()  # before a merge, which may take minutes
@@ -189,8 +198,8 @@ class Loop:
         whole_since = begun - seen.save_still_for
         self._meter.scanned(seen)
         refused: dict[str, str] = {}
-        # New weights first; but after a merge nothing is pruned by what was seen before it, and
-        # where one merge follows the other nothing ever would be.
+        # New weights first. After a merge nothing is pruned by the older observation, so the next
+        # round prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         merges = any(isinstance(action, Publish | Learn) for action in actions)
         if not (merges or self._benches.awaits_turn):
@@ -199,7 +208,7 @@ class Loop:
         for action in actions:
             self._cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
-                self._prunings_left = True  # new weights do not wait for old ones to go
+                self._prunings_left = True  # new weights do not wait for the deletion of old ones
                 continue
             try:
                 waiting_for = self._act(action, whole_since) or waiting_for
@@ -209,6 +218,7 @@ class Loop:
             self._scanner.look_again()
         waiting_for = "; ".join(filter(None, (waiting_for, self._look_at_benches(refused))))
         self._look_who_is_live(seen)
+        self._look_at_deltas()
         self._journal.write()
         self._tidy(refused, seen)
         waiting_for = lasting(waiting_for or next(iter(refused.values()), ""))
@@ -223,8 +233,14 @@ class Loop:
         """Whether step folders, or deletions, are left for the next round."""
         return self._scanner.has_more or (self._prunings_left and bool(self.pruned))
 
+    def leave(self) -> None:
+        """End the work in the background; to be called however the loop ends."""
+        self._deltas.leave()
+
     def end(self) -> None:
         """Remove unfinished work; the caller releases the lock."""
+        self.leave()
+        self._look_at_deltas()
         self._tidying.end()
         self._journal.write()
         self._reporter.report("stopped")
@@ -308,11 +324,22 @@ class Loop:
             refused["bench"] = f"storage refuses {self._job.layout.bench}: {error}"
             return ""
 
+    def _look_at_deltas(self) -> None:
+        """Log the outcomes of deltas."""
+        for outcome in self._deltas.finished():
+            if outcome.delta is not None:
+                self._journal.delta_made(outcome)
+                continue
+            self._journal.no_delta(outcome)
+            if outcome.error is not None:
+                self._tidying.leftovers()
+
     def _look_who_is_live(self, seen: Observation) -> None:
         latest = self._publisher.latest  # of this round: explorers may have it already
         try:
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
+            self._deltas.takers = self._going_live.takers(self.config.tick)
         except OSError as error:
             self._job.check_is_there()
             self._meter.failed(error)  # the next round looks again
@@ -325,6 +352,7 @@ class Loop:
             published_save=self._publisher.published_save,
             outcomes=self._outcomes.of_step,
             served_request=self._publisher.served_request,
+            delta_base=self._deltas.base,
         )
 
     def _publish_in_turn(self, save: WholeSave, whole_since: float) -> str:

@@ -38,6 +38,13 @@ from syncd.storage.job import Job
 
 log = logging.getLogger(__name__)
 
+#: Given a version that LATEST is about to name: the version that a delta to it will be made from.
+DeltaFrom = Callable[[Manifest], int | None]
+
+
+def _no_delta(_: Manifest) -> None:
+    """No delta will be made."""
+
 
 class Publisher:
     """Makes the versions of a job, one at a time; knows LATEST and the save it was made from.
@@ -57,7 +64,7 @@ class Publisher:
         latest_bytes: the bytes of the files of the version that LATEST names, if that is whole.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
-        outcomes: what became of the saves.
+        outcomes: of the saves.
     """
 
     def __init__(
@@ -173,12 +180,15 @@ class Publisher:
                 "resume training from an earlier checkpoint, and save again"
             )
 
-    def publish(self, save: WholeSave, *, progress: Progress = unheard) -> Manifest:
+    def publish(
+        self, save: WholeSave, *, progress: Progress = unheard, delta_from: DeltaFrom = _no_delta
+    ) -> Manifest:
         """Merge a whole save and make it LATEST.
 
         Args:
             save: as it was looked at last.
             progress: called with the bytes of tensors that are done, and those of all.
+            delta_from: asked right before LATEST names the version.
 
         Raises:
             SaveNotReadyError: the save changed meanwhile; nothing was published.
@@ -189,7 +199,7 @@ class Publisher:
         def build(folder: Path, sequence: int) -> Manifest:
             return self._build(save, folder, sequence, progress)
 
-        manifest = self._make_version(save.step, build)
+        manifest = self._make_version(save.step, build, delta_from)
         self.outcomes.published(save.step, save.identity, manifest.sequence)
         return manifest
 
@@ -252,7 +262,7 @@ class Publisher:
     def republish(self, request: RollbackRequest) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
 
-        What LATEST answered before counts as published: the pointer may name it on.
+        LATEST's previous save stays recorded as published: the pointer may still name it.
 
         Raises:
             VersionGoneError, RecordError, VerificationError: it is not there, or damaged.
@@ -286,10 +296,15 @@ class Publisher:
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
         path = self._job.layout.request(request.id)
-        if self._job.storage.exists(path):  # else who asked has given up, and took it back
+        if self._job.storage.exists(path):  # else the user has withdrawn the request
             self._epoch.publish_file(path, encode(answered))
 
-    def _make_version(self, step: int, build: Callable[[Path, int], Manifest]) -> Manifest:
+    def _make_version(
+        self,
+        step: int,
+        build: Callable[[Path, int], Manifest],
+        delta_from: DeltaFrom = _no_delta,
+    ) -> Manifest:
         """Publish a version; this function is the order of all writes.
 
         Everything is made in this daemon's room, and leaves it by a rename, which fails once
@@ -306,11 +321,13 @@ class Publisher:
             manifest = build(folder, sequence)
             # building/leases-VERSION, empty, is renamed to leases/VERSION; fsync of leases/.
             epoch.open_leasing(sequence)
-            self._floor = sequence  # whatever comes of it: an error may hide that it was done
+            self._floor = sequence  # even after an error, which may hide that it was done
             # building/VERSION is renamed to published/VERSION; fsync of published/.
             epoch.publish_version(sequence)
+            # delta_progress.json, a hint as publish.lock, if a delta will be made.
+            base = delta_from(manifest)
             # LATEST is written with an fsync, and renamed; fsync of .syncd/. Explorers see it.
-            self._announce(manifest)
+            self._announce(manifest, base)
         except OSError as error:
             epoch.raise_if_superseded(error)
             raise
@@ -357,13 +374,15 @@ class Publisher:
                 extra=Event.CLEANUP_DELAYED(reason=error),
             )
 
-    def _announce(self, manifest: Manifest) -> None:
+    def _announce(self, manifest: Manifest, delta_from: int | None = None) -> None:
         """Let LATEST name a published version."""
         latest = Latest(
             sequence=manifest.sequence,
             step=manifest.step,
             folder=version_folder(manifest.sequence),
             kind=manifest.kind,
+            dtype=manifest.dtype,
+            delta_from=delta_from,
         )
         self._epoch.publish_file(self._job.layout.latest, encode(latest))
         self.latest = latest

@@ -28,7 +28,7 @@ from syncd.deltas.ends import NoDeltaError, elements_of, in_order, why_no_chain
 from syncd.deltas.whole_version import Places, WholeVersion, check_header, open_weights
 from syncd.protocol.errors import CheckpointError, SaveNotReadyError, VerificationError
 from syncd.protocol.records import Delta, Manifest, TensorEntry, VersionFile
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Storage, named
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -118,10 +118,10 @@ def changed_positions(
                 several = [positions for positions in found if positions is not None]
                 if several:
                     positions = several[0] if len(several) == 1 else _union(several)
-                    yield tensor, positions.astype(np.int64) + block * BLOCK
+                    yield tensor, positions + block * BLOCK
 
 
-def _union(several: Sequence[NDArray[np.uint32]]) -> NDArray[np.int64]:
+def _union(several: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     changed = np.zeros(BLOCK, np.bool_)
     for positions in several:
         changed[positions] = True
@@ -174,12 +174,12 @@ class _Making:
             if published.size != file.size:
                 raise VerificationError(f"{path}: its size is not what the manifest says")
             check_header(published, told)
+            digests = [bytes.fromhex(told[entry.name].digest or "") for entry in published.entries]
+            if file_digest(published.header, digests) != file.digest:
+                raise VerificationError(f"{path}: its header is not what the manifest says")
         fd = self.to.create(self.draft / file.name)
         with self.to.closing(fd):
-            self.to.pwrite_all(fd, published.header, 0)
-            digests = _FileMaking(self, file.name, fd, check).run(published.entries, told)
-            if file_digest(published.header, digests) != file.digest:
-                raise VerificationError(f"{path}: its header has another digest than the manifest")
+            _FileMaking(self, file.name, fd, check).run(published, digests)
             self.to.fsync(fd)
 
 
@@ -196,18 +196,15 @@ class _FileMaking:
         self._unsynced = 0
         making.done[name] = 0
 
-    def run(self, entries: Sequence[HeaderEntry], told: Mapping[str, TensorEntry]) -> list[bytes]:
-        """Make the tensors in file order; returns their digests."""
-        found = []
-        for entry in entries:
-            digest = self._tensor(entry)
-            if digest.hex() != told[entry.name].digest:
+    def run(self, published: SafetensorsFile, digests: Sequence[bytes]) -> None:
+        """Make the header and the tensors, which must have these digests, in file order."""
+        self._write(published.header, 0)
+        for entry, digest in zip(published.entries, digests, strict=True):
+            if self._tensor(entry) != digest:
                 raise NoDeltaError(
                     f"{shown(entry.name)} has another digest than the manifest says: the copy of "
                     "the base or a delta is damaged"
                 )
-            found.append(digest)
-        return found
 
     def _tensor(self, entry: HeaderEntry) -> bytes:
         source, place = self._making.places[entry.name]
@@ -227,13 +224,14 @@ class _FileMaking:
             for reader in self._making.readers:
                 reader.apply(number, block, elements, self._decoder)
             hasher.update(part)
-            self._making.to.pwrite_all(self._fd, part, entry.begin + begin)
-            self._advance(len(part))
+            self._write(part, entry.begin + begin)
+            self._making.done[self._name] += len(part)
         return hasher.digest()
 
-    def _advance(self, count: int) -> None:
-        self._making.done[self._name] += count
-        self._unsynced += count
+    def _write(self, part: bytes | memoryview, offset: int) -> None:
+        with named(self._making.draft / self._name):
+            self._making.to.pwrite_all(self._fd, part, offset)
+        self._unsynced += len(part)
         if self._unsynced >= _SYNC_EVERY:
             self._making.to.fsync(self._fd)  # one of gigabytes could not be interrupted
             self._unsynced = 0

@@ -19,7 +19,7 @@ from syncd.deltas.ends import NoDeltaError, delta_end, elements_of, in_order, wh
 from syncd.deltas.whole_version import Places, WholeVersion, open_weights
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, DeltaEnd, VersionFile, encode
-from syncd.storage.fsio import Storage
+from syncd.storage.fsio import Storage, named
 
 #: So long it may take to compare one block, on a machine or storage that stands still.
 _WALL_SECONDS: Final = 300.0
@@ -172,7 +172,8 @@ class DeltaChild:
                 if kind == REFUSED:
                     raise NoDeltaError(encoded.decode())
                 if kind == CHANGED:
-                    self._storage.write_all(fd, encoded)
+                    with named(draft / BLOCKS):
+                        self._storage.write_all(fd, encoded)
                     hasher.update(encoded)
                     index += ENTRY.pack(number, block, length, count, digest)
                     changed += count

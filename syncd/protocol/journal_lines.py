@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from syncd.protocol.records import Kind, Record, Seconds, Sequence, Size, Step, Text
 
@@ -25,7 +27,8 @@ class JournalLine(Record):
     Attributes:
         event: ``active`` (a daemon took over), ``published``, ``adopted`` (a version that a daemon
             before this one had finished is LATEST), ``rolled_back``, ``live`` (an explorer serves
-            it), ``skipped``, ``quarantined``, ``refused`` (a rollback).
+            it), ``skipped``, ``quarantined``, ``refused`` (a rollback), ``delta`` (one was made),
+            ``no_delta`` (one was begun, or wanted, and there is none).
         version: the version that it is about.
         step: its step, or that of the save.
         kind, bytes: of the version that was published.
@@ -34,16 +37,21 @@ class JournalLine(Record):
         pause: of ``live``: seconds for which the explorer's engine did not serve while it loaded
             the version, as its report says; None if it does not.
         latency: seconds from the first look that found the save whole to LATEST.
-        of: the version that is served again.
+        of: the version that is served again; of ``delta`` and ``no_delta`` the base.
+        changed: of ``delta``: the part of the elements that differ, 0 to 1.
+        delta_bytes: of ``delta`` its bytes; of ``live`` those of the deltas that the explorer has
+            read instead of the version's files, None if it has read the files.
         by: who asked for a rollback.
         explorer: the explorer that serves it.
-        why: why it was quarantined or refused; of ``published`` the NaN and Inf in it, if any.
+        why: why it was quarantined or refused, or why there is no delta; of ``published`` the NaN
+            and Inf in it, if any.
     """
 
     time: float
     event: Literal[
-        "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined", "refused"
-    ]
+        "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined",
+        "refused", "delta", "no_delta",
+    ]  # fmt: skip
     version: Sequence | None = None
     step: Step | None = None
     kind: Kind | None = None
@@ -54,4 +62,6 @@ class JournalLine(Record):
     of: Sequence | None = None
     by: Text | None = None
     explorer: Text | None = None
+    changed: Annotated[float, Field(ge=0, le=1)] | None = None
+    delta_bytes: Size | None = None
     why: Text | None = None

@@ -95,6 +95,11 @@ class JobLayout:
         return self.state / "publish.lock"
 
     @property
+    def delta_progress(self) -> Path:
+        """The progress of the delta to LATEST's version, for explorers that wait for it."""
+        return self.state / "delta_progress.json"
+
+    @property
     def daemon_report(self) -> Path:
         """Heartbeat and state of the daemon, for ``syncd status``."""
         return self.state / "daemon.json"

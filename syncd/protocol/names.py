@@ -54,7 +54,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}", re.ASCII)
 #: Files that keep the pruner off a step folder: it could be resumed from, or is not syncd's.
 #: A folder of torch.distributed.checkpoint may hold anything; each rank's own metadata is its too.
 _RESUMABLE = re.compile(
-    r"(optim|extra_state)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
+    r"(optim|extra_state|master)_.*|(__[0-9]+)?\.metadata|.*\.distcp", re.ASCII | re.DOTALL
 )
 _DISTCP = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp", re.ASCII)
 _RANK_METADATA = re.compile(r"__[0-9]{1,9}\.metadata", re.ASCII)
@@ -112,6 +112,11 @@ def parse_delta_folder(name: str) -> int | None:
 def shard_name(world_size: int, rank: int) -> str:
     """The name of a rank's model shard, as verl and Trinity-RFT write it."""
     return f"model_world_size_{world_size}_rank_{rank}.pt"
+
+
+def master_name(world_size: int, rank: int) -> str:
+    """The name of a rank's weights in the model's dtype, if its shard has them in another one."""
+    return f"master_world_size_{world_size}_rank_{rank}.pt"
 
 
 def optimizer_name(world_size: int, rank: int) -> str:

@@ -33,8 +33,7 @@ LeaseTime = Annotated[float, Field(ge=SHORTEST_LEASE_TIME, le=LONGEST_LEASE_TIME
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 #: The kinds of versions: a whole model, a LoRA adapter for one, or the path of weights elsewhere.
 Kind = Literal["full", "adapter", "remote"]
-
-#: The names of a model's tensors: those that the hub and servers know, or the trainer's own.
+#: Whose names the tensors of a model have: those of its checkpoints on the hub, or the trainer's.
 Names = Literal["hub", "trainer"]
 
 
@@ -138,13 +137,26 @@ class Format(Record):
     lease_time: LeaseTime = 30.0
 
 
+#: The floating dtypes of a version by safetensors' names, the one with the most bytes first:
+#: ``BF16``, or ``F8_E4M3, BF16``. None if it has none, or an older release wrote the record.
+VersionDtype = Annotated[str, Field(max_length=200)] | None
+
+
 class Latest(Record):
-    """``.syncd/LATEST``: the version that explorers should serve."""
+    """``.syncd/LATEST``: the version that explorers should serve.
+
+    Attributes:
+        delta_from: the version from which the daemon was about to make a delta to this one when it
+            wrote LATEST; None if it was about to make none. :class:`~.reports.DeltaProgress` says
+            what has become of it.
+    """
 
     sequence: Sequence
     step: Step
     folder: Annotated[str, Field(pattern=r"^v[0-9]{6,18}$")]
     kind: Kind = "full"
+    dtype: VersionDtype = None
+    delta_from: Sequence | None = None
 
 
 class VersionFile(BaseModel):
@@ -251,15 +263,15 @@ class Manifest(Record):
         remote: that path, of kind ``remote`` alone.
         base_model: which model the adapter is for, of kind ``adapter`` alone; None also if the
             adapter does not say: then the explorer has to know.
+        dtype: the floating dtypes of the tensors.
         checked: how the trainer's files were checked while they were merged: ``receipt`` (our
             hook's), ``crc32`` (of every record, of a save without receipts), ``stillness`` (neither
             was to be had: names, sizes and times did not change).
         digests: which digests the entries carry.
         rolled_back: the older version that this one republishes; None for a save's own version.
+        names: whose names the tensors have: ``trainer`` also if the hub's are the same, or unknown.
         nonfinite: the tensors that hold NaN or Inf, as the trainer saved them; None if nobody has
             looked, for example in a save without receipts.
-        names: by whose names the tensors are; None if both are the same, or nobody knows others,
-            or an older release wrote it, which knew the trainer's alone.
         timings: seconds by name, measured by the daemon.
     """
 
@@ -274,9 +286,10 @@ class Manifest(Record):
     tensors: Annotated[tuple[TensorEntry, ...], FailFast()]
     remote: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     base_model: AdaptedModel | None = None
+    dtype: VersionDtype = None
     rolled_back: RolledBack | None = None
+    names: Names = "trainer"
     nonfinite: NonFinite | None = None
-    names: Names | None = None
     timings: dict[str, float] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -387,6 +400,8 @@ class Receipt(Record):
         save_id: run id, step and counter; the same on all ranks of one save.
         files: paths relative to ``actor/``. Rank 0's also lists the ``huggingface/`` and
             ``lora_adapter/`` files.
+        sync_dtype: the dtype that this rank cast floating tensors of the published weights to
+            (``bf16``, ``fp16``); None if it cast none.
     """
 
     save_id: Annotated[str, Field(min_length=1, max_length=200)]
@@ -394,51 +409,7 @@ class Receipt(Record):
     rank: Annotated[int, Field(ge=0)]
     world_size: Annotated[int, Field(ge=1)]
     files: Annotated[tuple[ReceiptFile, ...], FailFast()]
-
-
-class HubPiece(BaseModel):
-    """A part of a trainer's tensor as a tensor, or several, or a part of one, by the hub's names.
-
-    :class:`~syncd.checkpoint.name_map.NameMap` says how the fields work together.
-
-    Attributes:
-        name: of the tensor on the hub. If ``first`` is given, it has one ``{}`` for a number.
-        first: the number in the name of index 0 along dimension 0, which is split: one tensor an
-            index, without that dimension. None: it is not split.
-        rows: begin and end along the first dimension that is left after the split; None for all.
-        transposed: whether the last two dimensions that are left change places, after ``rows``.
-        at: where the part begins along dimension 0 of the hub's tensor, which is all parts with its
-            name, one after the other. None: the part is all of it.
-    """
-
-    model_config = ConfigDict(frozen=True)
-
-    name: Annotated[str, Field(min_length=1, max_length=1000)]
-    first: Size | None = None
-    rows: tuple[Size, Size] | None = None
-    transposed: bool = False
-    at: Size | None = None
-
-
-class MappedTensor(BaseModel):
-    """A trainer's tensor: its shape, and the pieces that it is on the hub."""
-
-    model_config = ConfigDict(frozen=True)
-
-    shape: Annotated[tuple[Size, ...], FailFast()]
-    pieces: Annotated[tuple[HubPiece, ...], FailFast(), Field(min_length=1)]
-
-
-class NameMapRecord(Record):
-    """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
-
-    Attributes:
-        tensors: a trainer's tensor → its pieces. The others have the same name and shape in both.
-        refused: why the mapping cannot be told, for people; then ``tensors`` is empty.
-    """
-
-    tensors: dict[str, MappedTensor] = Field(default_factory=dict)
-    refused: Text | None = None
+    sync_dtype: Annotated[str, Field(max_length=20)] | None = None
 
 
 class SaveOutcome(BaseModel):

@@ -6,12 +6,14 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from syncd.protocol.policy import SyncSettings, SyncStyle
+from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Record, Seconds, Sequence, SessionId, Size, Step, Text
 
 #: How many of its last loads an explorer's report names. The daemon reads each report at least once
 #: in half as many rounds, and publishes at most one version a round.
 LOADS_KEPT: Final = 16
+#: Seconds between two signs of life of a delta that is being made.
+DELTA_SIGN: Final = 1.0
 
 
 class Load(BaseModel):
@@ -21,6 +23,7 @@ class Load(BaseModel):
         sequence: the version.
         time: seconds since the epoch, by the explorer's clock.
         pause: seconds for which its engine did not serve meanwhile; None if nobody measured that.
+        delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -28,13 +31,7 @@ class Load(BaseModel):
     sequence: Sequence
     time: float
     pause: Seconds | None = None
-
-
-def loads_with(loads: tuple[Load, ...], load: Load) -> tuple[Load, ...]:
-    """An explorer's last loads and one more, if it is of a newer version; the oldest go."""
-    if loads and load.sequence <= loads[-1].sequence:
-        return loads
-    return (*loads, load)[-LOADS_KEPT:]
+    delta_bytes: Size | None = None
 
 
 class Reload(BaseModel):
@@ -49,6 +46,10 @@ class Reload(BaseModel):
         load: the part of that for ``load``.
         staged: whether it was read from a copy on its own host; None if staging is off.
         not_staged: why it was not, if it should have been.
+        full_bytes: the bytes of the version's own files that this explorer read from the job to
+            copy it: 0 if another process on its host made the copy; None if staging is off.
+        delta_bytes: the bytes of deltas that were read for it; None if no delta was used.
+        no_delta: why no delta was used, if one could have been.
     """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
@@ -61,11 +62,37 @@ class Reload(BaseModel):
     load: Seconds = 0.0
     staged: bool | None = None
     not_staged: Text | None = None
+    full_bytes: Size | None = None
+    delta_bytes: Size | None = None
+    no_delta: Text | None = None
 
     @property
     def seconds(self) -> float:
         """From the moment that the version was held until it is served."""
         return self.verify + self.prepare + self.pause
+
+
+def loads_with(
+    loads: tuple[Load, ...], version: Version | None, time: float, reload: Reload | None
+) -> tuple[Load, ...]:
+    """An explorer's last loads, and that of a version if it is newer than these; the oldest go.
+
+    Args:
+        loads: the last ones.
+        version: the version that is served now; None if it is of no interest.
+        time: of its load.
+        reload: how that went, if it is known.
+    """
+    if version is None or (loads and version.sequence <= loads[-1].sequence):
+        return loads
+    known = reload if reload is not None and reload.sequence == version.sequence else None
+    load = Load(
+        sequence=version.sequence,
+        time=time,
+        pause=known and known.pause,
+        delta_bytes=known and known.delta_bytes,
+    )
+    return (*loads, load)[-LOADS_KEPT:]
 
 
 class SyncTerms(BaseModel):
@@ -144,6 +171,11 @@ class ExplorerReport(Record):
         starting: the reason that it waits before it runs for the first time. Meanwhile its status
             is ``stopped``, because nobody is to wait for it.
         sync: the settings that it syncs by; None if it was given none.
+        delta_base: the newest version of which its host has a whole copy, on another filesystem
+            than the job's, that the next version can be made from by a delta; None if there is
+            none, as in the reports of releases before deltas.
+        hub_names: whether it also takes versions in which tensors have the hub's names. A release
+            before there were any does not say so.
     """
 
     name: str
@@ -164,6 +196,8 @@ class ExplorerReport(Record):
     bench: Step | None = None
     starting: Text | None = None
     sync: SyncTerms | None = None
+    delta_base: Sequence | None = None
+    hub_names: bool = False
     time: float
 
     @property
@@ -216,6 +250,7 @@ class DaemonCounters(BaseModel):
     quarantined: Size = 0
     versions_retired: Size = 0
     steps_pruned: Size = 0
+    deltas_made: Size = 0
     deltas_pruned: Size = 0
     merged_bytes: Size = 0
 
@@ -235,6 +270,27 @@ class MergeProgress(BaseModel):
     done: Size
     total: Size
     seconds: Seconds
+
+
+class DeltaProgress(Record):
+    """``.syncd/delta_progress.json``: the delta that is being made, or was the last to be. A hint.
+
+    While it is being made, the daemon replaces the file every :data:`DELTA_SIGN` seconds for as
+    long as the work advances.
+
+    Attributes:
+        sequence, base: the version that it leads to, and the one that it leads from.
+        state: ``making``; ``made``, it is in ``deltas/``; or ``none``, there is none and ``why``.
+        done, total: bytes of the version's tensors that are compared, and those of all.
+    """
+
+    sequence: Sequence
+    base: Sequence
+    state: Literal["making", "made", "none"]
+    done: Size = 0
+    total: Size = 0
+    why: Text | None = None
+    time: float
 
 
 class DaemonReport(Record):

@@ -49,6 +49,7 @@ class Epoch:
     Attributes:
         number: the epoch, for people; rooms are ordered by it, and then by their suffix.
         building: where versions are made.
+        in_background: the names in it that another thread works on: a sweep leaves them alone.
     """
 
     def __init__(self, job: Job, room: str) -> None:
@@ -56,6 +57,7 @@ class Epoch:
         self.number = _order(room)[0]
         self._room = job.layout.epochs / room
         self.building = self._room / "building"
+        self.in_background: set[str] = set()
         self._trash = self._room / "trash"
         self._doomed = self._room / "doomed"
 
@@ -226,6 +228,8 @@ class Epoch:
         refused: OSError | None = None
         for folder in (self._doomed, self.building):
             for name in self._job.storage.names(folder):
+                if folder == self.building and name in self.in_background:
+                    continue
                 try:
                     self._job.storage.remove_tree(folder / name)
                 except OSError as error:

@@ -120,7 +120,7 @@ class Storage(Calls):
     def write_new(self, path: Path, data: bytes) -> None:
         """Write a new, durable file. The folder's entry is the caller's to sync."""
         fd = self.create(path)
-        with _named(path), self.closing(fd):
+        with named(path), self.closing(fd):
             self.write_all(fd, data)
             self.fsync(fd)
 
@@ -300,7 +300,7 @@ class Storage(Calls):
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named(path: Path) -> Iterator[None]:
     """Let an error of a call on a descriptor name the file: a full disk is said at a write."""
     try:
         yield
@@ -337,7 +337,7 @@ class Draft:
 
     def write(self, data: bytes | memoryview) -> int:
         """Append ``data``; returns its length in bytes, as a file object does."""
-        with _named(self._path):
+        with named(self._path):
             self._storage.write_all(self._fd, data)
         length = memoryview(data).nbytes
         self.size += length
@@ -355,7 +355,7 @@ class Draft:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
-        with _named(self._path), self._storage.closing(fd):
+        with named(self._path), self._storage.closing(fd):
             if durable:
                 self._storage.fsync(fd)
 

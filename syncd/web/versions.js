@@ -3,7 +3,7 @@
 import { Axis, chart, head, row } from "./charts.js";
 import { h } from "./dom.js";
 import { extent, isSilent, median, silence, sorted, table } from "./parts.js";
-import { many, moment, printable, said, span } from "./words.js";
+import { many, moment, percent, printable, said, size, span } from "./words.js";
 
 const NARROW = matchMedia("(max-width: 640px)");
 const LOOKING = "They are looked at for the first time…";
@@ -52,6 +52,7 @@ function rows(status, versions, chosen, now) {
         ?.[1] ?? 0), wanted)
     : clockAxis(shown, now, wanted);
   const onDisk = new Map(status.versions.map((one) => [one.sequence, one]));
+  const deltas = shown.some((one) => one.delta !== null);
   const cells = shown.map((one) => [String(one.version), [
     h("span", null, h("b", null, `v${one.version}`), " ",
       h("span", { class: "dim" }, one.step === null ? "" : `step ${one.step}`)),
@@ -59,6 +60,7 @@ function rows(status, versions, chosen, now) {
     one.published === null ? "–" : moment(one.published, now),
     one.latency_seconds === null ? "–" : span(one.latency_seconds),
     one.of === null ? (one.merge_seconds === null ? "–" : span(one.merge_seconds)) : `= v${one.of}`,
+    ...(deltas ? [deltaOf(one.delta)] : []),
     liveOf(one, chosen, now),
     endOf(one, onDisk.get(one.version), now),
   ]]);
@@ -69,7 +71,7 @@ function rows(status, versions, chosen, now) {
           kept: "on disk", pruned: "pruned" }[kind]))),
     h("div", { class: "narrow-axis", "aria-hidden": "true" }, head(axis)),
     table("Versions, the newest first",
-      ["version", head(axis), "published", "after", "merge", "live on", "state"], cells, "timeline"),
+      ["version", head(axis), "published", "after", "merge", ...(deltas ? ["delta"] : []), "live on", "state"], cells, "timeline"),
   ];
 }
 
@@ -98,6 +100,14 @@ function laterLives(versions) {
   return found;
 }
 
+function deltaOf(delta) {
+  if (delta === null) {
+    return "–";
+  }
+  return delta.bytes === null ? h("span", { title: printable(delta.why ?? "") }, "none")
+    : h("span", { title: `from v${delta.base}: ${percent(delta.changed ?? 0)} of the elements differ` }, size(delta.bytes));
+}
+
 function liveOf(version, chosen, now) {
   const { live } = version;
   if (!live.length) {
@@ -112,6 +122,7 @@ function liveOf(version, chosen, now) {
     open ? h("ul", { class: "live" }, live.map((one) => h("li", null, said(one.explorer),
       one.seconds === null ? "" : ` +${span(one.seconds)}`,
       one.pause === null ? "" : `, paused ${span(one.pause)}`,
+      one.delta_bytes === null ? "" : `, read ${size(one.delta_bytes)} of deltas`,
       one.time === null ? "" : [", at ", moment(one.time, now)]))) : null);
 }
 

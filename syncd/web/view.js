@@ -152,7 +152,8 @@ function tiles(job, status, versions, now) {
   const pauses = sorted(live.map((one) => one.reload?.pause));
   const found = [
     tile("Latest version", latest ? `v${latest.sequence}` : "none yet",
-      latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`, ", ",
+      latest ? [`step ${latest.step}`, latest.kind === "full" ? "" : `, ${latest.kind}`,
+        latest.dtype ? `, ${latest.dtype}` : "", ", ",
         publishedAgo(status, now, versions)] : "It comes with the first save that is whole."),
     tile("Slowest explorer", slowest ? (slowest.behind > 0 ? `${slowest.behind} behind` : "up to date") : "none yet",
       slowest ? [slowest.behind > 0 ? [slowest.behind_steps ? `or ${many(slowest.behind_steps, "step")}: ` : "",
@@ -241,6 +242,8 @@ function details(status) {
     .map(([name, count]) => (name === "merged_bytes" ? `${size(count)} merged` : `${count} ${words(name)}`));
   const facts = [
     counters.length ? ["Done since the daemon took over", counters.join(", ")] : null,
+    status.deltas.length ? ["Deltas on disk", `${status.deltas.length}: ${
+      size(status.deltas.reduce((sum, one) => sum + one.bytes, 0))}`] : null,
     status.pinned_steps.length ? ["Pinned steps", status.pinned_steps.join(", ")] : null,
   ].filter(Boolean);
   return facts.length === 0 ? null : h("section", { class: "panel", "data-key": "details" }, h("h2", null, "Besides"),
@@ -307,7 +310,8 @@ function pauseOf(reload) {
   if (reload === null) {
     return "–";
   }
-  return span(reload.pause) + { null: "", true: ", staged", false: ", not staged" }[reload.staged];
+  return span(reload.pause) + { null: "", true: ", staged", false: ", not staged" }[reload.staged]
+    + (reload.delta_bytes === null ? "" : " by delta");
 }
 
 function tile(name, value, more) {

@@ -46,6 +46,7 @@ from syncd.storage.judge import Judge
 from syncd.storage.sessions import DaemonLock, Session
 from tests.crash.invariants import CONFIG
 from tests.jobs import LEASE_TIME
+from tests.made_deltas import work
 from tests.storages import CHANGES, Clock, FastStorage
 from trainer_hooks.writing.writer import RankContents, RankWriter
 
@@ -428,13 +429,14 @@ class Rules:
         epoch = self.epoch.take_over(Job(actor.storage, layout))
         loop = Loop(
             Job(actor.storage, layout),
-            CONFIG,
+            CONFIG.model_copy(update={"deltas": "on"}),
             cast("Session", SimpleNamespace(id=f"{actor.name}-session", lease_time=LEASE_TIME)),
             cast("DaemonLock", SimpleNamespace(lost=False)),
             Judge(actor.storage, LEASE_TIME, clock=clock),
             epoch,
             cancel=actor.raise_if_asked_to_stop,
             publishes=publishes,
+            deltas=work(),
             clock=clock,
             wall=lambda: 0.0,
         )

@@ -6,13 +6,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from syncd.checkpoint.version import read_manifest, verify_version
 from syncd.daemon.config import DaemonConfig
+from syncd.deltas.delta_folder import read_delta, verify_delta
+from syncd.deltas.ends import content_of
 from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import (
     FULL,
     STATE_POINTER,
     is_resumable_state,
+    parse_delta_folder,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
@@ -22,6 +27,7 @@ from syncd.storage.job import Job
 from syncd.storage.leases import Lease
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.storages import Clock, FastStorage
+from trainer_hooks.resuming.resumable import find_checkpoint
 
 #: Short graces, so that a restart comes to rest in few rounds.
 CONFIG = DaemonConfig(keep=1, dead_reader_grace=10.0, leftover_grace=60.0)
@@ -101,6 +107,9 @@ def check(job: SmallJob, before: Seen) -> None:
         folder = layout.version(sequence)
         verify_version(FastStorage(), folder, read_manifest(FastStorage(), folder))
         assert layout.lease_folder(sequence).is_dir(), "LATEST cannot be leased"
+    check_resumable(job)
+    for path in layout.deltas.glob("d*"):  # none where there is no such folder
+        check_delta(layout, path, sequence)
     found = {path.name: path for path in versions(layout)}
     for name, content in before.versions.items():
         if name in found:
@@ -111,6 +120,28 @@ def check(job: SmallJob, before: Seen) -> None:
         now = files(layout.root / name)
         missing = {file for file in content if now.get(file) != content[file]}
         assert not missing, f"{name} lost {missing}"
+
+
+def check_resumable(job: SmallJob) -> None:
+    """What can be resumed from is what was trained, in its dtype, whatever is published of it."""
+    found = find_checkpoint(Job.at(job.layout.root, FastStorage())).checkpoint
+    for name in found.weights if found is not None else ():
+        assert found is not None
+        saved = torch.load(job.layout.actor(found.step) / name, weights_only=True)["weight"]
+        assert saved.dtype == torch.float32, f"{name} was cast for explorers"
+        assert saved.tolist() == [found.step] * 3
+
+
+def check_delta(layout: JobLayout, folder: Path, latest: int) -> None:
+    """It is whole, and leads to a version that LATEST has named."""
+    sequence = parse_delta_folder(folder.name)
+    assert sequence is not None
+    assert sequence <= latest, f"{folder.name} is there, and LATEST has not named its version"
+    delta = read_delta(FastStorage(), folder)
+    verify_delta(FastStorage(), folder, delta)
+    version = layout.version(sequence)
+    if version.exists():
+        assert delta.target.content == content_of(read_manifest(FastStorage(), version))
 
 
 def restart(job: SmallJob, clock: Clock, rounds: int = 16) -> None:

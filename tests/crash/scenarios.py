@@ -21,7 +21,7 @@ from syncd.coordination.benching import Bench
 from syncd.coordination.versions import Versions
 from syncd.coordination.waiting import Wait
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import shard_name
+from syncd.protocol.names import master_name, shard_name
 from syncd.protocol.policy import RunningStatus
 from syncd.protocol.records import SaveId, encode
 from syncd.protocol.reports import TrainerReport
@@ -39,6 +39,7 @@ from tests.crash.invariants import (
     restart,
 )
 from tests.jobs import LEASE_TIME, SmallJob, nothing
+from tests.made_deltas import work
 from tests.storages import Clock, FastStorage
 from trainer_hooks.state.full_file import FullStateStream
 from trainer_hooks.writing.spool import Spool
@@ -94,15 +95,19 @@ def ranks_save(
     full: bool = False,
     completes: bool = False,
     adapter: bool = False,
+    cast: bool = False,
 ) -> None:
     """Two ranks' parts of one save, the one after the other; rank 0 announces it."""
     report = TrainerReport(run_id=run, world_size=2, status="running", step=step, time=0.0)
     job.storage.replace(job.layout.trainer_report, encode(report), room=job.layout.drafts)
-    model = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
+    trained = {"weight": torch.full((3,), float(step))}  # plain: the same on every rank
+    model = {"weight": trained["weight"].bfloat16()} if cast else trained
     for rank in (1, 0):
         contents = RankContents(
             model=None if adapter else model,
-            trained=model if adapter and full else None,
+            trained=trained if (adapter or cast) and full else None,
+            trained_name=master_name if cast else shard_name,
+            sync_dtype="bf16" if cast else None,
             full_model=_gathered_adapter(job, step) if adapter and rank == 0 else None,
             adapter_files=(_write_adapter_config,) if adapter and rank == 0 else (),
             optimizer={"state": torch.zeros(2)} if full else None,
@@ -167,6 +172,19 @@ def rounds(count: int) -> Callable[[SmallJob, Clock], None]:
     return act
 
 
+def rounds_with_deltas(count: int) -> Callable[[SmallJob, Clock], None]:
+    """The same, and the daemon makes deltas, and keeps one."""
+
+    def act(job: SmallJob, clock: Clock) -> None:
+        config = CONFIG.model_copy(update={"deltas": "on", "keep_deltas": 1})
+        with job.daemon(config, clock=clock, deltas=work()) as loop:
+            for _ in range(count):
+                loop.run_once()
+                pass_time(job, clock)
+
+    return act
+
+
 def _first_save(job: SmallJob) -> None:
     published(job, 1)
 
@@ -196,29 +214,51 @@ def _adapter_again(job: SmallJob, _: Clock) -> None:
     ranks_save(job, "again", 2, full=True, adapter=True)
 
 
-def _trainer_again(*, full: bool) -> Callable[[SmallJob, Clock], None]:
+def _save_cast(job: SmallJob, _: Clock) -> None:
+    ranks_save(job, "run", 2, full=True, cast=True)
+
+
+def _trainer_again(*, full: bool, cast: bool = False) -> Callable[[SmallJob, Clock], None]:
     def again(job: SmallJob, _: Clock) -> None:
-        ranks_save(job, "again", 2, full=full)
+        ranks_save(job, "again", 2, full=full, cast=cast)
 
     return again
 
 
-def _synced(job: SmallJob) -> None:
-    published(job, 1)
-    fast, job.storage = job.storage, FastStorage()
-    ranks_save(job, "run", 2)
-    job.storage = fast
-    with SmallJob(job.layout.root).daemon(CONFIG) as loop:
-        loop.run_once()
+def _synced(*, cast: bool) -> Callable[[SmallJob], None]:
+    def prepare(job: SmallJob) -> None:
+        published(job, 1)
+        fast, job.storage = job.storage, FastStorage()
+        ranks_save(job, "run", 2, cast=cast)
+        job.storage = fast
+        with SmallJob(job.layout.root).daemon(CONFIG) as loop:
+            loop.run_once()
+
+    return prepare
 
 
-def _complete(job: SmallJob, _: Clock) -> None:
-    ranks_save(job, "run", 2, full=True, completes=True)
+def _complete(*, cast: bool) -> Callable[[SmallJob, Clock], None]:
+    def act(job: SmallJob, _: Clock) -> None:
+        ranks_save(job, "run", 2, full=True, completes=True, cast=cast)
+
+    return act
 
 
 def _to_publish(job: SmallJob) -> None:
     published(job, 1)
     job.save(2)
+
+
+def _with_deltas(job: SmallJob) -> None:
+    """Two deltas are there, of which one goes once there is a third."""
+    fast, job.storage = job.storage, FastStorage()
+    config = CONFIG.model_copy(update={"deltas": "on", "keep": 100, "prune_steps": False})
+    with job.daemon(config, deltas=work()) as loop:
+        for step in (1, 2, 3):
+            job.save(step)
+            loop.run_once()
+    job.storage = fast
+    job.save(4)
 
 
 def _to_merge(job: SmallJob) -> None:
@@ -354,11 +394,17 @@ SCENARIOS = (
     Scenario("full save", _first_save, _save_full, _trainer_again(full=True), frozenset({2})),
     Scenario("full save again", _full_before, _save_full, _trainer_again(full=True),
              frozenset({2})),
-    Scenario("full save of a synced step", _synced, _complete, _trainer_again(full=True),
-             frozenset({2})),
+    Scenario("full save of a synced step", _synced(cast=False), _complete(cast=False),
+             _trainer_again(full=True), frozenset({2})),
+    Scenario("full save in another dtype than the last one", _full_before, _save_cast,
+             _trainer_again(full=True, cast=True), frozenset({2})),
+    Scenario("full save of a step that was synced in another dtype", _synced(cast=True),
+             _complete(cast=True), _trainer_again(full=True, cast=True), frozenset({2})),
     Scenario("full save of an adapter", _first_save, _save_adapter, _adapter_again,
              frozenset({2})),
     Scenario("publish", _to_publish, rounds(1)),
+    Scenario("first delta", _to_publish, rounds_with_deltas(2)),
+    Scenario("delta", _with_deltas, rounds_with_deltas(2)),
     Scenario("merge and publish", _to_merge, rounds(2)),
     Scenario("prune", _to_prune, rounds(14)),
     Scenario("roll back", _to_roll_back, rounds(2)),

@@ -22,6 +22,7 @@ from syncd.protocol.names import (
     SAVING,
     STATE_POINTER,
     TEMPORARY,
+    parse_delta_folder,
     parse_pointer,
     parse_step_folder,
     parse_version_folder,
@@ -66,12 +67,13 @@ def is_heartbeat(path: Path) -> bool:
 def is_committed(path: str) -> bool:
     """Whether a file under this name never changes: it is replaced, or removed, as a whole.
 
-    ``publish.lock`` is, while there is power; it is a hint, and not synced.
+    ``publish.lock`` and ``delta_progress.json`` are, while there is power; they are hints, and not
+    synced.
     """
     name = path.rpartition("/")[2]
     return not (
         name.startswith(TEMPORARY)
-        or name in {"audit.jsonl", "journal.jsonl", "publish.lock"}
+        or name in {"audit.jsonl", "journal.jsonl", "publish.lock", "delta_progress.json"}
         or is_heartbeat(Path(path))
         or re.match(rf"{_ROOM}/|\.syncd/reserve/", path)
     )
@@ -99,7 +101,7 @@ class Witness:
 
     def __post_init__(self) -> None:
         root = self.disk.root
-        for path in sorted(root.glob("published/v*")):
+        for path in sorted([*root.glob("published/v*"), *root.glob("deltas/d*")]):
             self.note("rename", path)
         for path in sorted(root.glob(f"global_step_*/{FULL}")):
             self.note("create", path)
@@ -115,9 +117,9 @@ class Witness:
     def note(self, method: str, path: Path) -> None:
         """Look at a call that was just done."""
         root = self.disk.root
-        if method == "rename" and path.parent == root / "published":
+        if method == "rename" and path.parent in {root / "published", root / "deltas"}:
             files = vouched(self.disk, path)
-            self.named[self.disk.at(path)] = (f"published/{path.name}", files)
+            self.named[self.disk.at(path)] = (f"{path.parent.name}/{path.name}", files)
         elif method == "rename" and path.name in {STATE_POINTER, CHECKPOINT_POINTER}:
             step = parse_pointer(self.disk.file(self.disk.at(path)).now)
             folder = root / f"global_step_{step}"
@@ -143,7 +145,9 @@ class Witness:
             if content is not None and is_committed(path):
                 assert content == self.disk.file(node).now, f"{path} is torn"
             parent, _, name = path.rpartition("/")
-            if parent == "published" and parse_version_folder(name) is not None:
+            if (parent == "published" and parse_version_folder(name) is not None) or (
+                parent == "deltas" and parse_delta_folder(name) is not None
+            ):
                 assert loss.below(path) == self.named[node][1], f"{path} is not whole"
             elif name == FULL and parse_step_folder(parent) is not None:
                 self._check_whole(loss, node, f"{path} stands there")
@@ -166,6 +170,9 @@ class Witness:
             name = version_folder(latest)
             assert f"published/{name}" in loss.tree, f"LATEST names {name}, which is not there"
             assert f".syncd/leases/{name}" in loss.tree, "LATEST cannot be leased"
+        made = (path.removeprefix("deltas/") for path in loss.tree if path.startswith("deltas/"))
+        deltas = map(parse_delta_folder, made)
+        assert max(filter(None, deltas), default=0) <= latest, "a delta came before its version"
         for leased in self.before.leased:
             assert f"published/{version_folder(leased)}" in loss.tree, "a leased version went"
 
@@ -499,6 +506,8 @@ BROKEN = (
     Broken("publish", "sync_folder", r"/published$", "LATEST names v000002"),
     Broken("publish", "sync_folder", r"/leases$", "cannot be leased"),
     Broken("publish", "sync_folder", r"/\.syncd$", "did not survive"),
+    Broken("delta", "fsync", r"building/d000004/(blocks|index|delta\.json)$", "not whole"),
+    Broken("delta", "sync_folder", r"building/d000004$", "not whole"),
     Broken("merge and publish", "fsync", r"building/.*safetensors$", "not whole"),
     Broken("prune", "fsync", r"audit\.jsonl$", "nothing says so"),
     Broken("prune", "sync_folder", r"/doomed$", "lost|back|went"),

@@ -19,6 +19,8 @@ from explorer_hooks.engines.torch_module import TorchModule
 from explorer_hooks.engines.transformers_model import TransformersModel
 from syncd.checkpoint.tensor_rules import DTYPES
 from syncd.coordination.tensors import bytes_of
+from syncd.protocol.names import NAME_MAP
+from tests.mapped_names import NAMES, Named, on_the_hub, state
 from tests.tiny_language import SIZES
 
 
@@ -74,6 +76,22 @@ def _module(**options: Any) -> Callable[[], Subject]:
     return made
 
 
+def _hub_names(**options: Any) -> Callable[[], Subject]:
+    """A module with the trainer's names, and versions with the hub's."""
+
+    def made() -> Subject:
+        return Subject(
+            make=lambda: TorchModule(Named(state()), **options),
+            served=lambda engine: bits_of(on_the_hub(engine._module.state_dict())),
+            tensors=specs_of(on_the_hub(state())),
+            files={NAME_MAP: NAMES.encode()},
+            names="hub",
+            all_or_nothing=options.get("in_place") != "direct",
+        )
+
+    return made
+
+
 def _fake() -> Subject:
     return Subject(
         make=FakeEngine,
@@ -113,6 +131,8 @@ SUBJECTS: Mapping[str, Callable[[], Subject]] = {
     "fake": _fake,
     "module": _module(lock=threading.Lock()),
     "module, direct": _module(in_place="direct"),
+    "module, other names": _hub_names(),
+    "module, other names, direct": _hub_names(in_place="direct"),
     "transformers": _transformers,
     "adapter": _adapter,
 }

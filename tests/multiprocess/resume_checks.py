@@ -23,6 +23,8 @@ FAILING: Final = (
 )
 #: Saved by two ranks as one full state dict, and resumed by two, and by one.
 FULL: Final = ("fsdp2", "fsdp1", "ddp")
+#: Trained in fp32 with mixed precision, and cast for explorers; on two ranks.
+CAST: Final = ("fsdp2_mixed", "fsdp1_mixed", "fsdp1_mesh_mixed")
 #: On four ranks.
 EXPERTS: Final = "experts by one name, by the same ranks"
 
@@ -39,6 +41,10 @@ def full(kind: str, world_size: int) -> str:
     return f"{kind}, gathered, on {world_size}"
 
 
+def cast(kind: str, work: str) -> str:
+    return f"{kind}, cast for explorers, {work}"
+
+
 def checks() -> list[str]:
     """The names of all checks."""
     return [
@@ -46,6 +52,7 @@ def checks() -> list[str]:
         *(resharded(*saved, other, size) for saved in SAVED for size in RESUMED
           for other in RESUMED[size]),
         *(full(kind, size) for kind in FULL for size in (1, 2)),
+        *(cast(kind, work) for kind in CAST for work in ("published", "resumed")),
         *FAILING,
         EXPERTS,
     ]  # fmt: skip

@@ -19,9 +19,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -29,6 +36,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import look_at_save
 from syncd.checkpoint.torch_files.shard_file import ShardFile
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError, SaveFailedError
 from syncd.protocol.layout import JobLayout
@@ -38,15 +48,17 @@ from tests.checkpoints import Net, same, write_full
 from tests.fsdp_models import Config
 from tests.fsdp_ranks import CPU, mesh
 from tests.multiprocess.resume_checks import (
+    CAST,
     EXPERTS,
     FULL,
     RESUMED,
     SAVED,
+    cast,
     exact,
     full,
     resharded,
 )
-from trainer_hooks import SaveSettings, TrainerHook
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook
 from trainer_hooks.resuming.resume import latest_checkpoint, load_checkpoint
 from trainer_hooks.settings import SaveLayout
 
@@ -65,6 +77,8 @@ class Tied(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.norm(self.embed_tokens(tokens)))  # type: ignore[no-any-return]
 
+
+MIXED: Final = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 # -- kinds of wrapping ---------------------------------------------------------------------------
 
@@ -110,9 +124,38 @@ def fsdp1_hybrid(model: nn.Module, world_size: int) -> nn.Module:
     )  # fmt: skip
 
 
+def fsdp2_mixed(model: nn.Module, world_size: int) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(model.up, mesh=mesh(fsdp=world_size), mp_policy=policy)  # type: ignore[arg-type]
+    return fully_shard(model, mesh=mesh(fsdp=world_size), mp_policy=policy)
+
+
+def fsdp1_mixed(model: nn.Module, _: int) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=CPU, mixed_precision=MIXED)
+
+
+def fsdp1_mesh_mixed(model: nn.Module, world_size: int) -> nn.Module:
+    return FullyShardedDataParallel(
+        model, device_id=CPU, use_orig_params=True, device_mesh=mesh(fsdp=world_size),
+        mixed_precision=MIXED,
+    )  # fmt: skip
+
+
 KINDS: Final[dict[str, Callable[[nn.Module, int], nn.Module]]] = {
     kind.__name__: kind
-    for kind in (plain, ddp, fsdp2, hsdp, fsdp2_tp, fsdp1, fsdp1_mesh, fsdp1_hybrid)
+    for kind in (
+        plain,
+        ddp,
+        fsdp2,
+        hsdp,
+        fsdp2_tp,
+        fsdp1,
+        fsdp1_mesh,
+        fsdp1_hybrid,
+        fsdp2_mixed,
+        fsdp1_mixed,
+        fsdp1_mesh_mixed,
+    )
 }
 
 
@@ -252,6 +295,66 @@ class Rank:
         assert found.is_exact == (self.world_size == 2)
         check_same(full_state(*made), torch.load(job / "truth.pt", weights_only=True))
         self.passed(full(kind, self.world_size))
+
+    # -- cast for explorers ------------------------------------------------------------------------
+
+    def save_cast(self) -> None:
+        for kind in CAST:
+            self.save_one_cast(kind)
+            self.passed(cast(kind, "published"))
+
+    def save_one_cast(self, kind: str) -> None:
+        """A step that is synced, and then a full checkpoint too; another that is both at once."""
+        job = self.new_job(f"cast-{kind}")
+        made = self.made(kind, seed=1)
+        saving = SaveSettings(sync_dtype="bf16")
+        with TrainerHook(
+            job, made[0], optimizer=made[1], scheduler=made[2],
+            settings=SyncSettings(save_interval=2), saving=saving,
+        ) as hook:  # fmt: skip
+            for step in (1, 2):
+                self.train(made, step, 1)
+                truth = full_state(*made[:2])
+                hook.after_step(step)
+                if step == 1:
+                    hook._queue.wait()
+                hook.save_checkpoint(step, block_until_saved=True)
+                dist.barrier()  # what is not announced is not for the daemon
+                if self.rank == 0:
+                    self.check_published(job, step, truth["model"])
+                    torch.save(truth, job / f"truth-{step}.pt")
+        losses = self.train(made, 3, 2)
+        (job / f"losses-{self.rank}.json").write_text(json.dumps(losses))
+
+    def check_published(self, job: Path, step: int, weights: dict[str, torch.Tensor]) -> None:
+        """What a daemon makes of the save is the model as torch casts it, to the bit."""
+        actor, folder = JobLayout(job).actor(step), job / f"merged-{step}"
+        folder.mkdir()
+        save = look_at_save(Storage(), actor, step)
+        options, work = MergeOptions(), Work(lambda: None)
+        manifest = build_model_folder(Storage(), actor, save, folder, options=options, work=work)
+        assert manifest.dtype == "BF16"
+        floating = {name for name, value in weights.items() if value.is_floating_point()}
+        assert {weights[name].dtype for name in floating} == {torch.float32}
+        wanted = {
+            name: value.bfloat16() if name in floating else value for name, value in weights.items()
+        }
+        assert same(load_file(folder / "model.safetensors"), wanted)
+
+    def resume_cast(self) -> None:
+        for kind in CAST:
+            self.resume_one_cast(kind)
+            self.passed(cast(kind, "resumed"))
+
+    def resume_one_cast(self, kind: str) -> None:
+        job = self.root / f"cast-{kind}"
+        for step in (1, 2):
+            made = self.made(kind, seed=2)
+            load_checkpoint(job, made[0], optimizer=made[1], scheduler=made[2], step=step)
+            truth = torch.load(job / f"truth-{step}.pt", weights_only=True)
+            check_same(full_state(*made[:2]), truth)
+        losses = self.train(made, 3, 2)
+        assert losses == json.loads((job / f"losses-{self.rank}.json").read_text())
 
     # -- experts of two ranks by one name ----------------------------------------------------------
 
@@ -419,6 +522,8 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
             me.save(kind)
         for kind in FULL if world_size == 2 else ():
             me.save_full(kind)
+        if world_size == 2:
+            me.save_cast()
         if world_size == 4:
             me.save_experts()
     else:
@@ -432,6 +537,7 @@ def rank(rank: int, world_size: int, root: Path, work: str) -> None:
         for kind in FULL if world_size <= 2 else ():
             me.resume_full(kind)
         if world_size == 2:
+            me.resume_cast()
             me.failing()
             me.failing_user_state()
         if world_size > 1:

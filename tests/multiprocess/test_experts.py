@@ -71,7 +71,7 @@ def test_an_adapter_of_stacked_experts_is_what_peft_saves(saves: Path, tmp_path:
     lora = saves / "lora"
     manifest = published(lora / "adapter-job", tmp_path / "out")
 
-    assert (manifest.kind, manifest.names) == ("adapter", None)
+    assert (manifest.kind, manifest.names) == ("adapter", "trainer")
     same(tmp_path / "out", lora / "adapter")
     answers = [
         logits(PeftModel.from_pretrained(loaded(lora / "base"), str(folder)).eval())

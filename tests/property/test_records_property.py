@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import journal_lines, participants, records, reports, requests
+from syncd.protocol import journal_lines, participants, records, reports, requests, tensor_names
 from syncd.protocol.errors import RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
@@ -46,11 +46,11 @@ ROLLED_BACK = st.builds(
 )
 ADAPTED_MODELS = st.builds(records.AdaptedModel, name=TEXT.filter(bool), revision=st.none() | TEXT)
 MAPPED_TENSORS = st.builds(
-    records.MappedTensor,
+    tensor_names.MappedTensor,
     shape=st.lists(NUMBERS, max_size=3).map(tuple),
     pieces=st.lists(
         st.builds(
-            records.HubPiece,
+            tensor_names.HubPiece,
             name=TEXT.filter(bool),
             first=st.none() | NUMBERS,
             rows=st.none() | st.tuples(NUMBERS, NUMBERS),
@@ -96,7 +96,14 @@ def branches(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 FINITE_JSON = st.recursive(
     st.none() | st.booleans() | NUMBERS | TIMES | TEXT, branches, max_leaves=8
 )
-LOADS = st.builds(reports.Load, sequence=SEQUENCES, time=TIMES, pause=st.none() | st.floats(0, 1e6))
+LOADS = st.builds(
+    reports.Load,
+    sequence=SEQUENCES,
+    time=TIMES,
+    pause=st.none() | st.floats(0, 1e6),
+    delta_bytes=st.none() | NUMBERS,
+)
+DTYPES = st.sampled_from(["BF16", "F8_E4M3, BF16"])
 RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     records.Format: st.builds(records.Format, lease_time=st.floats(0.05, 3600)),
     records.Latest: st.builds(
@@ -104,6 +111,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         sequence=SEQUENCES,
         step=NUMBERS,
         folder=st.from_regex(r"v[0-9]{6,18}", fullmatch=True),
+        delta_from=st.none() | SEQUENCES,
     ),
     records.Manifest: st.builds(
         records.Manifest,
@@ -115,6 +123,7 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         files=st.lists(VERSION_FILES, max_size=3).map(tuple),
         tensors=st.lists(TENSORS, max_size=3).map(tuple),
         base_model=st.none() | ADAPTED_MODELS,
+        dtype=st.none() | DTYPES,
         rolled_back=st.none() | ROLLED_BACK,
         nonfinite=NON_FINITE,
         timings=st.dictionaries(TEXT, TIMES, max_size=2),
@@ -134,9 +143,10 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         rank=NUMBERS,
         world_size=SEQUENCES,
         files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
+        sync_dtype=st.sampled_from([None, "bf16", "fp16"]),
     ),
-    records.NameMapRecord: st.builds(
-        records.NameMapRecord,
+    tensor_names.NameMapRecord: st.builds(
+        tensor_names.NameMapRecord,
         tensors=st.dictionaries(TEXT, MAPPED_TENSORS, max_size=3),
         refused=st.none() | TEXT,
     ),
@@ -160,6 +170,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         loads=st.none() | st.lists(LOADS, max_size=3).map(tuple),
         bench=st.none() | NUMBERS,
         sync=st.none() | TERMS,
+        delta_base=st.none() | SEQUENCES,
+        hub_names=st.booleans(),
         time=TIMES,
     ),
     reports.TrainerReport: st.builds(
@@ -190,13 +202,23 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         counters=st.builds(reports.DaemonCounters, published=NUMBERS, merged_bytes=NUMBERS),
         time=TIMES,
     ),
+    reports.DeltaProgress: st.builds(
+        reports.DeltaProgress,
+        sequence=SEQUENCES,
+        base=SEQUENCES,
+        state=st.sampled_from(["making", "made", "none"]),
+        done=NUMBERS,
+        total=NUMBERS,
+        why=st.none() | TEXT,
+        time=TIMES,
+    ),
     records.PublishNotice: st.builds(
         records.PublishNotice, sequence=SEQUENCES, step=NUMBERS, session=TEXT
     ),
     journal_lines.AuditLine: st.builds(
         journal_lines.AuditLine,
         time=TIMES,
-        what=st.sampled_from(["version", "step", "lease"]),
+        what=st.sampled_from(["version", "step", "lease", "delta"]),
         name=TEXT,
         why=TEXT,
         session=TEXT,
@@ -232,7 +254,9 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
     journal_lines.JournalLine: st.builds(
         journal_lines.JournalLine,
         time=TIMES,
-        event=st.sampled_from(["active", "published", "live", "skipped", "quarantined"]),
+        event=st.sampled_from(["active", "published", "live", "skipped", "delta", "no_delta"]),
+        changed=st.none() | st.floats(0, 1),
+        delta_bytes=st.none() | NUMBERS,
         version=st.none() | SEQUENCES,
         step=st.none() | NUMBERS,
         kind=st.sampled_from([None, "full", "adapter", "remote"]),

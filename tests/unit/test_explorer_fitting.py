@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from explorer_hooks.server_fit import Fits, model_tensors
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
-from syncd.protocol.records import Manifest, TensorEntry
+from syncd.protocol.records import Manifest, NameMapRecord, TensorEntry
 
 SHAPES = {"model.embed_tokens.weight": (4, 2), "model.norm.weight": (2,), "lm_head.weight": (4, 2)}
 
@@ -22,6 +23,9 @@ class Version:
     def __init__(self, tensors: dict[str, tuple[str, tuple[int, ...]]], kind: str = "full") -> None:
         self.kind = kind
         self.manifest = manifest(tensors)
+
+    def name_map(self) -> NameMap:
+        return NameMap(NameMapRecord())
 
 
 def manifest(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Manifest:

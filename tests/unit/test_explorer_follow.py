@@ -89,7 +89,7 @@ def test_a_link_replaces_nothing_but_a_link(job: SmallJob, tmp_path: Path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(InvalidSettingsError, match="is not a link, so it is not replaced"):
         LinkEngine(tmp_path / "file")
-    with pytest.raises(InvalidSettingsError, match="make it first"):
+    with pytest.raises(InvalidSettingsError, match="create this folder first"):
         LinkEngine(tmp_path / "nowhere" / "link")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     publish(job, 1)

@@ -176,7 +176,7 @@ def test_a_budget_is_kept_and_what_is_not_held_makes_room(job: SmallJob, stage: 
     publish(job, 1)
     with held(job) as version:
         size = sum(file.size for file in version.manifest.files)
-        with pytest.raises(NotStagedError, match="do not fit into the stage folder's 10"):
+        with pytest.raises(NotStagedError, match="do not fit into the stage folder's budget of 10"):
             Staging(stage, 10).stage(version)
         assert copies(stage) == []
         manifest = (version.folder / "manifest.json").stat().st_size

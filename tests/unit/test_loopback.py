@@ -97,8 +97,8 @@ def test_as_many_that_drip_as_there_may_be_keep_nobody_from_an_answer(port: int)
 def test_a_connection_ends_after_its_time_whatever_its_client_does(
     port: int, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LoopbackServer, "longest", 0.2)
-    with ExitStack() as stack:
+    with monkeypatch.context() as patched, ExitStack() as stack:
+        patched.setattr(LoopbackServer, "longest", 0.2)
         connection = connected(port, stack)
         if what == "drips a body":
             connection.send(b"POST / HTTP/1.0\r\nContent-Length: 1000000\r\n\r\n")

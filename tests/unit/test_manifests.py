@@ -227,7 +227,7 @@ def test_versions_are_staged_where_the_server_sees_them_and_fit_there() -> None:
     assert told["budget"] < size(volume["emptyDir"]["sizeLimit"])
     assert size(volume["emptyDir"]["sizeLimit"]) < size(follow["resources"]["limits"]["memory"])
     (server,) = [one for one in containers(PODS[pod]) if one is not follow]
-    assert told["url"] == f"http://127.0.0.1:{ports(PODS[pod])['http']}"
+    assert told["urls"] == (f"http://127.0.0.1:{ports(PODS[pod])['http']}",)
     assert {"name": "VLLM_SERVER_DEV_MODE", "value": "1"} in server["env"]
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_hooks.state.host_buffers import with_local
 
-#: What gloo does not move, and what of the same size it moves instead, bit for bit.
+#: Dtypes that gloo cannot move → the dtype of the same size that it moves instead, bit for bit.
 _MOVED_AS: Final = {
     torch.bool: torch.uint8,
     torch.float8_e4m3fn: torch.uint8,
@@ -30,12 +30,12 @@ _MOVED_AS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A tensor that is computed of whole tensors, of which each rank has a part.
+    """A tensor that is computed from whole tensors, of which each rank has a part.
 
     Attributes:
-        parts: what is gathered for it, by names of its own.
-        make: called on rank 0, with the parts whole, which it may not change: they may be the
-            model's own. Returns a tensor of the dtype and shape that were announced.
+        parts: the tensors to gather for it, by names of its own.
+        make: called on rank 0 with the whole parts, which it must not change, because they may be
+            the model's own. Returns a tensor of the announced dtype and shape.
     """
 
     parts: Mapping[str, Tensor]
@@ -43,32 +43,35 @@ class Derived:
 
 
 @torch.no_grad()
-def full_tensor(value: Tensor, *, rank: int) -> Tensor | None:
+def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
     """The whole of one tensor of a state dict, on rank 0. Collective, unless it is a plain tensor.
 
-    The others' ranks of a DTensor's mesh have it for a moment, too: torch gathers to all.
+    The other ranks of a DTensor's mesh have it for a moment, too, because torch gathers to all.
 
     Args:
         value: this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor.
         rank: this rank.
+        dtype: each part is cast to it before it is moved; None to keep its own.
 
     Returns:
-        On rank 0 the whole tensor, on the device of the collectives, or the value itself where it
-        is plain: not copied. None on the other ranks.
+        On rank 0 the whole tensor, on the device of the collectives, or a plain value itself: not
+        copied, unless cast. None on the other ranks.
 
     Raises:
-        RuntimeError: a collective failed, as torch says it.
+        RuntimeError: a collective of torch failed.
     """
+    dtype = value.dtype if dtype is None else dtype
     if isinstance(value, ShardedTensor):
-        return _gathered(value)
+        return _gathered(value, dtype)
     if not isinstance(value, DTensor):
-        return value if rank == 0 else None
+        return value.to(dtype) if rank == 0 else None
     local = value.to_local()
-    moved_as = _MOVED_AS.get(value.dtype, value.dtype)
+    moved_as = _MOVED_AS.get(dtype, dtype)
     device = value.device_mesh.device_type
     if moved_as != value.dtype or local.device.type != device:
-        # Where parameters are offloaded, the backend of the mesh does not see them.
-        whole = with_local(value, local.to(device).view(moved_as)).full_tensor().view(value.dtype)
+        # The backend of the mesh does not see offloaded parameters.
+        moved = local.to(dtype).to(device).view(moved_as)
+        whole = with_local(value, moved).full_tensor().view(dtype)
     else:
         whole = value.full_tensor()
     return whole if rank == 0 else None
@@ -82,14 +85,13 @@ def flat_bytes(whole: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def _gathered(value: ShardedTensor) -> Tensor | None:
-    """``ShardedTensor.gather`` for any dtype, also where this rank's group does not have rank 0."""
+def _gathered(value: ShardedTensor, dtype: torch.dtype) -> Tensor | None:
+    """``ShardedTensor.gather`` for any dtype, even if this rank's group does not have rank 0."""
     group = value._process_group  # noqa: SLF001 - there is no other way to know it
     ranks = dist.get_process_group_ranks(group)
     if 0 not in ranks:
-        return None  # of HYBRID_SHARD's groups, each of which has all of it
+        return None  # with HYBRID_SHARD each group has all of it
     metadata = value.metadata()
-    dtype = metadata.tensor_properties.dtype
     moved_as = _MOVED_AS.get(dtype, dtype)
     held = defaultdict(list)
     for shard in metadata.shards_metadata:
@@ -100,7 +102,7 @@ def _gathered(value: ShardedTensor) -> Tensor | None:
     own = torch.empty(longest, dtype=moved_as, device=device)
     at = 0
     for part in value.local_shards():
-        flat = part.tensor.reshape(-1).view(moved_as)
+        flat = part.tensor.to(dtype).reshape(-1).view(moved_as)
         own[at : at + flat.numel()].copy_(flat)
         at += flat.numel()
     found = [torch.empty_like(own) for _ in ranks] if dist.get_rank() == 0 else None

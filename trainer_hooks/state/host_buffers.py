@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,23 +17,26 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 )
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.coordination.host_memory import HostMemory, wait_for_copies
 from trainer_hooks.state.finite import Looked, is_finite
 from trainer_hooks.state.state_dict import tensors_of
+from trainer_hooks.state.sync_dtype import cast_to
 
-#: Where a value is in a nesting of dicts, lists and tuples.
+#: The path of a value in a nesting of dicts, lists and tuples.
 Place = tuple[object, ...]
 
 
 def host_copy(value: Any) -> Any:
-    """Any nesting of dicts, lists and tuples with its tensors copied to host memory of their own.
+    """Any nesting of dicts, lists and tuples with its tensors copied to new host memory.
 
-    Sharded tensors stay sharded, their parts copied. What is no tensor is not copied.
+    Sharded tensors stay sharded, their parts copied. Other values are not copied.
     """
 
     def copied(_: Place, tensor: Tensor) -> Tensor:
-        return _with_parts(tensor, [_moved(part) for part in _parts(tensor)])
+        return _with_parts(tensor, [_moved(part) for part in _parts(tensor)], tensor.dtype)
 
     with torch.no_grad():
         return _mapped(value, copied, ())
@@ -42,8 +46,8 @@ class HostCopy(dict[str, Any]):
     """A state that was copied to host memory.
 
     Attributes:
-        finite: name → whether this rank's part is without NaN and Inf, of the tensors that were
-            looked at before they were copied.
+        finite: name → whether this rank's part is without NaN and Inf, for the tensors that were
+            checked before they were copied.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -54,8 +58,8 @@ class HostCopy(dict[str, Any]):
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights of which this rank's part holds NaN or Inf.
 
-    Reads each tensor that was not looked at yet. Of a tensor subclass or a sparse tensor nothing is
-    known: it counts as finite.
+    Reads each tensor that was not checked yet. A tensor subclass or a sparse tensor cannot be
+    checked: it counts as finite.
 
     Args:
         state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
@@ -76,35 +80,41 @@ class HostBuffers:
     """A set of host buffers that one state after the other is copied into.
 
     The first copy makes the buffers; later ones, of the same names, shapes and dtypes, touch no new
-    memory: on the CPU they are no slower than ``clone``, therefore. From an accelerator the buffers
+    memory, so on the CPU they are no slower than ``clone``. From an accelerator the buffers
     are pinned, and the copies are put on the current stream of each device, and waited for once.
 
-    Not promised: that a state that was copied before is still there: the next copy overwrites it.
+    Not promised: that an earlier copied state is still there: the next copy overwrites it.
     """
 
     def __init__(self) -> None:
         self._kept: dict[Place, _Kept] = {}
 
     @torch.no_grad()
-    def copy(self, state: Mapping[str, Any]) -> HostCopy:
+    def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
         """The same state with each tensor copied to contiguous host memory, complete on return.
 
-        Tensors of a GPU are looked at there for NaN and Inf, before they are copied.
+        Tensors of a GPU are cast there, and checked for NaN and Inf, before they are copied: one
+        tensor at a time has a cast copy on the GPU. Others are cast as they are copied.
 
         DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
-        that are the same memory (tied weights) share one copy. What is no tensor is not copied.
+        are the same memory (tied weights) share one copy. Other values are not copied.
 
         Args:
-            state: nested dicts, lists and tuples of tensors and whatever can be pickled.
+            state: nested dicts, lists and tuples of tensors and any picklable values.
+            cast: the dtype for the weights, bit for bit as ``Tensor.to`` casts them; None to keep
+                theirs. Integers, bool, fp8, tensor subclasses and ``_extra_state`` keep theirs.
         """
         before, self._kept = self._kept, {}
         shared: dict[object, _Buffer] = {}
         devices: set[torch.device] = set()
         looked = Looked()
+        weights = {} if cast is None else tensors_of(state)
 
         def copied(place: Place, tensor: Tensor) -> Tensor:
             old = before.pop(place, None)
-            kept = self._kept[place] = _kept(tensor, old, shared, looked)
+            is_weight = len(place) == 1 and place[0] in weights
+            dtype = cast_to(tensor.dtype, cast) if is_weight else tensor.dtype
+            kept = self._kept[place] = _kept(tensor, dtype, old, shared, looked)
             devices.update(buffer.source for buffer in kept.buffers)
             return kept.value
 
@@ -126,28 +136,32 @@ class HostBuffers:
 
 
 class _Buffer:
-    """Host memory for one tensor of a shape and a dtype."""
+    """Host memory for one tensor of a shape, as it is after a cast."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
         self.source = tensor.device
-        self._like = (tensor.dtype, tensor.shape, tensor.device)
-        self._memory = HostMemory(tensor.numel() * tensor.itemsize, tensor.device)
-        self.copy = self._memory.content.view(tensor.dtype).view(tensor.shape)
+        self._like = (dtype, tensor.shape, tensor.device)
+        self._memory = HostMemory(tensor.numel() * dtype.itemsize, tensor.device)
+        self.copy = self._memory.content.view(dtype).view(tensor.shape)
 
-    def takes(self, tensor: Tensor) -> bool:
-        return (tensor.dtype, tensor.shape, tensor.device) == self._like
+    def takes(self, tensor: Tensor, dtype: torch.dtype) -> bool:
+        return (dtype, tensor.shape, tensor.device) == self._like
 
-    def fill(self, tensor: Tensor) -> None:
+    def fill(self, tensor: Tensor, looked: Looked) -> None:
+        if self.source.type != "cpu":
+            tensor = tensor.to(self.copy.dtype)  # so that fewer bytes leave the device
+        if _looks_at(self.source):
+            looked.add(self, tensor)
         self.copy.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What a value was copied to.
+    """The copy of a value.
 
     Attributes:
         buffers: those of its parts.
-        layout: how a sharded tensor lies; compared.
+        layout: the layout of a sharded tensor, for comparison.
         value: the copy itself, over the buffers.
     """
 
@@ -157,43 +171,45 @@ class _Kept:
 
     @property
     def was_looked_at(self) -> bool:
-        """Whether all of it was looked at on its device."""
+        """Whether all of it was checked on its device."""
         return bool(self.buffers) and all(_looks_at(buffer.source) for buffer in self.buffers)
 
 
 def _looks_at(device: torch.device) -> bool:
-    """Whether tensors are looked at before they are copied: on a CPU that would stop training."""
-    return device.type == "cuda"  # other accelerators may not have aminmax of every dtype
+    """Whether tensors are checked before they are copied: on a CPU that would stop training."""
+    return device.type == "cuda"  # other accelerators may lack aminmax for some dtype
 
 
 def _kept(
-    tensor: Tensor, old: _Kept | None, shared: dict[object, _Buffer], looked: Looked
+    tensor: Tensor,
+    dtype: torch.dtype,
+    old: _Kept | None,
+    shared: dict[object, _Buffer],
+    looked: Looked,
 ) -> _Kept:
-    """Copy one value, into what it was copied to the last time where that is possible."""
+    """Copy one value, into its last copy if that is possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
-        return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts]))
+        return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts], tensor.dtype))
     free = list(old.buffers) if old is not None else []
     buffers = []
     for number, part in enumerate(parts):
-        key = _memory(part)
+        key = _memory(part), dtype
         buffer = shared.get(key) if part.numel() else None
         if buffer is None:
             buffer = free[number] if number < len(free) else None
-            # What was tied the last time need not be now.
-            if buffer is None or buffer in shared or not buffer.takes(part):
-                buffer = _Buffer(part)
+            # Tensors that were tied the last time need not be tied now.
+            if buffer is None or buffer in shared or not buffer.takes(part, dtype):
+                buffer = _Buffer(part, dtype)
             shared[key] = shared[buffer] = buffer
-            if _looks_at(part.device):
-                looked.add(buffer, part)
-            buffer.fill(part)
+            buffer.fill(part, looked)
         buffers.append(buffer)
     layout = _layout(tensor)
-    # Of a parameter it is the same object each time: comparing takes longer than a small copy.
-    # (Nobody may hold the parameter: one with a weak reference cannot be moved by model.to.)
+    # The same object each time for a parameter: comparing takes longer than a small copy.
+    # (No reference to the parameter: model.to cannot move one with a weak reference.)
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
-    return _Kept(buffers, layout, _with_parts(tensor, [buffer.copy for buffer in buffers]))
+    return _Kept(buffers, layout, _with_parts(tensor, [one.copy for one in buffers], dtype))
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
@@ -215,17 +231,17 @@ def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What a rank has of a tensor, of any kind; without gradients being recorded."""
+    """A rank's parts of a tensor of any kind; no gradients are recorded."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     if isinstance(tensor, DTensor):
-        # Of a parameter to_local makes another parameter, and takes longer than the copy.
-        return [tensor._local_tensor]  # noqa: SLF001 - what to_local gives without gradients
+        # For a parameter to_local makes another parameter, and takes longer than the copy.
+        return [tensor._local_tensor]  # noqa: SLF001 - the result of to_local without gradients
     return [tensor]
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """What is equal for tensors that are the same memory on this rank; None where it has none."""
+    """A key that is equal for tensors with the same memory on this rank; None without memory."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None
@@ -236,19 +252,19 @@ def _memory(part: Tensor) -> object:
 
 
 def _is_ordinary(part: Tensor) -> bool:
-    """Whether its bytes are all that it is: no subclass that knows more, nothing sparse."""
+    """Whether its bytes are all its content: no subclass with more state, nothing sparse."""
     return type(part) in {Tensor, nn.Parameter} and part.layout is torch.strided
 
 
 def _moved(part: Tensor) -> Tensor:
-    """A copy of any tensor in host memory of its own."""
+    """A copy of any tensor in new host memory."""
     if _is_ordinary(part):
         return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return part.detach().to("cpu", copy=True)
 
 
 def _layout(tensor: Tensor) -> object:
-    """What says how a sharded tensor lies; equal where the same parts are the same tensor."""
+    """A sharded tensor's layout; equal if the same parts make the same tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.metadata()
     if isinstance(tensor, DTensor):
@@ -256,22 +272,24 @@ def _layout(tensor: Tensor) -> object:
     return None
 
 
-def _with_parts(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _with_parts(tensor: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A tensor of the same kind and layout with other parts, which are contiguous."""
     if isinstance(tensor, ShardedTensor):
-        return _sharded_tensor(tensor, parts)
+        return _sharded_tensor(tensor, parts, dtype)
     if isinstance(tensor, DTensor):
         return with_local(tensor, parts[0])
     return parts[0]
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the same layout over another local tensor, wherever that is.
+    """A DTensor of the same layout over another local tensor, on any device; of that one's dtype.
 
-    ``DTensor.from_local`` would move it to the mesh's device, and not keep an order of the cuts.
+    ``DTensor.from_local`` would move it to the mesh's device, and lose the order of the cuts.
     """
     detached: Any = tensor.detach()
     attributes, context = detached.__tensor_flatten__()
+    if local.dtype != tensor.dtype:
+        context = tuple(_retyped(one, local.dtype) for one in context)
     inner = {name: getattr(tensor, name) for name in attributes} | {"_local_tensor": local}
     stride = tensor.stride()
     if not tensor.is_contiguous():
@@ -281,17 +299,29 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
     return made
 
 
-def _sharded_tensor(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTensor:
+def _retyped(told: Any, dtype: torch.dtype) -> Any:
+    """The arguments for a DTensor of another dtype; releases of torch differ in them."""
+    if isinstance(told, TensorMeta):
+        return told._replace(dtype=dtype)
+    if isinstance(told, DTensorSpec):
+        told = copy.copy(told)
+        told.tensor_meta = _retyped(told.tensor_meta, dtype)
+    return told
+
+
+def _sharded_tensor(
+    tensor: ShardedTensor, parts: Sequence[Tensor], dtype: torch.dtype
+) -> ShardedTensor:
     """A ShardedTensor of the same layout over other parts, on the CPU; no communication.
 
-    ``ShardedTensor.cpu`` makes parts of its own.
+    ``ShardedTensor.cpu`` would allocate new parts.
     """
     metadata = tensor.metadata()
     of_parts = ShardedTensorMetadata(
         shards_metadata=[_on_cpu(one) for one in metadata.shards_metadata],
         size=metadata.size,
         tensor_properties=TensorProperties(
-            dtype=tensor.dtype, pin_memory=any(part.is_pinned() for part in parts)
+            dtype=dtype, pin_memory=any(part.is_pinned() for part in parts)
         ),
     )
     shards = [
@@ -306,7 +336,7 @@ def _sharded_tensor(tensor: ShardedTensor, parts: Sequence[Tensor]) -> ShardedTe
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """Where a shard lies, and on which rank, in that rank's host memory."""
+    """The position of a shard in host memory, on the same rank."""
     rank = shard.placement.rank() if shard.placement is not None else None
     placement = "cpu" if rank is None else f"rank:{rank}/cpu"
     return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from syncd.protocol.names import shard_name
 from trainer_hooks.writing.spool import Spool
 
 
@@ -24,12 +25,15 @@ class RankContents:
             an adapter.
         adapter_files: rank 0 only, of an adapter: writes its config into the folder it is given.
         trained: of a full checkpoint whose ``full_model`` is not what is resumed from (an adapter,
-            or a merged model): this rank's part of what is.
+            a merged model, or one that was cast): this rank's part of what is.
+        trained_name: the name of its file, by world size and rank.
         critic, critic_optimizer: of a full checkpoint: another model, and its optimizer.
         hugging_face: rank 0 only: the full state dict, for ``huggingface/``.
         links_hugging_face: rank 0 only: that it is the file of ``full_model``.
         written_by: writes the rank's shard itself, under its name in ``actor/``, instead of
             ``model``; called again, from its start, where storage refused for a moment.
+        sync_dtype: the dtype that the published weights were cast to; None where the cast has
+            changed none of this rank's tensors.
         completes: the weights of this very save are whole and announced already: only the rest of a
             full checkpoint is written.
     """
@@ -43,11 +47,13 @@ class RankContents:
     full_model: Spool | None = None
     adapter_files: tuple[Callable[[Path], object], ...] = ()
     trained: Mapping[str, Any] | None = None
+    trained_name: Callable[[int, int], str] = shard_name
     critic: Mapping[str, Any] | None = None
     critic_optimizer: Mapping[str, Any] | None = None
     hugging_face: Spool | None = None
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
+    sync_dtype: str | None = None
     completes: bool = False
 
     def close(self) -> None:

@@ -21,11 +21,14 @@ from torch.distributed.tensor import DTensor
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from syncd.checkpoint.safetensors_header import PAGE
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.checkpoint.torch_files.torch_zip import central_directory_digest
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import NO_ROOM
 from syncd.storage.fsio import Draft, Storage
+from trainer_hooks.state.full_plan import shape_of
+from trainer_hooks.state.sync_dtype import cast_to
 
 #: Padding to pages, half of one on average, is then less than a hundredth of the file.
 _LARGE: Final = 256 * 1024
@@ -274,14 +277,10 @@ def tensor_bytes(value: Any) -> int:
     return 0
 
 
-def full_bytes(state: Mapping[str, Any]) -> int:
-    """The bytes of a state dict's whole tensors, whatever this rank has of them."""
-    # A ShardedTensor is a Tensor that does not know its bytes.
-    sizes = (
-        value.metadata().size.numel() * value.dtype.itemsize
-        if isinstance(value, ShardedTensor)
-        else value.nbytes
+def full_bytes(state: Mapping[str, Any], sync_dtype: Cast | None = None) -> int:
+    """The bytes of a state dict's whole tensors after a cast, whatever this rank has of them."""
+    return sum(
+        shape_of(value).numel() * cast_to(value.dtype, sync_dtype).itemsize
         for value in state.values()
         if isinstance(value, Tensor)
     )
-    return sum(sizes)

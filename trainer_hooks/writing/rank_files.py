@@ -147,14 +147,24 @@ class RankFiles:
         write_small(self._job.storage, actor / FSDP_CONFIG, json.dumps(config).encode())
         return write_model_files(self._job.storage, actor / HUGGINGFACE, contents.model_files)
 
-    def vouch(self, save_id: SaveId, name: str, files: list[ReceiptFile]) -> None:
+    def vouch(
+        self, save_id: SaveId, name: str, files: list[ReceiptFile], sync_dtype: str | None
+    ) -> None:
         """Say by a receipt of this name that these files are whole and durable.
 
         Raises:
             OSError: storage refused; the receipt may have been seen all the same.
         """
         _, _, notes = self._places(save_id)
-        notes.write_receipt(name, self._receipt(save_id, files))
+        receipt = Receipt(
+            save_id=str(save_id),
+            step=save_id.step,
+            rank=self._rank,
+            world_size=self._world_size,
+            files=tuple(files),
+            sync_dtype=sync_dtype,
+        )
+        notes.write_receipt(name, receipt)
 
     def is_vouched(self, save_id: SaveId, name: str) -> bool:
         """Whether others can see that receipt; where storage does not say, they may."""
@@ -200,7 +210,7 @@ class RankFiles:
         _, actor, _ = self._places(save_id)
         rest: list[ReceiptFile] = []
         for name, part in (
-            (shard_name(world_size, rank), contents.trained),
+            (contents.trained_name(world_size, rank), contents.trained),
             (optimizer_name(world_size, rank), contents.optimizer),
             (extra_state_name(world_size, rank), contents.extra),
         ):
@@ -297,12 +307,3 @@ class RankFiles:
     def _unlink_all(self, folder: Path, *names: str) -> None:
         for name in names:
             self._job.storage.unlink_if_there(folder / name)
-
-    def _receipt(self, save_id: SaveId, files: list[ReceiptFile]) -> Receipt:
-        return Receipt(
-            save_id=str(save_id),
-            step=save_id.step,
-            rank=self._rank,
-            world_size=self._world_size,
-            files=tuple(files),
-        )

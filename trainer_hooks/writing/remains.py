@@ -15,6 +15,7 @@ from syncd.protocol.names import (
     TEMPORARY,
     extra_state_name,
     full_receipt_name,
+    master_name,
     optimizer_name,
     receipt_name,
     shard_name,
@@ -32,13 +33,13 @@ class Attempt:
     Attributes:
         weights_stay: whether its weights may be announced by now: they are not to be taken back.
         rest_stays: the same of the part for resuming, or there is none.
-        rest_has_shard: whether the rank's shard is a part of that, and not the weights.
+        trained: the file of that which holds the rank's part of the model; None if it has none.
     """
 
     save_id: SaveId
     weights_stay: bool
     rest_stays: bool
-    rest_has_shard: bool = False
+    trained: str | None = None
 
 
 class Remains:
@@ -83,8 +84,8 @@ class Remains:
                 critic / shard_name(world_size, rank),
                 critic / optimizer,
             ]
-            if attempt.rest_has_shard:
-                paths.append(actor / shard_name(world_size, rank))
+            if attempt.trained is not None:
+                paths.append(actor / attempt.trained)
         for path in paths:
             self._remove(path)
 
@@ -100,7 +101,7 @@ class Remains:
         """
         ours = tuple(
             f"{TEMPORARY}{name_of(self._world_size, self._rank)}-"
-            for name_of in (shard_name, optimizer_name, extra_state_name)
+            for name_of in (shard_name, master_name, optimizer_name, extra_state_name)
         )
         for folder in folders:
             for found in self._job.storage.names(folder):

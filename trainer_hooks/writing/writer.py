@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.names import CRITIC, SAVING, full_receipt_name, receipt_name
+from syncd.protocol.names import CRITIC, SAVING, full_receipt_name, receipt_name, shard_name
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.job import Job
@@ -101,7 +101,11 @@ class RankWriter:
             save_id,
             weights_stay=contents.completes,
             rest_stays=not contents.is_full,
-            rest_has_shard=contents.trained is not None,
+            trained=(
+                None
+                if contents.trained is None
+                else contents.trained_name(self._world_size, self._rank)
+            ),
         )
         try:
             self._remove_given_up(attempt)
@@ -192,7 +196,7 @@ class RankWriter:
                 written = files.write_weights(save_id, contents, nonfinite)
                 if rank == 0:
                     written += files.write_configs(save_id, contents)
-            self._write_receipt(attempt, written)
+            self._write_receipt(attempt, written, contents.sync_dtype)
             return written
 
         def write_rest() -> list[ReceiptFile]:
@@ -201,7 +205,11 @@ class RankWriter:
                 self._remains.remove_temporaries(actor)
             with self._pace.turn(save_id, full_receipt_name):
                 written = files.write_rest(save_id, contents)
-            self._write_receipt(attempt, [*weights, *written], is_full=True)
+            kept = weights
+            if contents.trained is not None:  # nobody may resume from what was cast
+                shard = shard_name(self._world_size, rank)
+                kept = [file for file in weights if file.name != shard]
+            self._write_receipt(attempt, [*kept, *written], contents.sync_dtype, is_full=True)
             return written
 
         def announce_checkpoint() -> None:
@@ -238,7 +246,12 @@ class RankWriter:
         return size
 
     def _write_receipt(
-        self, attempt: Attempt, files: list[ReceiptFile], *, is_full: bool = False
+        self,
+        attempt: Attempt,
+        files: list[ReceiptFile],
+        sync_dtype: str | None,
+        *,
+        is_full: bool = False,
     ) -> None:
         """Say that these files are whole and durable.
 
@@ -250,13 +263,13 @@ class RankWriter:
         save_id = attempt.save_id
         name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
         try:
-            self._files.vouch(save_id, name, files)
+            self._files.vouch(save_id, name, files, sync_dtype)
         except OSError as error:
             if self._rank == 0 or not self._files.is_vouched(save_id, name):
                 raise
             log.warning("step %d: trying again: %s", save_id.step, error)
             try:
-                self.again(save_id, lambda: self._files.vouch(save_id, name, files))
+                self.again(save_id, lambda: self._files.vouch(save_id, name, files, sync_dtype))
             except OSError as again:
                 log.warning("step %d: %s", save_id.step, again)
                 if is_full:

@@ -399,8 +399,8 @@ def share_what_is_made(config: DaemonConfig) -> None:
 
 
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
-    """The configuration for the memory directory, which has no full checkpoints."""
-    return config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None})
+    """The configuration for the memory directory: no full checkpoints, and readers of one host."""
+    return config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"})
 
 
 def _check_apart(root: Path, memory: Path) -> None:

@@ -9,9 +9,11 @@ from typing import Final, NamedTuple
 from syncd.daemon.decide import LeaseSeen
 from syncd.protocol.journal_lines import JournalLine
 from syncd.protocol.names import TEMPORARY, parse_lease_marker
+from syncd.protocol.records import SessionId
 from syncd.protocol.reports import LOADS_KEPT, ExplorerReport
 from syncd.storage.append import last_lines
 from syncd.storage.job import Job
+from syncd.storage.judge import Liveness, Lookout
 from syncd.storage.record_files import OF_OTHERS, readable_lines
 
 #: How many reports a round reads; more if it takes more to read each of them often enough.
@@ -32,6 +34,7 @@ class SeenLive(NamedTuple):
         pause: seconds for which its engine did not serve; None if it does not say.
         ago: seconds between the load and the explorer's report, by the explorer's clock.
         is_first: whether no load of this explorer is on record.
+        delta_bytes: the bytes of the deltas that it was read from; None if its files were read.
     """
 
     explorer: str
@@ -39,6 +42,7 @@ class SeenLive(NamedTuple):
     pause: float | None
     ago: float
     is_first: bool
+    delta_bytes: int | None = None
 
 
 class _LastLook(NamedTuple):
@@ -59,14 +63,18 @@ class GoingLive:
 
     Args:
         job: the job.
+        lookout: at the heartbeats of the explorers that could use a delta; nobody else's.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, lookout: Lookout) -> None:
         self._job = job
+        self._lookout = lookout
         self._on_record: dict[str, int] | None = None
         self._told_before = 0  # of any explorer
         self._looks: dict[str, _LastLook] = {}
         self._leased: dict[str, set[int]] = {}
+        #: Explorer → its session.
+        self._takers: dict[str, SessionId] = {}
         self._round = 0
 
     def look(self, leases: Iterable[LeaseSeen], latest: int) -> Iterator[SeenLive]:
@@ -104,8 +112,28 @@ class GoingLive:
         for name in behind[: max(_AT_A_TIME, math.ceil(len(names) / _ROUNDS))]:
             self._looks[name] = _LastLook(self._round, 0)
             report = self._job.read(ExplorerReport, self._job.layout.explorer(name), OF_OTHERS)
+            if report is not None and report.delta_base is not None and report.status != "stopped":
+                self._takers[name] = report.session
+            else:
+                self._takers.pop(name, None)
             if report is not None:
                 yield from self._loads(name, report, latest)
+
+    def takers(self, tick: float) -> set[str]:
+        """The live explorers whose report says that a delta helps them.
+
+        They hold no lease, because they serve from a copy on their host.
+
+        Args:
+            tick: seconds between two calls, about.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        self._takers = {name: it for name, it in self._takers.items() if name in self._looks}
+        self._lookout.tick = tick
+        told = self._lookout.look(set(self._takers.values()))
+        return {name for name, it in self._takers.items() if told[it] is Liveness.ALIVE}
 
     def _loads(self, name: str, report: ExplorerReport, latest: int) -> Iterator[SeenLive]:
         assert self._on_record is not None  # noqa: S101 - look() has read it
@@ -119,7 +147,7 @@ class GoingLive:
                 self._on_record[name] = load.sequence
                 ago = max(0.0, report.time - load.time)
                 ago = ago if math.isfinite(ago) else 0.0
-                yield SeenLive(name, load.sequence, load.pause, ago, told is None)
+                yield SeenLive(name, load.sequence, load.pause, ago, told is None, load.delta_bytes)
 
     def _read_journal(self) -> None:
         """Read from the journal which loads are recorded.
@@ -132,6 +160,8 @@ class GoingLive:
         published = []
         for line in readable_lines(JournalLine, last_lines(self._job.storage, path, _ENOUGH), path):
             if line.version is None:
+                continue
+            if line.event in {"delta", "no_delta"}:
                 continue
             if line.event != "live":
                 published.append(line.version)

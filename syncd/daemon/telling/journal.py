@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from syncd.checkpoint.save import Save
+from syncd.daemon.delta_maker import DeltaOutcome
 from syncd.daemon.telling.going_live import SeenLive
 from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import SyncdError
@@ -61,6 +62,7 @@ class Journal:
         self._named_at: dict[int, float] = {}
         self.counters = DaemonCounters()
         self.waiting_for = ""
+        self._no_delta_said = ""
 
     def began(self, root: Path, epoch: int) -> None:
         """This daemon has taken over."""
@@ -91,6 +93,7 @@ class Journal:
             explorer=seen.explorer,
             seconds=seconds,
             pause=None if seen.pause is None else round(seen.pause, 3),
+            delta_bytes=seen.delta_bytes,
         )
 
     def write(self) -> None:
@@ -269,6 +272,57 @@ class Journal:
             extra=Event.BENCH_REFUSED(
                 step=request.step, explorer=printable(request.by), reason=error
             ),
+        )
+
+    def delta_made(self, outcome: DeltaOutcome) -> None:
+        """A delta to LATEST's version is there."""
+        delta = outcome.delta
+        assert delta is not None  # noqa: S101 - for the type checker
+        changed = delta.changed / delta.elements if delta.elements else 0.0
+        self._no_delta_said = ""
+        self._count(deltas_made=1)
+        self.meter.delta_made(delta.bytes, changed=changed, seconds=outcome.seconds)
+        self._file.note(
+            "delta",
+            version=outcome.sequence,
+            of=outcome.base,
+            delta_bytes=delta.bytes,
+            changed=changed,
+            seconds=round(outcome.seconds, 3),
+        )
+        log.info(
+            "made the delta to version %d from version %d: %.1f MB, %.2f %% of the elements, in "
+            "%.2f s",
+            outcome.sequence,
+            outcome.base,
+            delta.bytes / 1e6,
+            100 * changed,
+            outcome.seconds,
+            extra=Event.DELTA_MADE(
+                version=outcome.sequence,
+                base=outcome.base,
+                bytes=delta.bytes,
+                changed=changed,
+                seconds=round(outcome.seconds, 3),
+            ),
+        )
+
+    def no_delta(self, outcome: DeltaOutcome) -> None:
+        """There is no delta to LATEST's version, though one was to be made."""
+        if outcome.error is not None:
+            self.meter.failed(outcome.error)
+        self.meter.no_delta()
+        self._file.note("no_delta", version=outcome.sequence, of=outcome.base, why=outcome.why)
+        is_news = not outcome.is_overtaken and outcome.why != self._no_delta_said
+        if is_news:
+            self._no_delta_said = outcome.why
+        log.log(
+            logging.WARNING if is_news else logging.DEBUG,
+            "no delta to version %d from version %d: %s; explorers read the whole version",
+            outcome.sequence,
+            outcome.base,
+            outcome.why,
+            extra=Event.NO_DELTA(version=outcome.sequence, base=outcome.base, reason=outcome.why),
         )
 
     def pruned(self, **more: int) -> None:

@@ -33,6 +33,8 @@ _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 #: Names of ``DaemonCounters`` that are outcomes of saves.
 _OUTCOMES: Final = ("skipped", "quarantined", "published")
+#: What becomes of a delta that was to be made.
+_DELTAS: Final = ("made", "none")
 #: Another name there → the kind of thing deleted that it is counted as.
 _PRUNED: Final = {
     "versions_retired": "version",
@@ -80,6 +82,10 @@ class Metrics:
             "pruned", "Deleted versions, deltas, steps and leases.", JOB, "what"
         )
         self.merged_bytes = self._counter("merge_bytes", "Bytes of published versions.", JOB)
+        self.deltas = self._counter(
+            "deltas", "Deltas that were to be made, by outcome: made or none.", JOB, "outcome"
+        )
+        self.delta_bytes = self._counter("delta_bytes", "Bytes of deltas made.", JOB)
         self.errors = self._counter("errors", "Errors, by class.", JOB, "error")
         self.tick = self._histogram(
             "tick_seconds", "Duration of one round of the daemon, with all its work.", _LONG
@@ -91,6 +97,12 @@ class Metrics:
             "publish_latency_seconds",
             "Time from the first look at the complete save to the update of LATEST.",
             _LONG,
+        )
+        self.delta_changed = self._gauge(
+            "delta_changed_ratio", "Part of the elements that the last delta changes, 0 to 1.", JOB
+        )
+        self.delta_seconds = self._histogram(
+            "delta_seconds", "Time from the update of LATEST until its delta is there.", _LONG
         )
         self.live = self._histogram(
             "live_seconds", "Time from the update of LATEST until an explorer serves it.", _SHORT
@@ -107,7 +119,7 @@ class Metrics:
     def forget_state(self, job: str) -> None:
         """Remove the gauges of a job until they are set again."""
         state = (self.paused, self.latest_version, self.versions, self.leases)
-        for gauge in (*state, self.free_bytes, self.free_inodes):
+        for gauge in (*state, self.free_bytes, self.free_inodes, self.delta_changed):
             remove(gauge, job)
         self.explorers.forget(job)
 
@@ -117,11 +129,18 @@ class Metrics:
         self.forget_state(job)
         for gauge in (self.active, self.last_scan):
             remove(gauge, job)
-        for count in (self.nonfinite, self.rollbacks, self.merged_bytes):
+        for count in (self.nonfinite, self.rollbacks, self.merged_bytes, self.delta_bytes):
             remove(count, job)
-        for histogram in (self.tick, self.merge, self.latency, self.live, self.load_pause):
+        for histogram in (
+            self.tick,
+            self.merge,
+            self.latency,
+            self.delta_seconds,
+            self.live,
+            self.load_pause,
+        ):
             remove(histogram, job)
-        for counter in (self.saves, self.pruned, self.errors):
+        for counter in (self.saves, self.pruned, self.deltas, self.errors):
             labels = [sample.labels for found in counter.collect() for sample in found.samples]
             for told in labels:
                 if told[JOB] == job:
@@ -159,7 +178,14 @@ class _JobMeter(Meter):
             metrics.saves.labels(self._label, outcome)
         for what in _PRUNED.values():
             metrics.pruned.labels(self._label, what)
-        for counter in (metrics.nonfinite, metrics.rollbacks, metrics.merged_bytes):
+        for outcome in _DELTAS:
+            metrics.deltas.labels(self._label, outcome)
+        for counter in (
+            metrics.nonfinite,
+            metrics.rollbacks,
+            metrics.merged_bytes,
+            metrics.delta_bytes,
+        ):
             counter.labels(self._label)
 
     def active(self, *, yes: bool) -> None:
@@ -206,6 +232,15 @@ class _JobMeter(Meter):
         if pause is not None:
             self._metrics.load_pause.labels(self._label).observe(pause)
 
+    def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
+        self._metrics.deltas.labels(self._label, "made").inc()
+        self._metrics.delta_bytes.labels(self._label).inc(size)
+        self._metrics.delta_changed.labels(self._label).set(changed)
+        self._metrics.delta_seconds.labels(self._label).observe(seconds)
+
+    def no_delta(self) -> None:
+        self._metrics.deltas.labels(self._label, "none").inc()
+
     def failed(self, error: BaseException) -> None:
         self._metrics.errors.labels(self._label, type(error).__name__).inc()
 
@@ -237,6 +272,8 @@ class ExplorerMetrics:
         self._steps = gauge("lag_steps", "Training steps between the two.")
         self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
         self._load = gauge("load_seconds", "How long its engine's last load took.")
+        self._full = gauge("full_bytes", "Bytes of version files read for its last load.")
+        self._delta = gauge("delta_bytes", "Bytes of deltas read for its last load.")
         self._refused = gauge(
             "refuses", "1 if the explorer refused the newest version that it tried."
         )
@@ -246,6 +283,8 @@ class ExplorerMetrics:
             self._steps,
             self._pause,
             self._load,
+            self._full,
+            self._delta,
             self._refused,
             self._broken,
         )
@@ -299,6 +338,12 @@ class ExplorerMetrics:
         else:
             remove(self._pause, job, name)
             remove(self._load, job, name)
+        if report.reload is not None and report.reload.full_bytes is not None:
+            self._full.labels(job, name).set(report.reload.full_bytes)
+            self._delta.labels(job, name).set(report.reload.delta_bytes or 0)
+        else:
+            remove(self._full, job, name)
+            remove(self._delta, job, name)
         return name
 
 

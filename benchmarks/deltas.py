@@ -1,0 +1,370 @@
+"""Deltas next to slime's encoding, and a stage's copy from a base and a delta next to a full copy.
+
+Repeat with ``python -m benchmarks.deltas`` from the project's root (some minutes).
+
+An update is a model's bf16 elements before and after a step. At 1, 3.3, 8 and 20 % of changed
+elements: normal fp32 weights (sigma 0.02), changed by a normal update of the size that leads there.
+Besides, a small language model that AdamW (lr 1e-6, fp32 masters) has trained for some steps here:
+snapshots before and after the last one.
+
+slime's encoding is written from its description: the exclusive or of both tensors, one zstd frame
+of level 1 a tensor. Both encode and decode in memory, in this one thread, in turns that alternate
+from round to round. CPU seconds of this process; a ratio is the median of those inside each round.
+
+A copy is made of files in the page cache, into new files in ``--dir``, by one thread, with the
+digest of every tensor: by ``copy_version`` (links and shared blocks are refused, as between two
+filesystems), and by ``apply_chain`` from a copy of the version before and a delta. The child that
+makes the delta is measured as a whole: its start, reading, digests of both versions, encoding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import numpy as np
+import torch
+import zstandard
+from numpy.typing import NDArray
+
+from benchmarks.machine import Report, median_ratio
+from syncd.checkpoint.merging.options import Work
+from syncd.checkpoint.version import copy_version
+from syncd.deltas.applying import Link, apply_chain
+from syncd.deltas.delta_folder import BLOCK
+from syncd.deltas.encoding import Decoder, Encoder
+from syncd.deltas.making import DeltaChild
+from syncd.deltas.whole_version import WholeVersion
+from syncd.storage.fsio import Storage
+from tests.deltas import write_version
+
+_DENSITIES: Final = (0.01, 0.033, 0.08, 0.2)
+_ELEMENTS: Final = 2**24
+_TENSORS: Final = 8
+_SIGMA: Final = 0.02
+
+Bits = NDArray[np.uint16]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The elements of tensors before and after a step."""
+
+    name: str
+    old: Mapping[str, Bits]
+    new: Mapping[str, Bits]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of a version."""
+        return sum(tensor.nbytes for tensor in self.old.values())
+
+    @property
+    def density(self) -> float:
+        """The part of the elements that differ."""
+        changed = sum(int(np.count_nonzero(self.old[n] != self.new[n])) for n in self.old)
+        return 2 * changed / self.bytes
+
+
+def _bits(tensor: torch.Tensor) -> Bits:
+    return tensor.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+
+
+def _adam_like(density: float) -> Update:
+    """Normal weights, and the size of an update that changes such a part of them."""
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(_TENSORS, _ELEMENTS // _TENSORS, generator=generator) * _SIGMA
+    step = torch.randn(weights.shape, generator=generator)
+    low, high = 1e-9, 1e-2
+    few, few_steps = weights[0], step[0]
+    for _ in range(30):
+        size = (low * high) ** 0.5
+        found = (few.bfloat16() != (few + size * few_steps).bfloat16()).float().mean().item()
+        low, high = (size, high) if found < density else (low, size)
+    old, new = _bits(weights), _bits(weights + low * step)
+    names = [f"layers.{number}" for number in range(_TENSORS)]
+    return Update(
+        "Adam-like", dict(zip(names, old, strict=True)), dict(zip(names, new, strict=True))
+    )
+
+
+class _Model(torch.nn.Module):
+    def __init__(self, vocabulary: int = 4096, width: int = 1024, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocabulary, width)
+        layer = torch.nn.TransformerEncoderLayer(
+            width, 16, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = torch.nn.Linear(width, vocabulary, bias=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=_SIGMA)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits of the next tokens, tokens as batch x length."""
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True))
+
+
+def _adamw_run(steps: int) -> Update:
+    """The last of some steps of a real optimizer on a real loss."""
+    torch.manual_seed(1)
+    model = _Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    snapshots: list[dict[str, Bits]] = []
+    for step in range(steps):
+        if step == steps - 1:
+            snapshots.append({name: _bits(p).copy() for name, p in model.named_parameters()})
+        # Words of Zipf's frequencies, so that rows of the embedding differ as they do in text.
+        tokens = (torch.rand(4, 65).pow(4) * 4096).long()
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    snapshots.append({name: _bits(p) for name, p in model.named_parameters()})
+    flat = [{name: value.reshape(-1) for name, value in one.items()} for one in snapshots]
+    return Update("AdamW run", flat[0], flat[1])
+
+
+# -- in memory ---------------------------------------------------------------------------------
+
+_Encoded = dict[str, Any]
+
+
+class _Slime:
+    """One zstd frame of level 1 a tensor, of the exclusive or."""
+
+    def __init__(self) -> None:
+        self._pack = zstandard.ZstdCompressor(level=1)
+        self._unpack = zstandard.ZstdDecompressor()
+
+    def encode(self, update: Update) -> _Encoded:
+        return {
+            name: self._pack.compress(np.bitwise_xor(old, update.new[name]))
+            for name, old in update.old.items()
+        }
+
+    def decode(self, encoded: _Encoded, tensors: Mapping[str, Bits]) -> None:
+        for name, frame in encoded.items():
+            xor = np.frombuffer(self._unpack.decompress(frame), np.uint16)
+            np.bitwise_xor(tensors[name], xor, out=tensors[name])
+
+    @staticmethod
+    def size(encoded: _Encoded) -> int:
+        return sum(map(len, encoded.values()))
+
+
+class _Syncd:
+    """Blocks as a delta has them; 24 bytes of the index are counted for each."""
+
+    def __init__(self) -> None:
+        self._encoder = Encoder()
+        self._decoder = Decoder()
+
+    def encode(self, update: Update) -> _Encoded:
+        return {
+            name: [
+                self._encoder.encode(old[at : at + BLOCK], update.new[name][at : at + BLOCK])
+                for at in range(0, len(old), BLOCK)
+            ]
+            for name, old in update.old.items()
+        }
+
+    def decode(self, encoded: _Encoded, tensors: Mapping[str, Bits]) -> None:
+        for name, blocks in encoded.items():
+            for number, (block, count) in enumerate(blocks):
+                if count:
+                    part = tensors[name][number * BLOCK : (number + 1) * BLOCK]
+                    self._decoder.apply(memoryview(block), count, part)
+
+    @staticmethod
+    def size(encoded: _Encoded) -> int:
+        return sum(
+            len(block) + 24 for blocks in encoded.values() for block, count in blocks if count
+        )
+
+
+def _cpu(work: Callable[[], Any]) -> tuple[float, Any]:
+    begun = time.process_time()
+    result = work()
+    return time.process_time() - begun, result
+
+
+def _measure(update: Update, rounds: int) -> dict[str, Any]:
+    """The bytes, and the CPU seconds of each round, of both."""
+    codecs: dict[str, _Slime | _Syncd] = {"syncd": _Syncd(), "slime": _Slime()}
+    found: dict[str, Any] = {name: {"encode": [], "decode": [], "bytes": 0} for name in codecs}
+    for number in range(rounds + 1):
+        names = list(codecs) if number % 2 else list(codecs)[::-1]
+        for name in names:
+            codec, row = codecs[name], found[name]
+            encoding, encoded = _cpu(lambda codec=codec: codec.encode(update))
+            tensors = {key: value.copy() for key, value in update.old.items()}
+            decoding, _ = _cpu(lambda codec=codec, e=encoded, t=tensors: codec.decode(e, t))
+            if any((tensors[key] != new).any() for key, new in update.new.items()):
+                raise RuntimeError(f"{name} does not decode what it encoded")
+            row["bytes"] = codec.size(encoded)
+            if number:  # the first round warms up
+                row["encode"].append(encoding)
+                row["decode"].append(decoding)
+    return found
+
+
+def _print_codecs(report: Report, given: argparse.Namespace) -> None:
+    heads = ("update", "changed", "syncd", "slime", "ratio")
+    heads += ("encode GB/s", "slime", "ratio", "decode GB/s", "slime", "ratio")
+    table = report.table(
+        f"Bytes (of the model's bytes), and GB of model bytes a CPU second; medians of "
+        f"{given.rounds} rounds",
+        heads,
+        [("Adam-like",)],
+    )
+    report.told["codecs"] = []
+    for update in _updates(given.steps):
+        found = _measure(update, given.rounds)
+        syncd, slime = found["syncd"], found["slime"]
+        cells = [update.name, f"{update.density:.2%}"]
+        cells += [f"{one['bytes'] / update.bytes:.3%}" for one in (syncd, slime)]
+        cells.append(f"{syncd['bytes'] / slime['bytes']:.3f}")
+        for way in ("encode", "decode"):
+            cells += [f"{update.bytes / 1e9 / median(one[way]):.2f}" for one in (syncd, slime)]
+            cells.append(f"{median_ratio(slime[way], syncd[way]):.2f}")
+        table.row(*cells)
+        report.told["codecs"].append(
+            {"update": update.name, "density": update.density, "model": update.bytes, **found}
+        )
+
+
+def _updates(steps: int) -> Iterator[Update]:
+    for density in _DENSITIES:
+        yield _adam_like(density)
+    yield _adamw_run(steps)
+
+
+# -- copies --------------------------------------------------------------------------------------
+
+
+class _OtherFilesystem(Storage):
+    """Neither links nor shares blocks with the job's storage."""
+
+    def __init__(self) -> None:
+        super().__init__(durable=False)
+
+    def link(self, source: Path, target: Path) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(source), None, str(target))
+
+    def clone_range(self, *_: int) -> None:
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+def _versions(work: Path, update: Update, megabytes: int) -> list[WholeVersion]:
+    copies = max(1, megabytes * 10**6 // update.bytes)
+    found = []
+    for sequence, tensors in ((1, update.old), (2, update.new)):
+        many = {
+            f"{number}.{name}": ("BF16", value)
+            for number in range(copies)
+            for name, value in tensors.items()
+        }
+        found.append(write_version(work, sequence, many))
+    return found
+
+
+def _child(base: WholeVersion, target: WholeVersion, folder: Path) -> tuple[float, Link]:
+    """The CPU seconds of child and parent, and the delta."""
+
+    def spent() -> float:
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return sum(one.ru_utime + one.ru_stime for one in used)
+
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    begun = spent()
+    with DeltaChild(Storage(durable=False), base, target) as child:
+        delta = child.write(folder, Work(lambda: None))
+    return spent() - begun, Link(folder, delta)
+
+
+def _print_copies(report: Report, work: Path, given: argparse.Namespace) -> None:
+    update = _adam_like(given.density)
+    storage, to = Storage(durable=False), _OtherFilesystem()
+    base, target = _versions(work, update, given.megabytes)
+    size = sum(file.size for file in target.manifest.files)
+    found: dict[str, list[float]] = {"child": [], "plain": [], "delta": []}
+    for number in range(given.rounds + 1):
+        making, link = _child(base, target, work / "delta")
+        draft = work / "draft"
+
+        def plain(draft: Path = draft) -> None:
+            copy_version(storage, target.folder, target.manifest, to=to, target=draft, threads=1)
+
+        def from_base(draft: Path = draft, link: Link = link) -> None:
+            apply_chain(storage, target, [link], base, to=to, draft=draft, threads=1)
+
+        seconds = {"child": making}
+        ways = [("plain", plain), ("delta", from_base)]
+        for name, make in ways if number % 2 else ways[::-1]:
+            draft.mkdir()
+            seconds[name], _ = _cpu(make)
+            shutil.rmtree(draft)
+        if number:
+            for name, value in seconds.items():
+                found[name].append(value)
+    ratio = median_ratio(found["plain"], found["delta"])
+    report.whole_table(
+        f"New files of {size / 1e6:.0f} MB, {update.density:.2%} changed, one thread; medians of "
+        f"{given.rounds} rounds",
+        ("", "GB/s", "of a plain copy"),
+        [
+            ("plain copy with digests", f"{size / 1e9 / median(found['plain']):.2f}", "1.00"),
+            (
+                "from a base and a delta, with digests",
+                f"{size / 1e9 / median(found['delta']):.2f}",
+                f"{ratio:.2f}",
+            ),
+            (
+                "making the delta: child and daemon",
+                f"{size / 1e9 / median(found['child']):.2f}",
+                f"{median_ratio(found['plain'], found['child']):.2f}",
+            ),
+        ],
+    )
+    report.told["copies"] = {"bytes": size, "density": update.density, **found}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=12, help="steps of the AdamW run")
+    parser.add_argument("--megabytes", type=int, default=400, help="of the version that is copied")
+    parser.add_argument("--density", type=float, default=0.033, help="of that version's delta")
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="for the copies")  # noqa: S108 - memory, so that no disk is measured
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def main() -> None:
+    given = _parser().parse_args()
+    torch.set_num_threads(1)
+    with (
+        Report(given.dir, as_json=given.json) as report,
+        tempfile.TemporaryDirectory(dir=given.dir, prefix="deltas-") as work,
+    ):
+        _print_codecs(report, given)
+        _print_copies(report, Path(work), given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The names of a version: tensors under the hub's names as parts of those under the trainer's.
+
+A version's :class:`~syncd.checkpoint.name_map.NameMap` says how its model is named on the hub. Here
+is what follows for parts of tensors and for views; nothing is read or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from explorer_hooks.engines.fitting import TensorSpec
+from syncd.checkpoint.boxes import Box, whole
+from syncd.checkpoint.name_map import HubPart, NameMap, TrainerPart
+from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import CoverageError
+from syncd.protocol.records import Names
+from syncd.protocol.tensor_names import NameMapRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from syncd.coordination.leased_version import LeasedVersion
+
+
+class NamedPiece(NamedTuple):
+    """A part of a version's tensor, which is a part of a tensor of its other name.
+
+    Attributes:
+        own: the version's tensor.
+        own_box: the part of it.
+        other: the tensor that the version has not: the trainer's, if the version has the hub's
+            names, else the hub's.
+        other_box: the same part in that one. A trainer's stack has a dimension more, of size 1.
+        swaps: whether the last two dimensions have changed places.
+    """
+
+    own: str
+    own_box: Box
+    other: str
+    other_box: Box
+    swaps: bool
+
+    def to_own(self, part: Box) -> Box:
+        """A part of the other tensor, which lies in this piece, as one of the version's."""
+        offsets = tuple(a - b for a, b in zip(part.offsets, self.other_box.offsets, strict=True))
+        shape, more = part.shape, self._more
+        if self.swaps:
+            offsets, shape = _swapped(offsets), _swapped(shape)
+        offsets, shape = (0,) * more + offsets, (1,) * more + shape
+        if more < 0:
+            offsets, shape = offsets[-more:], shape[-more:]
+        return Box(tuple(a + b for a, b in zip(offsets, self.own_box.offsets, strict=True)), shape)
+
+    def seen_from_own(self, part: Tensor) -> Tensor:
+        """A part of the other tensor, as :meth:`to_own` turns it; a view."""
+        turned = part.transpose(-1, -2) if self.swaps else part
+        return turned[(0,) * -self._more] if self._more < 0 else turned[(None,) * self._more]
+
+    @property
+    def _more(self) -> int:
+        """How many dimensions the version's tensor has more."""
+        return len(self.own_box.shape) - len(self.other_box.shape)
+
+
+class NamedShape(Protocol):
+    """A tensor as far as its names go."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+
+
+class GivenNames:
+    """The names of a version's tensors, and those that they have not.
+
+    Args:
+        name_map: of the trainer's names to the hub's.
+        given: which of the two the tensors have.
+
+    Attributes:
+        given: that.
+        unknown: why nobody knows the hub's names; None if they are known.
+    """
+
+    def __init__(self, name_map: NameMap, given: Names) -> None:
+        self._map = name_map
+        self.given = given
+        self.unknown = name_map.refused
+
+    @property
+    def of_trainer(self) -> GivenNames:
+        """The same for tensors that have the trainer's names."""
+        return GivenNames(self._map, "trainer")
+
+    def pieces_of(self, tensor: NamedShape) -> list[NamedPiece]:
+        """The pieces of a version's tensor; empty if its other name is the same."""
+        name, shape = tensor.name, tensor.shape
+        if self.given == "trainer":
+            return [_piece(name, shape, part) for part in self._hub(name, shape)]
+        places = [place for place in self._map.trainer(name) if place.shape is not None]
+        pieces = [_place(name, place) for place in places]
+        fits = pieces and _around(piece.own_box for piece in pieces) == shape
+        return pieces if fits else []
+
+    def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """Tensors of either names by those of the hub."""
+        found: dict[str, TensorSpec] = {}
+        for name, spec in tensors.items():
+            parts = self._hub(name, spec.shape)
+            for part in parts:
+                first, *others = part.shape
+                if part.at is not None and part.name in found:
+                    first = max(first + part.at, found[part.name].shape[0])
+                found[part.name] = TensorSpec(spec.dtype, (first, *others))
+            if not parts:
+                found[name] = spec
+        return found
+
+    def shown(self, name: str) -> str:
+        """A name for messages, with the other one if there is one."""
+        if (shape := self._map.tensors().get(name)) is not None:
+            first, *others = dict.fromkeys(part.name for part in self._map.hub(name, shape))
+            return f"{shown(name)} (on the hub {shown(first)}{', …' if others else ''})"
+        (first_place, *_) = self._map.trainer(name)
+        if first_place.shape is not None:
+            return f"{shown(name)} (in the trainer's module {shown(first_place.name)})"
+        return shown(name)
+
+    def _hub(self, name: str, shape: Shape) -> list[HubPart]:
+        """The parts of a trainer's tensor on the hub; empty if it is the same there."""
+        if name not in self._map:
+            return []
+        try:
+            return self._map.hub(name, shape)
+        except CoverageError:
+            return []  # it is another model's, as far as anyone knows
+
+
+SAME_NAMES: Final = GivenNames(NameMap(NameMapRecord()), "trainer")
+
+
+def names_of(version: LeasedVersion) -> GivenNames:
+    """The names of a version.
+
+    Raises:
+        VerificationError: its map of names is damaged.
+        OSError: it cannot be read.
+    """
+    return GivenNames(version.name_map(), version.manifest.names)
+
+
+def _piece(name: str, shape: Shape, part: HubPart) -> NamedPiece:
+    """Of a trainer's tensor, in a version with the trainer's names."""
+    return NamedPiece(name, _in_trainer(shape, part), part.name, _in_hub(part), part.transposed)
+
+
+def _place(hub: str, place: TrainerPart) -> NamedPiece:
+    """Of a hub's tensor, in a version with the hub's names."""
+    assert place.shape is not None  # noqa: S101 # the caller's
+    box = _in_trainer(place.shape, place)
+    shape = box.shape if place.index is None else box.shape[1:]
+    part = HubPart(hub, _swapped(shape) if place.transposed else shape, at=place.at)
+    return NamedPiece(hub, _in_hub(part), place.name, box, place.transposed)
+
+
+def _in_trainer(shape: Shape, part: HubPart | TrainerPart) -> Box:
+    offsets, sizes = list(whole(shape).offsets), list(shape)
+    if part.index is not None:
+        offsets[0], sizes[0] = part.index, 1
+    if part.rows is not None:
+        dim = 0 if part.index is None else 1
+        offsets[dim], sizes[dim] = part.rows[0], part.rows[1] - part.rows[0]
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _in_hub(part: HubPart) -> Box:
+    offsets = whole(part.shape).offsets
+    return Box(offsets if part.at is None else (part.at, *offsets[1:]), part.shape)
+
+
+def _around(boxes: Iterable[Box]) -> Shape:
+    """The shape of the tensor that boxes tile."""
+    return tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
+
+
+def _swapped(shape: Shape) -> Shape:
+    return (*shape[:-2], shape[-1], shape[-2])

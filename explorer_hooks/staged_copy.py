@@ -1,0 +1,85 @@
+"""A whole copy of a version on this host, and one process's hold on it: a shared flock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from syncd.protocol.names import MANIFEST
+from syncd.storage.errnos import is_gone
+from syncd.storage.fsio import Storage
+
+
+class StagedCopy:
+    """One process's hold on a whole copy.
+
+    Promised: the copy stays until :meth:`release`, or until this process and all its forks have
+    ended. A fork has no hold of its own, and cannot end its parent's.
+
+    Attributes:
+        folder: the copy's folder.
+    """
+
+    def __init__(self, storage: Storage, folder: Path, fd: int) -> None:
+        self._storage = storage
+        self._fd = fd
+        self._pid = os.getpid()
+        self.folder = folder
+
+    def release(self) -> None:
+        """Release the copy. Safe to call twice."""
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            if os.getpid() == self._pid:
+                # Closing is not enough: forks have the same lock for as long as they live.
+                fcntl.flock(fd, fcntl.LOCK_UN)
+            self._storage.release(fd)
+
+    @staticmethod
+    @contextmanager
+    def unheld(storage: Storage, folder: Path) -> Iterator[bool]:
+        """Whether no process holds a copy; none can take it while this context is open."""
+        try:
+            fd = storage.open_read(folder / MANIFEST)
+        except OSError as error:
+            if not is_gone(error):
+                raise
+            yield True  # syncd makes no copy without one
+            return
+        try:
+            yield _locked(fd, fcntl.LOCK_EX)
+        finally:
+            storage.release(fd)
+
+
+def hold(storage: Storage, folder: Path) -> StagedCopy | None:
+    """Hold a copy; None if there is none."""
+    path = folder / MANIFEST
+    try:
+        fd = storage.open_read(path)
+    except OSError as error:
+        if is_gone(error):
+            return None
+        raise
+    # A process that holds it alone is about to remove it. It is also not this copy if it was
+    # removed and made again between the open and the lock.
+    if _locked(fd, fcntl.LOCK_SH) and _is_still(storage, fd, path):
+        return StagedCopy(storage, folder, fd)
+    storage.release(fd)
+    return None
+
+
+def _locked(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(storage: Storage, fd: int, path: Path) -> bool:
+    found = storage.status(path)
+    return found is not None and os.path.samestat(found, storage.fstat(fd))

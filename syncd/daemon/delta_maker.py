@@ -1,0 +1,390 @@
+"""The daemon's deltas: made in the background, after LATEST names their version.
+
+A version is never late, and never fails, because of its delta: if making it fails, there
+is none, and its version is read instead. ``docs/protocol.md`` has the order ("Deltas").
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, Protocol
+
+from syncd.checkpoint.merging.options import Progress, Work
+from syncd.checkpoint.version import read_manifest
+from syncd.deltas.ends import NoDeltaError
+from syncd.deltas.making import DeltaChild, why_not_here
+from syncd.deltas.whole_version import WholeVersion
+from syncd.protocol.errors import SyncdError
+from syncd.protocol.events import Event
+from syncd.protocol.names import delta_folder, version_folder
+from syncd.protocol.records import Delta, Latest, Manifest, encode
+from syncd.protocol.reports import DELTA_SIGN, DeltaProgress
+from syncd.storage.epoch import Epoch
+from syncd.storage.job import Job
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "on", "off"]
+#: One host that reads deltas saves as much as the daemon reads more to make them.
+_FEWEST: Final = 2
+#: Seconds to wait at the end for a thread whose storage does not answer.
+_PATIENCE: Final = 5.0
+#: The name in the daemon's room of the folder of all deltas, before the first one.
+_ALL: Final = "deltas"
+
+
+class MakeDelta(Protocol):
+    """Writes a delta into an empty folder, ``delta.json`` last, all of it durably.
+
+    ``cancel`` is called often and raises to stop; ``progress`` with the bytes that are compared,
+    and those of all, whenever the work has advanced.
+
+    Raises:
+        NoDeltaError: the two versions have no delta, or none that is worth it.
+        OSError, SyncdError: something failed.
+    """
+
+    def __call__(
+        self,
+        job: Job,
+        base: Manifest,
+        target: Manifest,
+        folder: Path,
+        *,
+        cancel: Callable[[], None],
+        progress: Progress,
+    ) -> Delta:
+        """Make one."""
+        ...
+
+
+def by_a_child(
+    job: Job,
+    base: Manifest,
+    target: Manifest,
+    folder: Path,
+    *,
+    cancel: Callable[[], None],
+    progress: Progress,
+) -> Delta:
+    """Make a delta in a child process: a :class:`MakeDelta`."""
+    ends = (WholeVersion(job.layout.version(one.sequence), one) for one in (base, target))
+    with DeltaChild(job.storage, *ends) as child:
+        return child.write(folder, Work(cancel, progress))
+
+
+class InBackground(Protocol):
+    """Work that goes on while the loop does something else."""
+
+    def is_alive(self) -> bool:
+        """True until it has ended."""
+        ...
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until it has ended, at most ``timeout`` seconds."""
+        ...
+
+
+def on_a_thread(work: Callable[[], None]) -> InBackground:
+    """Start work on a thread."""
+    thread = threading.Thread(target=work, name=threading.current_thread().name, daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(frozen=True)
+class DeltaWork:
+    """How deltas are made; a seam for tests.
+
+    Attributes:
+        make: makes one.
+        start: runs it beside the loop.
+        why_not_here: the reason why this host cannot make any; None if it can.
+    """
+
+    make: MakeDelta = by_a_child
+    start: Callable[[Callable[[], None]], InBackground] = on_a_thread
+    why_not_here: Callable[[], str | None] = why_not_here
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaOutcome:
+    """The outcome of a delta.
+
+    Attributes:
+        sequence, base: the version that it leads to, and the one that it leads from.
+        seconds: how long it took.
+        delta: its record; None if there is none.
+        why: why there is none.
+        is_overtaken: True if there is none because a newer version came, which is no failure.
+        error: the failure; None if there was none.
+    """
+
+    sequence: int
+    base: int
+    seconds: float
+    delta: Delta | None = None
+    why: str = ""
+    is_overtaken: bool = False
+    error: BaseException | None = None
+
+
+@dataclass(slots=True)
+class _Making:
+    """A delta on its way; the loop's thread sets ``ended``, the other one ``outcome``."""
+
+    base: int
+    target: Manifest
+    begun: float
+    ended: threading.Event = field(default_factory=threading.Event)
+    why_ended: str = ""
+    told_at: float = float("-inf")
+    outcome: DeltaOutcome | None = None
+    background: InBackground | None = None
+
+
+class _EndedError(Exception):
+    """Raised in the work on a delta that the loop has ended."""
+
+
+class DeltaMaker:
+    """Makes the delta to each new version from the one before it, one at a time.
+
+    The methods are called by the loop's thread. None of them waits for the work, or raises because
+    of it.
+
+    Args:
+        job: the job.
+        epoch: the active daemon's room, which deltas leave by one rename.
+        work: how they are made.
+        clock: seconds, monotonic.
+        wall: seconds since the epoch, for people.
+
+    Attributes:
+        mode: of the next version; the loop sets it at each round.
+        takers: the live explorers that could use a delta; the loop sets it likewise.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        epoch: Epoch,
+        work: DeltaWork,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._job = job
+        self._epoch = epoch
+        self._work = work
+        self._clock = clock
+        self._wall = wall
+        self.mode: Mode = "off"
+        self.takers: Collection[str] = ()
+        self._announced: _Making | None = None
+        self._making: _Making | None = None
+        self._outcomes: list[DeltaOutcome] = []
+
+    @property
+    def base(self) -> int | None:
+        """The version that must not be pruned now, because a delta is made from it."""
+        return self._making.base if self._making else None
+
+    def forget_others(self) -> None:
+        """After a take-over: no daemon before this one makes a delta any more."""
+        try:
+            self._job.storage.unlink_if_there(self._job.layout.delta_progress)
+        except OSError as error:  # a hint, which shows no sign of life
+            log.debug("cannot remove %s: %s", self._job.layout.delta_progress, error)
+
+    def announce(self, base: Latest | None, target: Manifest) -> int | None:
+        """Decide whether a delta to a version will be made, right before LATEST names it.
+
+        Args:
+            base: LATEST, when the merge began.
+            target: the version.
+
+        Returns:
+            The base for LATEST to name; None if there will be no delta.
+        """
+        self._announced = None
+        if self.mode == "off" or (self.mode == "auto" and len(self.takers) < _FEWEST):
+            return None
+        if base is None or {base.kind, target.kind} != {"full"}:
+            return None
+        making = _Making(base.sequence, target, self._clock())
+        why = self._why_not_now(target)
+        if not why:
+            try:
+                self._tell(making, "making", total=_total(target))
+            except (OSError, SyncdError) as error:
+                why = f"{error}"
+        if why:
+            overtaken = self._making is not None
+            self._outcomes.append(
+                DeltaOutcome(target.sequence, base.sequence, 0.0, why=why, is_overtaken=overtaken)
+            )
+            return None
+        self._announced = making
+        return base.sequence
+
+    def begin(self) -> None:
+        """Begin the delta that was announced last: LATEST names its version now."""
+        making, self._announced = self._announced, None
+        if making is None:
+            return
+        self._making = making
+        names = {_ALL, delta_folder(making.target.sequence)}
+        self._epoch.in_background |= names
+        try:
+            making.background = self._work.start(lambda: self._run(making))
+        except RuntimeError as error:  # no more threads
+            making.outcome = self._outcome(making, why=f"{error}", error=error)
+            self._epoch.in_background -= names
+
+    def end(self, why: str) -> None:
+        """End the delta that is being made, and do not wait until it has ended."""
+        if self._making is not None and not self._making.ended.is_set():
+            self._making.why_ended = why
+            self._making.ended.set()
+
+    def finished(self) -> list[DeltaOutcome]:
+        """The outcomes of deltas since the last call."""
+        self._collect()
+        found, self._outcomes = self._outcomes, []
+        return found
+
+    def leave(self) -> None:
+        """End the work and wait for it, for a while if storage does not answer."""
+        self.end("the daemon ends")
+        if self._making is not None and self._making.background is not None:
+            self._making.background.join(_PATIENCE)
+
+    def _collect(self) -> None:
+        making = self._making
+        if making is None or making.outcome is None:
+            return
+        if making.background is not None and making.background.is_alive():
+            return  # about to end
+        self._outcomes.append(making.outcome)
+        self._making = None
+
+    def _why_not_now(self, target: Manifest) -> str:
+        if target.digests == "off":
+            return "versions have no digests (digests = false), which deltas need"
+        if why := self._work.why_not_here():
+            return why
+        self._collect()
+        if self._making is not None:
+            return f"the work on {delta_folder(self._making.target.sequence)} has not ended yet"
+        return ""
+
+    # -- beside the loop -------------------------------------------------------------------------
+
+    def _run(self, making: _Making) -> None:
+        name = delta_folder(making.target.sequence)
+        try:
+            outcome = self._made(making, name)
+        except _EndedError:
+            outcome = self._outcome(making, why=making.why_ended)
+        except (NoDeltaError, OSError, SyncdError, MemoryError) as error:
+            outcome = self._outcome(making, why=str(error) or type(error).__name__, error=error)
+        except Exception as error:
+            why = f"a bug in syncd: {type(error).__name__}: {error}"
+            extra = Event.FAULT(version=making.target.sequence)
+            log.exception("no delta %s: %s", name, why, extra=extra)
+            outcome = self._outcome(making, why=why, error=error)
+        try:
+            self._tell(making, "made" if outcome.delta else "none", why=outcome.why)
+        except (OSError, SyncdError) as error:
+            log.debug("cannot write %s: %s", self._job.layout.delta_progress, error)
+        self._epoch.in_background -= {_ALL, name}
+        making.outcome = outcome
+
+    def _made(self, making: _Making, name: str) -> DeltaOutcome:
+        job, target = self._job, making.target
+        folder = self._epoch.start_build(name)  # mkdir building/d000017
+        try:
+            base = self._base(making.base)
+
+            def cancel() -> None:
+                if making.ended.is_set():
+                    raise _EndedError
+
+            def progress(done: int, total: int) -> None:
+                if self._clock() - making.told_at >= DELTA_SIGN:
+                    self._tell(making, "making", done=done, total=total)
+
+            # The blocks, then delta.json, each file with its fsync, and the folder's.
+            delta = self._work.make(job, base, target, folder, cancel=cancel, progress=progress)
+            job.storage.sync_folder(folder)
+            cancel()
+            self._open_folder()
+            # building/d000017 is renamed to deltas/d000017; fsync of deltas/.
+            self._epoch.commit_build(name, job.layout.delta(target.sequence))
+        finally:
+            if job.storage.exists(folder):
+                job.storage.remove_tree(folder)
+        return self._outcome(making, delta=delta)
+
+    def _base(self, sequence: int) -> Manifest:
+        try:
+            return read_manifest(self._job.storage, self._job.layout.version(sequence))
+        except FileNotFoundError as error:
+            raise NoDeltaError(f"{version_folder(sequence)} is gone") from error
+
+    def _open_folder(self) -> None:
+        """Make ``deltas/`` if it is missing: by a rename, which a superseded daemon cannot do."""
+        target = self._job.layout.deltas
+        if not self._job.storage.exists(target):
+            self._epoch.start_build(_ALL)
+            self._epoch.commit_build(_ALL, target)
+
+    def _tell(
+        self,
+        making: _Making,
+        state: Literal["making", "made", "none"],
+        *,
+        done: int = 0,
+        total: int = 0,
+        why: str = "",
+    ) -> None:
+        making.told_at = self._clock()
+        progress = DeltaProgress(
+            sequence=making.target.sequence,
+            base=making.base,
+            state=state,
+            done=done,
+            total=total,
+            why=why or None,
+            time=self._wall(),
+        )
+        path = self._job.layout.delta_progress
+        self._epoch.publish_file(path, encode(progress), durable=False)
+
+    def _outcome(
+        self,
+        making: _Making,
+        *,
+        delta: Delta | None = None,
+        why: str = "",
+        error: BaseException | None = None,
+    ) -> DeltaOutcome:
+        return DeltaOutcome(
+            making.target.sequence,
+            making.base,
+            self._clock() - making.begun,
+            delta=delta,
+            why=why,
+            is_overtaken=delta is None and error is None,
+            error=error,
+        )
+
+
+def _total(manifest: Manifest) -> int:
+    return sum(file.size for file in manifest.files)

@@ -1,0 +1,240 @@
+"""Modules and versions whose tensors have different names: the trainer's, and the hub's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+import httpx2
+import pytest
+import torch
+from torch import Tensor
+
+from explorer_hooks.engines.conformance import make_version
+from explorer_hooks.engines.sglang_fake import FakeSGLang
+from explorer_hooks.engines.sglang_server import SGLangServer
+from explorer_hooks.engines.torch_module import InPlace, TorchModule
+from explorer_hooks.engines.vllm_engine import LLM, VLLMEngine
+from explorer_hooks.engines.vllm_server import VLLMServer
+from explorer_hooks.reader import LeasedVersion
+from explorer_hooks.server_fit import Fits
+from explorer_hooks.weights import WeightsReader
+from syncd.checkpoint.name_map import NameMap
+from syncd.protocol.errors import EngineMismatchError, VerificationError
+from syncd.protocol.names import MODEL_CONFIG, NAME_MAP
+from syncd.protocol.records import NameMapRecord, Names
+from tests.mapped_names import BY_NAMES, NAMES, Named, as_bytes, on_the_hub, state
+from tests.storages import RuledStorage
+
+OTHER: dict[Names, Names] = {"hub": "trainer", "trainer": "hub"}
+
+
+def made(
+    folder: Path,
+    names: Names,
+    sequence: int = 1,
+    *,
+    tensors: dict[str, Tensor] | None = None,
+    storage: RuledStorage | None = None,
+    files: Mapping[str, bytes] | None = None,
+) -> LeasedVersion:
+    given = BY_NAMES[names](state()) if tensors is None else tensors
+    folder.mkdir(exist_ok=True)
+    return make_version(
+        folder / f"v{sequence}",
+        as_bytes(given),
+        sequence=sequence,
+        files={NAME_MAP: NAMES.encode(), **(files or {})},
+        names=names,
+        storage=storage,
+    )
+
+
+@pytest.mark.parametrize("in_place", ["staged", "direct"])
+@pytest.mark.parametrize("names", ["hub", "trainer"])
+@pytest.mark.parametrize("module", ["hub", "trainer"])
+def test_a_module_of_either_names_is_filled_by_a_version_of_either(
+    tmp_path: Path, names: Names, module: Names, in_place: InPlace
+) -> None:
+    truth = BY_NAMES[module](state())
+    net = Named(truth)
+    before = {name: value.data_ptr() for name, value in net.state_dict().items()}
+    engine = TorchModule(net, in_place=in_place)
+    version = made(tmp_path, names)
+    engine.check(version)
+    engine.prepare(version)
+    engine.load(version)
+    after = net.state_dict()
+    assert {name: value.data_ptr() for name, value in after.items()} == before
+    assert all(torch.equal(after[name], value) for name, value in truth.items())
+
+
+def test_pieces_are_read_into_the_modules_own_tensors(tmp_path: Path) -> None:
+    storage = RuledStorage()
+    version = made(tmp_path, "hub", storage=storage)
+    engine = TorchModule(Named(state()), in_place="direct")
+    engine.load(version)
+    memory = engine._stage._memory
+    # Those alone that are not end to end in the module: the ones that are transposed.
+    assert memory is not None
+    assert memory.content.nbytes < 3 * 64 + 1
+
+
+@pytest.mark.parametrize("names", ["hub", "trainer"])
+def test_a_module_that_renames_is_asked_by_either_name(tmp_path: Path, names: Names) -> None:
+    truth = state()
+    net = Named({f"wrapped.{name}": value for name, value in truth.items()})
+    TorchModule(net, rename=lambda name: f"wrapped.{name}").load(made(tmp_path, names))
+    assert all(torch.equal(net.state_dict()[f"wrapped.{n}"], v) for n, v in truth.items())
+
+
+@pytest.mark.parametrize("missing", ["experts.1.up.weight", "qk", "layernorm"])
+def test_a_version_that_lacks_a_piece_is_refused_and_nothing_changes(
+    tmp_path: Path, missing: str
+) -> None:
+    tensors = on_the_hub(state())
+    del tensors[missing]
+    net = Named(state())
+    engine = TorchModule(net)
+    with pytest.raises(EngineMismatchError, match=r"is not (whole )?in the version"):
+        engine.check(made(tmp_path, "hub", tensors=tensors))
+    assert not any(value.any() for value in net.state_dict().values())
+
+
+def test_what_does_not_fit_is_refused_with_both_names(tmp_path: Path) -> None:
+    truth = state()
+    truth["experts.gate_up_proj"] = truth["experts.gate_up_proj"][:2]
+    both = r"experts\.2\.gate\.weight \(here experts\.gate_up_proj\) is .*, the module has"
+    with pytest.raises(EngineMismatchError, match=both):
+        TorchModule(Named(truth)).check(made(tmp_path, "hub", 1))
+    del truth["experts.down_proj"]
+    both = r"experts\.down_proj \(on the hub experts\.0\.down\.weight, …\) is not in the module"
+    with pytest.raises(EngineMismatchError, match=both):
+        TorchModule(Named(truth)).check(made(tmp_path, "trainer", 2))
+
+
+def test_without_a_map_other_names_are_refused(tmp_path: Path) -> None:
+    version = make_version(tmp_path / "version", as_bytes(on_the_hub(state())), names="hub")
+    with pytest.raises(EngineMismatchError, match=r"experts\.0\.down\.weight is not in the module"):
+        TorchModule(Named(state())).check(version)
+
+
+def test_a_damaged_map_is_an_error_that_names_its_file(tmp_path: Path) -> None:
+    files = {NAME_MAP: b'{"tensors": {"norm": {"shape": [4], "pieces": []}}}'}
+    version = make_version(tmp_path / "version", as_bytes(state()), files=files)
+    with pytest.raises(VerificationError, match=NAME_MAP):
+        TorchModule(Named(state())).check(version)
+
+
+@pytest.mark.parametrize("says_base", [False, True])
+def test_sglang_never_gets_names_that_it_would_drop(tmp_path: Path, says_base: bool) -> None:
+    base = made(tmp_path, "hub", 9).folder
+    fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
+    if not says_base:
+        engine = SGLangServer("http://sglang", transport=fake.transport)
+        engine._fits = None
+    both = r"leave out experts\.gate_up_proj, which it knows as experts\.0\.gate\.weight"
+    with pytest.raises(EngineMismatchError, match=both):
+        engine.check(made(tmp_path, "trainer", 1))
+    assert not fake.loaded
+    version = made(tmp_path, "hub", 2)
+    engine.check(version)
+    reload(engine, version)
+    assert set(fake.serves.values()) == {str(version.folder)}
+
+
+def test_an_sglang_that_drops_unknown_names_says_success(tmp_path: Path) -> None:
+    base = made(tmp_path, "hub", 9).folder
+    fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    engine = SGLangServer("http://sglang", transport=fake.transport)
+    version = made(tmp_path, "trainer", 1)
+    reload(engine, version)
+    assert fake.serves["head"] == str(version.folder)
+    assert fake.serves["experts.0.gate.weight"] == str(base)
+
+
+def test_an_sglang_that_was_started_with_the_trainers_names_gets_the_hubs(tmp_path: Path) -> None:
+    base = made(tmp_path, "trainer", 9).folder
+    fake = FakeSGLang(str(base), knows=frozenset(on_the_hub(state())))
+    engine = SGLangServer("http://sglang", transport=fake.transport, base=base)
+    engine.check(made(tmp_path, "hub", 1))
+    with pytest.raises(EngineMismatchError, match="looks for those of the hub"):
+        engine.check(made(tmp_path, "trainer", 2))
+
+
+def test_a_map_that_says_why_there_is_none_is_reason_enough_for_sglang(tmp_path: Path) -> None:
+    files = {NAME_MAP: NameMap(NameMapRecord(refused="rows are permuted")).encode()}
+    version = make_version(tmp_path / "v1", as_bytes(state()), files=files)
+    engine = SGLangServer("http://sglang", base=version.folder)
+    with pytest.raises(EngineMismatchError, match="which nobody knows: rows are permuted"):
+        engine.check(version)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "base", "fits"),
+    [("qwen3_moe", "hub", True), ("mixtral", "hub", False), ("mixtral", "trainer", True)],
+)
+def test_vllm_gets_the_trainers_names_only_if_it_finds_them(
+    tmp_path: Path, model_type: str, base: Names, fits: bool
+) -> None:
+    files = {MODEL_CONFIG: json.dumps({"model_type": model_type}).encode()}
+    folder = made(tmp_path, base, 9).folder
+    engines: list[VLLMEngine | VLLMServer] = [
+        VLLMEngine(cast("LLM", object()), base=folder),
+        VLLMServer("http://vllm", base=folder, transport=httpx2.MockTransport(_nowhere)),
+    ]
+    for engine in engines:
+        engine.check(made(tmp_path / type(engine).__name__, "hub", 1, files=files))
+        version = made(tmp_path / type(engine).__name__, "trainer", 2, files=files)
+        if fits:
+            engine.check(version)
+            continue
+        with pytest.raises(EngineMismatchError, match=r"gate_up_proj, which it knows as experts\."):
+            engine.check(version)
+
+
+def test_a_server_is_compared_by_both_names_and_refused_by_both(tmp_path: Path) -> None:
+    base = made(tmp_path, "hub", 9).folder
+    fits = Fits(base)
+    fits.check(made(tmp_path, "trainer", 1))
+    tensors = state()
+    del tensors["experts.down_proj"]
+    missing = r"experts\.0\.down\.weight \(in the trainer's module experts\.down_proj\) is not in"
+    with pytest.raises(EngineMismatchError, match=missing):
+        fits.check(made(tmp_path, "trainer", 2, tensors=tensors))
+    tensors = on_the_hub(state())
+    tensors["head"] = tensors["head"][:4]
+    with pytest.raises(EngineMismatchError, match=r"head is \[4, 4\] in the version"):
+        fits.check(made(tmp_path, "hub", 3, tensors=tensors))
+
+
+def reload(engine: SGLangServer, version: LeasedVersion) -> None:
+    engine.attach()
+    engine.prepare(version)
+    engine.pause()
+    engine.load(version)
+    engine.reset_cache()
+    engine.resume()
+
+
+def _nowhere(_: httpx2.Request) -> httpx2.Response:
+    return httpx2.Response(404)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("names", ["hub", "trainer"])
+@pytest.mark.parametrize("asked", ["hub", "trainer"])
+def test_a_reader_gives_each_tensor_by_both_of_its_names(
+    tmp_path: Path, names: Names, asked: Names, mmap: bool
+) -> None:
+    truth = BY_NAMES[asked](state())
+    with WeightsReader(made(tmp_path, names), mmap=mmap) as reader:
+        assert set(reader.names()) == set(BY_NAMES[names](state()))
+        assert all(torch.equal(reader.get_weight(name), value) for name, value in truth.items())
+        found = dict(reader.state_dict_iterator(asked))
+        assert found.keys() == truth.keys()
+        assert all(torch.equal(found[name], value) for name, value in truth.items())
+        assert dict(reader.state_dict_iterator()).keys() == set(reader.names())

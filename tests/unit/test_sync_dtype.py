@@ -1,0 +1,334 @@
+"""Saves whose weights are cast for explorers: what is published, and what is resumed from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from explorer_hooks import ExplorerHook, TorchModule
+from syncd.checkpoint.version import read_manifest
+from syncd.cli import cli
+from syncd.daemon.config import DaemonConfig
+from syncd.protocol.errors import CheckpointError, InvalidSettingsError
+from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
+from syncd.protocol.records import Manifest, Receipt, parse
+from tests.jobs import SmallJob
+from tests.tiny_language import SIZES
+from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
+from trainer_hooks.settings import SaveAsHf, SaveLayout, SaveLora, SyncDtype
+from trainer_hooks.state.host_buffers import HostBuffers
+from trainer_hooks.state.state_dict import sharded_state_dict
+
+SHARD = "model_world_size_1_rank_0.pt"
+MASTER = "master_world_size_1_rank_0.pt"
+DTYPES: dict[SyncDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LAYOUTS = [SaveLayout.SHARDED, SaveLayout.FULL]
+FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Mixed(nn.Module):
+    """Tensors of every kind of dtype; tied ones, a transposed one and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(7, 5)
+        self.second = nn.Linear(5, 7, bias=False)
+        self.tied = nn.Linear(7, 5, bias=False)
+        self.tied.weight = self.first.weight
+        for name, value in (
+            ("transposed", torch.randn(3, 4).t()),
+            ("fp64", torch.randn(6, dtype=torch.float64)),
+            ("fp16", torch.randn(6).half()),
+            ("bf16", torch.randn(6).bfloat16()),
+            ("fp8", torch.randn(6).to(torch.float8_e4m3fn)),
+            ("steps", torch.arange(5)),
+            ("mask", torch.tensor([True, False])),
+            ("empty", torch.empty(0, 3)),
+            ("scalar", torch.tensor(0.1)),
+        ):
+            self.register_buffer(name, value)
+
+
+def is_same(found: Tensor, wanted: Tensor) -> bool:
+    def bits(tensor: Tensor) -> Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return found.dtype == wanted.dtype and torch.equal(bits(found), bits(wanted))
+
+
+def cast(state: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: value.to(dtype) if value.dtype in FLOATING else value for name, value in state.items()
+    }
+
+
+def check_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert is_same(found[name], value), name
+
+
+def saved(job: SmallJob, model: nn.Module, *, full: bool = False, **saving: Any) -> None:
+    """A hook syncs step 1, and makes it a full checkpoint if asked."""
+    settings = SyncSettings(sync_interval=1, save_interval=1 if full else 0)
+    with TrainerHook(
+        job.layout.root, model, settings=settings, saving=SaveSettings(**saving)
+    ) as hook:
+        hook.after_step(1)
+
+
+def published(job: SmallJob, **config: Any) -> tuple[Manifest, dict[str, Tensor]]:
+    with job.daemon(DaemonConfig(**config)) as loop:
+        loop.run_once()
+    folder = job.layout.version(job.latest.sequence)
+    (path,) = folder.glob("*.safetensors")
+    return read_manifest(job.storage, folder), load_file(path)
+
+
+def receipts(job: SmallJob) -> tuple[Receipt, Receipt]:
+    folder = job.layout.actor(1) / RECEIPTS
+    paths = folder / receipt_name(0), folder / full_receipt_name(0)
+    first, second = (parse(Receipt, path.read_bytes(), path) for path in paths)
+    return first, second
+
+
+# -- what is published -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_floating_tensors_are_published_as_torch_casts_them_and_all_others_as_they_are(
+    job: SmallJob, dtype: SyncDtype, layout: SaveLayout
+) -> None:
+    model = Mixed()
+    saved(job, model, sync_dtype=dtype, layout=layout)
+    manifest, found = published(job)
+    check_same(found, cast(model.state_dict(), DTYPES[dtype]))
+    told = "BF16" if dtype == "bf16" else "F16"
+    assert manifest.dtype == job.latest.dtype == f"{told}, F8_E4M3"
+    assert model.first.weight.dtype == torch.float32
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("wrap", ["fsdp2", "fsdp1"])
+def test_sharded_tensors_are_cast_and_keep_their_layout(
+    job: SmallJob, wrap: str, layout: SaveLayout
+) -> None:
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    wanted = cast(
+        {name: value.clone() for name, value in model.state_dict().items()}, torch.bfloat16
+    )
+    if wrap == "fsdp1":
+        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    else:
+        fully_shard(model)
+    saved(job, model, sync_dtype="bf16", layout=layout)
+    manifest, found = published(job)
+    check_same(found, wanted)
+    assert manifest.dtype == "BF16"
+    copied = HostBuffers().copy(sharded_state_dict(model), "bf16")
+    assert {value.dtype for value in copied.values()} == {torch.bfloat16}
+
+
+def test_what_overflows_fp16_is_found_as_inf(job: SmallJob) -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.bias.fill_(1e6)
+    saved(job, model, sync_dtype="fp16")
+    manifest, _ = published(job)
+    assert manifest.nonfinite is not None
+    assert manifest.nonfinite.names == ("bias",)
+
+
+def test_host_buffers_have_half_the_bytes_and_are_used_again() -> None:
+    state = nn.Linear(64, 64).state_dict()
+    plain, halved = HostBuffers(), HostBuffers()
+    plain.copy(state)
+    first = halved.copy(state, "bf16")
+    again = halved.copy(state, "bf16")
+    assert 2 * halved.nbytes == plain.nbytes
+    assert first["weight"].data_ptr() == again["weight"].data_ptr()
+    halved.copy(state)  # and may be copied without a cast after all
+    assert halved.nbytes == plain.nbytes
+
+
+def test_extra_state_of_a_module_is_not_cast() -> None:
+    state = {"weight": torch.ones(2), "layer._extra_state": torch.ones(2), "list": [torch.ones(2)]}
+    found = HostBuffers().copy(state, "bf16")
+    assert found["weight"].dtype == torch.bfloat16
+    assert found["layer._extra_state"].dtype == found["list"][0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("lora", [SaveLora.ADAPTER, SaveLora.MERGED])
+def test_an_adapter_alone_or_merged_is_cast_after_it_was_computed(
+    job: SmallJob, lora: SaveLora
+) -> None:
+    torch.manual_seed(0)
+    base = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value) * 0.1)
+    saved(job, model, full=True, lora=lora, sync_dtype="bf16")
+    manifest, found = published(job)
+    trained = torch.load(job.layout.actor(1) / SHARD, weights_only=True)
+    assert {value.dtype for value in trained.values()} == {torch.float32}
+    assert not (job.layout.actor(1) / MASTER).exists()
+    if lora is SaveLora.ADAPTER:
+        kept = {
+            name.replace(".default", ""): value
+            for name, value in model.state_dict().items()
+            if "lora_" in name
+        }
+    else:
+        kept = dict(model.merge_and_unload().state_dict())
+    check_same(found, cast(kept, torch.bfloat16))
+    assert manifest.dtype == "BF16"
+
+
+# -- what is resumed from ----------------------------------------------------------------------
+
+
+def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        train(model, optimizer)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(6)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("how", ["at once", "a sync that is completed", "written again"])
+def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
+    job: SmallJob, layout: SaveLayout, how: str
+) -> None:
+    model, optimizer = trained(1)
+    truth = {name: value.clone() for name, value in model.state_dict().items()}
+    saving = SaveSettings(layout=layout, sync_dtype="bf16", save_as_hf=SaveAsHf.ALWAYS)
+    interval = 1 if how == "at once" else 0
+    with TrainerHook(
+        job.layout.root,
+        model,
+        optimizer=optimizer,
+        settings=SyncSettings(save_interval=interval),
+        saving=saving,
+    ) as hook:
+        hook.after_step(1)
+        if how != "at once":
+            hook._queue.wait()
+        if how == "written again":
+            for name in (SHARD, "model.safetensors"):
+                (job.layout.actor(1) / name).unlink(missing_ok=True)
+        hook.save_checkpoint(1, block_until_saved=True)
+    _, found = published(job)
+    check_same(found, cast(truth, torch.bfloat16))
+    check_same(load_file(job.layout.actor(1) / "huggingface" / "model.safetensors"), truth)
+
+    told, full = ({file.name for file in one.files} for one in receipts(job))
+    assert {one.sync_dtype for one in receipts(job)} == {"bf16"}
+    if layout is SaveLayout.SHARDED:
+        assert SHARD in told
+        assert MASTER in full
+        assert SHARD not in full  # by which a release before this one refuses it
+    else:
+        assert SHARD in full - told
+
+    resumed, its = trained(2)
+    load_checkpoint(job.layout.root, resumed, optimizer=its)
+    check_same(dict(resumed.state_dict()), truth)
+    for one in (model, optimizer), (resumed, its):
+        train(*one)
+    check_same(dict(resumed.state_dict()), dict(model.state_dict()))
+
+
+def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
+    model, optimizer = trained(1)
+    with TrainerHook(
+        job.layout.root, model, optimizer=optimizer, saving=SaveSettings(sync_dtype="bf16")
+    ) as hook:
+        hook.after_step(1)
+        hook.save_checkpoint(1)
+    (job.layout.actor(1) / MASTER).unlink()
+    with pytest.raises(CheckpointError, match=f"{MASTER} is missing"):
+        load_checkpoint(job.layout.root, model, optimizer=optimizer)
+
+
+def test_a_model_that_has_the_dtype_is_written_once(job: SmallJob) -> None:
+    model = nn.Linear(3, 2).bfloat16()
+    saved(job, model, full=True, sync_dtype="bf16")
+    assert not (job.layout.actor(1) / MASTER).exists()
+    first, full = receipts(job)
+    assert first.sync_dtype is full.sync_dtype is None
+    assert SHARD in {file.name for file in full.files}
+    assert load_checkpoint(job.layout.root, nn.Linear(3, 2).bfloat16()) is not None
+
+
+# -- explorers, and who reads of it ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_a_module_in_fp32_or_in_the_sync_dtype_takes_the_versions(
+    job: SmallJob, own: torch.dtype
+) -> None:
+    model = nn.Linear(5, 3)
+    saved(job, model, sync_dtype="bf16")
+    published(job)
+    served = nn.Linear(5, 3).to(own)
+    with ExplorerHook(job.layout.root, "explorer", TorchModule(served, cast=True)) as explorer:
+        explorer.pull(10)
+    wanted = cast(dict(model.state_dict()), torch.bfloat16)
+    check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
+
+
+def test_a_daemon_that_casts_too_says_that_this_rounds_twice(
+    job: SmallJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(job, nn.Linear(3, 2), sync_dtype="bf16")
+    manifest, _ = published(job, cast="fp16")
+    assert manifest.dtype == "F16"
+    assert "set only one of the two" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", ["fp32", "BF16", torch.bfloat16, True])
+def test_a_wrong_dtype_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(InvalidSettingsError, match=r"sync_dtype is .*: it must be 'bf16'"):
+        SaveSettings(sync_dtype=wrong)
+
+
+def test_status_says_the_dtype(job: SmallJob) -> None:
+
+    saved(job, nn.Linear(3, 2), sync_dtype="bf16")
+    published(job)
+    root = str(job.layout.root)
+    assert "(BF16)" in CliRunner().invoke(cli, ["status", root]).stdout
+    told = json.loads(CliRunner().invoke(cli, ["status", root, "--json"]).stdout)
+    assert told["latest"]["dtype"] == "BF16"
