@@ -6,8 +6,8 @@ our hook has a map of its own model (``name_map.json``), and needs no table.
 A table has one rule for each trainer's name, or beginning of one that ends with a dot, that is
 another on the hub; ``#`` stands for a number. Of several rules the longest counts. A rule is the
 beginning on the hub, or the pieces of a tensor: as
-:class:`~syncd.protocol.tensor_names.HubPiece`, but ``rows`` is ``[i, n]``, the i-th of n equal shares, and ``at`` is the part's number among those that
-are joined.
+:class:`~syncd.protocol.tensor_names.HubPiece`, but ``rows`` is ``[i, n]``, the i-th of n equal
+shares, and ``at`` is the part's number among those that are joined.
 """
 
 from __future__ import annotations
