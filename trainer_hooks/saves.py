@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.names import HUGGINGFACE, master_name, shard_name
+from syncd.protocol.names import HUGGINGFACE, master_name
 from syncd.protocol.records import SaveId
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
@@ -87,6 +88,8 @@ class Saver:
         self._progress = progress
         self._said_merged = False
         self._hub_names = HubNames(trained.model)
+        # As the other buffers: to take new memory takes longer than to copy.
+        self._masters: deque[HostBuffers] = deque(maxlen=1)
 
     def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:
         """Copy this rank's part of a save, and have it written. Collective if ranks gather.
@@ -183,8 +186,10 @@ class Saver:
             if is_full:
                 rest = self._rest()
                 if peft is None and cast is not None:
-                    rest["trained"] = host_copy(state)
-                    rest["trained_name"] = master_name if sharded else shard_name
+                    masters = self._masters.pop() if self._masters else HostBuffers()
+                    rest["trained"] = masters.copy(state)
+                    rest["trained_name"] = master_name
+                    rest["release"] = lambda: self._masters.append(masters)
                 elif peft is not None:
                     rest["trained"] = host_copy(peft.for_resuming())
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
