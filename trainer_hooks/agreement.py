@@ -16,11 +16,11 @@ class Ranks:
     """The ranks of the default process group; one rank if there is no group.
 
     Args:
-        group: of the same ranks, for what they say to each other; the default one by default.
+        group: a process group of the same ranks for this communication; by default the default one.
 
     Attributes:
         rank: of this process.
-        world_size: how many there are.
+        world_size: the number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -41,11 +41,11 @@ class Ranks:
         """Run rank-local work, and succeed on all ranks or on none.
 
         Returns:
-            What ``work`` returned here.
+            The result of ``work`` on this rank.
 
         Raises:
-            Exception: what ``work`` raised here; or, where it raised on other ranks alone, an error
-                of the same class (:class:`CheckpointError` for what is not syncd's own), with the
+            Exception: the error of ``work`` on this rank; or, if only other ranks failed, an error
+                of the same class (:class:`CheckpointError` if it is not one of syncd's), with the
                 rank and its message.
         """
         result: T | None = None
@@ -53,7 +53,7 @@ class Ranks:
         raised: Exception | None = None
         try:
             result = work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must not wait
+        except Exception as error:  # noqa: BLE001 - any error, because the others must not wait
             kind = type(error) if isinstance(error, SyncdError) else CheckpointError
             raised, failure = error, (kind, str(error) or type(error).__name__)
         failures = self.gathered(failure)

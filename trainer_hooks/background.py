@@ -13,15 +13,15 @@ from syncd.protocol.errors import SaveFailedError, SyncdError
 
 log = logging.getLogger(__name__)
 
-#: Saves that are under way at most: one is written, one waits with its copy made.
+#: The most saves under way: one is being written, one waits with its copy made.
 LIMIT: Final = 2
 
 
 class SaveThread:
     """Runs queued work, one piece after the other.
 
-    Promised: what a piece of work raises is kept until it is taken, and those after it are done all
-    the same. Not promised: that the interpreter waits at its end: what is under way then is cut
+    Promised: an error of a piece of work is kept until it is taken, and later pieces are done
+    nevertheless. Not promised: that the interpreter waits at its end; work under way is then cut
     off, as by a kill.
     """
 
@@ -32,7 +32,7 @@ class SaveThread:
         self._errors: deque[SaveFailedError] = deque()
         self._written: int | None = None
         self._closed = False
-        # A daemon thread: storage that never answers must not keep a process from its end.
+        # A daemon thread, so that storage that never answers does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="syncd-writer", daemon=True)
         self._thread.start()
 
@@ -40,8 +40,8 @@ class SaveThread:
         """Queue work behind the work under way.
 
         Args:
-            step: of which save it is.
-            work: returns how many bytes it wrote; None where it is no save.
+            step: the step of the save.
+            work: returns the number of bytes that it wrote; None if it is no save.
         """
         with self._changed:
             self._queue.append((step, work))
@@ -78,10 +78,10 @@ class SaveThread:
         """Wait for the work under way, and end.
 
         Args:
-            timeout: seconds without any save coming to its end.
+            timeout: seconds in which no save ends.
 
         Returns:
-            The steps of the saves that are not over.
+            The steps of the saves that have not ended.
         """
         with self._changed:
             while left := self._under_way():
@@ -116,13 +116,13 @@ class SaveThread:
             except SaveFailedError as raised:
                 error = raised
             except BaseException as raised:
-                # Raised by the training thread. Also a SystemExit, out of a tokenizer: nobody would
-                # miss this thread.
+                # The training thread raises it. Also a SystemExit, for example of a tokenizer,
+                # which would end only this thread.
                 log.error("the save of step %d failed", step, exc_info=True)
                 why = str(raised) or type(raised).__name__
                 error = SaveFailedError(f"the save of step {step} failed: {why}")
                 error.__cause__ = raised
-            del work  # and the memory of what it wrote
+            del work  # and the memory of the data that it wrote
             _let_go(error)
             with self._changed:
                 self._current = None
@@ -142,9 +142,9 @@ def raise_first(errors: Sequence[SyncdError]) -> None:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Free what the frames of an error hold: a copy of a state, whose room the next save needs.
+    """Free the memory in the frames of an error: a copied state, whose room the next save needs.
 
-    Before the error is taken: a call raises it when it has made its own copy.
+    Before the error is taken: a call raises it after it has made its own copy.
     """
     while error is not None:
         error.__traceback__ = None

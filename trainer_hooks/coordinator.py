@@ -17,6 +17,7 @@ from trainer_hooks.decisions import Decisions
 from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.settings import SaveSettings
+from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import TrainerJob
 from trainer_hooks.writing.contents import RankContents
@@ -30,15 +31,15 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointCoordinator:
-    """One rank's saves, written one after the other by a thread, as Trinity-RFT's has them.
+    """One rank's saves, which a thread writes one after the other; Trinity-RFT has the same class.
 
-    Trinity's asks a Ray actor, the CheckpointMonitor, which counts threads, and moves
+    Trinity's asks a Ray actor, the CheckpointMonitor. It counts threads, and moves
     ``latest_state_dict_iteration.txt`` when as many have finished as were registered. Here each
-    rank vouches for its own shard by a receipt, and rank 0 moves the pointer when it has seen those
-    of all ranks: nothing is registered, and nobody is asked.
+    rank writes a receipt for its own shard, and rank 0 moves the pointer when it has seen the
+    receipts of all ranks; no actor is needed.
 
     Promised: the pointer names a step only when every rank's shard of one save is whole and
-    durable; what fails on a rank is raised by that rank's next call, once, and on rank 0, too. Not
+    durable. An error on a rank is raised by that rank's next call, once, and on rank 0, too. Not
     promised: that a save is announced when a call returns (:meth:`wait_all` waits for that), nor
     that the checkpoint pointer, ``latest_checkpointed_iteration.txt``, ever moves.
 
@@ -46,13 +47,13 @@ class CheckpointCoordinator:
 
     Args:
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share.
-        settings: ``save_timeout`` and ``method``, which must be ``checkpoint``, are looked at.
-        name: of the trainer, of which a job has one.
+        settings: only ``save_timeout`` and ``method``, which must be ``checkpoint``, are used.
+        name: of the trainer; a job has one trainer.
         storage: the seam for tests.
 
     Raises:
         JobUnavailableError: the job directory is missing or cannot be written, on some rank.
-        NameTakenError: another trainer works in this job; to know may take a lease time.
+        NameTakenError: another trainer works in this job; finding out may take a lease time.
         InvalidSettingsError: another method.
     """
 
@@ -80,9 +81,10 @@ class CheckpointCoordinator:
             patience=patience, progress=progress, begin_save=self._job.begin_save
         )
         self._counter = 0
+        self._hub_names: HubNames | None = None
         self._closed = False
 
-    # -- what a trainer calls --------------------------------------------------------------------
+    # -- for trainers --------------------------------------------------------------------
 
     def save_async(
         self,
@@ -91,17 +93,17 @@ class CheckpointCoordinator:
         global_step: int,
         is_state_dict: bool = False,
     ) -> None:
-        """Do something behind the training; of a state dict, announce it once all ranks have.
+        """Do work behind the training; if it is a state dict, announce it once all ranks are done.
 
         Args:
-            name: what it is, for messages.
-            save_fn: does the work. It is called once what was begun before is over. Of a state dict
-                it must ``torch.save`` this rank's part to
-                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, of tensors that training
-                does not change meanwhile; the folder is there, and it is called again, from its
-                start, where storage refuses for a moment.
+            name: a name for messages.
+            save_fn: does the work. It is called once earlier work is over. For a state dict it must
+                ``torch.save`` this rank's part to
+                ``JOB/global_step_N/actor/model_world_size_W_rank_R.pt``, from tensors that training
+                does not change meanwhile. The folder exists. If storage fails for a moment, it is
+                called again, from its start.
             global_step: the step.
-            is_state_dict: whether the pointer is to name the step, once all ranks have said so of
+            is_state_dict: whether the pointer should name the step, once all ranks have written
                 theirs. If not, nothing is announced.
 
         Raises:
@@ -145,7 +147,7 @@ class CheckpointCoordinator:
         """
         self._check_open()
         queue, save_id = self._queue, self._next_id(global_step)
-        # Where there is no room, too: the other ranks of FSDP1 gather.
+        # Even if there is no room, because the other ranks of FSDP1 gather.
         state = sharded_state_dict(model)
         if not queue.has_room():
             queue.refuse(f"the state dict of step {global_step}")
@@ -153,12 +155,16 @@ class CheckpointCoordinator:
         else:
             buffers = queue.buffers()
             try:
+                if self._rank == 0:
+                    if self._hub_names is None or self._hub_names.model is not model:
+                        self._hub_names = HubNames(model)
+                    model_files += self._hub_names.writers(state)
                 contents = RankContents(
                     model=buffers.copy(state),
                     model_files=model_files if self._rank == 0 else (),
                     fsdp_version=fsdp_version(model),
                 )
-            except BaseException:  # no memory for the copy, say: nobody must wait for this rank
+            except BaseException:  # e.g. no memory for the copy: no rank may wait for this one
                 queue.leave_out(self._writer, save_id, buffers)
                 raise
             queue.submit(self._writer, save_id, contents, buffers)
@@ -172,7 +178,7 @@ class CheckpointCoordinator:
             global_step: the step.
 
         Raises:
-            InvalidSettingsError: it is another one.
+            InvalidSettingsError: it looks in another folder.
         """
         actor = self._job.place.job.layout.actor(global_step)
         if Path(local_path).absolute() != actor:
@@ -182,10 +188,10 @@ class CheckpointCoordinator:
             )
 
     def wait_all(self) -> None:
-        """Wait until all begun saves are over: on rank 0 announced, on other ranks written.
+        """Wait until all saves are over: on rank 0 announced, on other ranks written.
 
         Raises:
-            SaveFailedError: a save did not become whole, or is not yet, after twice the
+            SaveFailedError: a save failed, or is still under way after twice the
                 ``save_timeout`` for each.
         """
         self._queue.wait()
@@ -195,7 +201,7 @@ class CheckpointCoordinator:
         """Wait for saves under way, and report that this trainer has stopped. Safe to call twice.
 
         Raises:
-            SaveFailedError: a save did not become whole, or is not yet, and was given up.
+            SaveFailedError: a save failed, or was given up because it took too long.
         """
         if self._closed:
             return
@@ -211,19 +217,19 @@ class CheckpointCoordinator:
         if kind is None:
             self.close()
             return
-        # Training failed: the other ranks may never write their part of what is under way.
+        # Training failed: the other ranks may never write their part of the saves under way.
         self._job.stop_waiting()
         try:
             self.close()
         except SaveFailedError as error:
             log.warning("%s", error)
 
-    # -- what is done ----------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------
 
     @property
     def _writer(self) -> RankWriter:
         writer = self._job.place.writer
-        assert writer is not None  # noqa: S101 # of a job directory every rank has one
+        assert writer is not None  # noqa: S101 # every rank has one in a job directory
         return writer
 
     def _next_id(self, step: int) -> SaveId:
@@ -232,4 +238,4 @@ class CheckpointCoordinator:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SaveFailedError("this coordinator is closed, and saves nothing any more")
+            raise SaveFailedError("this coordinator is closed and cannot save: make a new one")

@@ -34,25 +34,25 @@ def announce_dcp(
 
     For one rank, once ``dcp.save`` has returned, or the future of ``dcp.async_save`` has a result:
     then all ranks have written. The save is in ``JOB/global_step_N/actor``, or in ``folder`` on the
-    same filesystem, whose files then get second names there (hard links: nothing is copied, and
-    what the trainer deletes later is deleted for itself alone). Such a step counts as a checkpoint
-    that may go when a newer one is announced: the trainer keeps its own names.
+    same filesystem. The files of ``folder`` get second names in the job: hard links, so nothing is
+    copied, and the trainer may delete its own names later. Such a step counts as a checkpoint that
+    may be deleted when a newer one is announced.
 
     Promised: the pointer moves, by one rename, only to a folder with DCP's own commit point.
-    Not promised: that the save can be merged; the daemon says so where it cannot.
+    Not promised: that the save can be merged; if not, the daemon logs the reason.
 
     Args:
-        job_dir: the job directory; ``.syncd`` is made in it where it is missing.
-        step: which step was saved.
-        folder: where it was saved; ``JOB/global_step_N/actor`` by default.
+        job_dir: the job directory; ``.syncd`` is made in it if it is missing.
+        step: the step that was saved.
+        folder: the folder of the save; ``JOB/global_step_N/actor`` by default.
         storage: the seam for tests.
 
     Raises:
         SaveNotReadyError: the folder has no finished save.
         InvalidSettingsError: the folder is on another filesystem, or one without hard links; or
-            the step holds weights of another kind, which come first.
+            the step holds weights of another kind, which the daemon would serve first.
         JobUnavailableError: the job directory is missing or cannot be written.
-        OSError: as the storage says.
+        OSError: storage failed.
     """
     job = Job.at(job_dir, storage)
     job.open()
@@ -64,7 +64,7 @@ def announce_dcp(
     if DCP_UNFINISHED in names or not (DCP_METADATA in names or parts):
         raise SaveNotReadyError(
             f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last: "
-            "announce a save when it is done, and check where its checkpoint_id leads"
+            "announce a save after it is done, and check its checkpoint_id"
         )
     is_elsewhere = folder is not None and source.absolute() != actor.absolute()
     others = [
@@ -75,7 +75,7 @@ def announce_dcp(
     if others:
         raise InvalidSettingsError(
             f"{actor} holds {others[0]} of another save, which would be served instead of this "
-            "one: remove what that has left there, or give each save a step of its own"
+            "one: remove them, or give each save its own step"
         )
     if is_elsewhere:
         files = sorted(filter(is_dcp_file, names)) if DCP_METADATA in names else parts
@@ -89,7 +89,7 @@ def announce_dcp(
 
 
 def _link_into(job: Job, step: int, source: Path, files: list[str]) -> None:
-    """Give the files second names in the step's folder; ``.metadata`` goes first, comes last."""
+    """Give the files second names in the step's folder; ``.metadata`` goes first and comes last."""
     make_step_folder(job, step)
     actor = job.layout.actor(step)
     job.storage.make_folder(actor, below=job.layout.root)

@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Seconds: what torch takes for a timeout has an upper bound, and no training waits for longer.
+#: Seconds: torch limits timeouts, and no training waits for longer.
 _LONGEST: Final = 30 * 24 * 3600.0
-#: Seconds between two looks whether all ranks have come to a meeting.
+#: Seconds between two checks whether all ranks have come to a meeting.
 _POLL: Final = 0.05
 #: Seconds that the store of the process group may take to answer.
 _ANSWER: Final = 10.0
-#: The outcome of a meeting that all ranks have come to; any other outcome is the reason why not.
+#: The outcome of a meeting that all ranks came to; any other outcome is the reason for its failure.
 _ALL: Final = "all"
 
 
 class Plan(IntFlag):
     """The actions that all ranks take now.
 
-    ``SYNC`` and ``FULL`` are one save, unless the sync goes to a memory folder. ``COMPLETE``: the
-    full checkpoint is made of the save that this step has already. ``AGAIN``: the same, and its
-    weights are written again. ``HUGGING_FACE``: with its full weights; without ``FULL``, beside a
-    full checkpoint that is there. ``SYNC_SKIPPED``, ``FULL_SKIPPED``: it is due, and stays so,
-    since the writer is busy. ``BROADCAST``: the weights are sent to the weight group that rank
-    0 has opened; said after that, they have arrived. ``UNDECIDED``: rank 0 could not say.
+    ``SYNC`` and ``FULL`` are one save, unless the sync goes to a memory folder. ``COMPLETE``: this
+    step has a save, which becomes the full checkpoint. ``AGAIN``: the same, and its weights are
+    written again. ``HUGGING_FACE``: with the full weights; without ``FULL``, they are added to an
+    existing full checkpoint. ``SYNC_SKIPPED``, ``FULL_SKIPPED``: it is due and stays due, because
+    the writer is busy. ``BROADCAST``: the weights are sent to the weight group that rank 0 has
+    opened; in the second decision, they have arrived. ``UNDECIDED``: rank 0 could not decide.
     """
 
     NOTHING = 0
@@ -58,18 +58,18 @@ class Plan(IntFlag):
 class Decisions:
     """The ranks of the default process group, and rank 0's messages to them.
 
-    Over a gloo group of its own: nothing that the training sends waits behind it, and no
-    accelerator takes part.
+    Over a separate gloo group, so the training's own messages do not wait, and no accelerator takes
+    part.
 
-    Promised: :meth:`agree` is the same on all ranks. It is no barrier: rank 0 waits for nobody, the
-    others for rank 0 (and, in gloo's tree, for the ranks between). Not promised: that it ends where
-    rank 0 is gone before its time is over; a connection that was closed ends it at once.
+    Promised: :meth:`agree` is the same on all ranks. It is no barrier: rank 0 waits for no rank,
+    the others wait for rank 0 (and, in gloo's tree, for the ranks between). Not promised: that it
+    ends early if rank 0 is gone; a closed connection ends it at once.
 
     Args:
         timeout: seconds that the others wait for rank 0.
 
     Attributes:
-        ranks: what they say to each other besides.
+        ranks: for other communication between them.
     """
 
     def __init__(self, *, timeout: float) -> None:
@@ -105,7 +105,7 @@ class Decisions:
             dist.broadcast(word, src=0, group=self._group)
         except RuntimeError as error:
             raise SaveFailedError(
-                f"rank 0 did not say what to save: {error}; is its process gone?"
+                f"rank 0 did not send its decision about what to save: {error}; has it ended?"
             ) from error
         plan = Plan(int(word.item()))
         if plan & Plan.UNDECIDED:
@@ -115,15 +115,15 @@ class Decisions:
     def meet(self, name: str, *, timeout: float) -> str | None:
         """Wait until all ranks have come to this meeting. Unlike :meth:`agree` it is a barrier.
 
-        Over the store of the process group, where the first outcome counts for all ranks: no rank
-        goes on into a collective that another one has given up waiting for.
+        Over the store of the process group. The first outcome counts for all ranks, so no rank goes
+        on into a collective that another one has given up waiting for.
 
         Args:
             name: of the meeting; each is held once.
             timeout: seconds that this rank waits for the others.
 
         Returns:
-            None if all ranks have come; else the reason why not, for the log.
+            None if all ranks have come; else the reason, for the log.
         """
         if self._has_lost_its_group():
             return "the process group was destroyed before it was called"
@@ -145,7 +145,7 @@ class Decisions:
         try:
             within(end, lambda: store.compare_set("outcome", "", f"rank {self.ranks.rank} {why}"))
         except (RuntimeError, TimeoutError) as error:
-            log.debug("other ranks are not told that this one %s: %s", why, error)
+            log.debug("cannot tell the other ranks that this one %s: %s", why, error)
 
     def _meet(self, name: str, end: float, timeout: float) -> str:
         """Come to a meeting; returns its outcome."""
@@ -162,7 +162,7 @@ class Decisions:
                     store.compare_set("outcome", "", f"{late_ones} within {timeout:g} s")
         outcome: str = store.get("outcome").decode()
         read = store.add("read", 1)
-        # Most often the store is part of rank 0: it stays until all have read the outcome.
+        # Usually rank 0 holds the store, so it stays until all have read the outcome.
         while rank == 0 and outcome == _ALL and read < world_size and time.monotonic() < end:
             time.sleep(_POLL)
             read = store.add("read", 0)
@@ -173,17 +173,17 @@ class Decisions:
         return dist.PrefixStore(f"syncd/{name}", store)  # type: ignore[attr-defined] # public
 
     def _has_lost_its_group(self) -> bool:
-        """Whether the process group of the construction is there no more."""
+        """Whether the process group of the construction no longer exists."""
         if not (self._had_group and dist.is_initialized()):
             return self._had_group
         try:
             return self._group is not None and dist.get_group_rank(self._group, 0) < 0
         except ValueError:
-            return True  # there is another one in its place
+            return True  # another one has replaced it
 
     def _send(self, plan: Plan) -> None:
         word = torch.tensor([plan.value], dtype=torch.int64, device="cpu")
-        # What is sent must stay where it is until it has arrived.
+        # The sent memory must stay unchanged until it has arrived.
         self._sent = [(work, sent) for work, sent in self._sent if not work.is_completed()]
         try:
             work = dist.broadcast(word, src=0, group=self._group, async_op=True)

@@ -22,7 +22,7 @@ from trainer_hooks.settings import SaveSettings, WhenBusy
 
 
 def main() -> None:
-    """Train, save every step, and write what the weights are in the end."""
+    """Train, save every step, and print a summary of the final weights."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--rendezvous", required=True)
@@ -47,7 +47,7 @@ def main() -> None:
     stalls: list[float] = []
     losses: list[float] = []
     settings = SyncSettings(save_interval=max(1, given.steps // 2))
-    # Every step is to be seen, however fast they come.
+    # Each step must be seen, even if steps are fast.
     saving = SaveSettings(when_busy_sync=WhenBusy.WAIT)
     with TrainerHook(
         given.job, model, optimizer=optimizer, settings=settings, saving=saving
@@ -73,7 +73,7 @@ def main() -> None:
     if given.rank == 0:
         save_file(truth, given.truth)
         told = {"losses": losses, "stall": statistics.median(stalls)}
-        print(json.dumps(told))  # what the demo reads
+        print(json.dumps(told))  # read by the demo's parent process
     dist.destroy_process_group()
 
 

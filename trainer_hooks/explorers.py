@@ -29,16 +29,17 @@ T = TypeVar("T")
 
 
 class Explorers:
-    """Rank 0's Synchronizer, where no refusal of the storage ends a training.
+    """Rank 0's Synchronizer; errors of storage do not end the training.
 
-    Only :meth:`begin_save` raises: what was not announced must not be written. All else is logged,
-    and asked or said again at the next occasion: a request that could not be seen counts as none.
+    Only :meth:`begin_save` raises, because a save that was not announced must not be written. Other
+    errors are logged, and the call is repeated at the next occasion. A request that could not be
+    read counts as none.
 
     Args:
         synchronizer: registered, and not yet running.
 
     Attributes:
-        synchronizer: that one; its methods raise.
+        synchronizer: its methods raise.
 
     Raises:
         OSError: its status cannot be written.
@@ -52,7 +53,7 @@ class Explorers:
     def decide(
         self, settings: SyncSettings, *, step: int, last_sync_step: int | None, waiting: bool
     ) -> TrainerDecision:
-        """What the policy says, by what explorers require; tells them if nothing new will come."""
+        """The policy's decision from explorers' requests; tells them if nothing new will come."""
         requested = on_its_way = False
         if settings.style is SyncStyle.EXPLORER_DRIVEN:
             asked = self._tried(self.synchronizer.explorer_requires_sync)
@@ -75,9 +76,9 @@ class Explorers:
         """Announce a save before its first byte.
 
         Raises:
-            OSError: storage refused.
+            OSError: storage failed.
             NameTakenError: another trainer works in this job.
-            SaveFailedError: this one has stopped.
+            SaveFailedError: this trainer has stopped.
         """
         if self._closed:
             raise SaveFailedError(f"step {step} is not saved: this trainer has stopped")
@@ -94,28 +95,30 @@ class Explorers:
     # -- broadcasts ------------------------------------------------------------------------------
 
     def takers(self) -> Takers | None:
-        """Who is there to take weights; None where that cannot be seen now."""
+        """The explorers that take broadcasts; None if that cannot be read now."""
         return self._tried(self.synchronizer.takers)
 
     def have_received(self, save_id: SaveId) -> bool:
-        """Whether all who take broadcasts serve what was sent; False where that cannot be seen."""
+        """Whether all that take broadcasts serve this one; False if that cannot be read."""
         return self._tried(lambda: self.synchronizer.have_received(save_id)) is True
 
     def has_missed(self, save_id: SaveId) -> bool:
-        """Whether one may not produce, and has missed what was sent last; False where not seen."""
+        """Whether one lacks the last broadcast and may not produce; False if unknown."""
         return self._tried(lambda: self.synchronizer.has_missed(save_id)) is True
 
     def open_group(self, step: int, save_id: SaveId, device: torch.device) -> WeightGroup:
-        """Wait until all who take broadcasts are ready for one, and meet them.
+        """Wait until all explorers that take broadcasts are ready, and form the weight group.
 
         Raises:
-            BroadcastError: they are not, in time; or the group cannot be formed.
+            BroadcastError: one is not ready in time; or the group cannot be formed.
         """
         synchronizer = self.synchronizer
         timeout = synchronizer.settings.broadcast_timeout
         agreed = self._tried(lambda: synchronizer.ready_to_nccl_sync(step, timeout=timeout))
         if agreed is None:
-            raise BroadcastError(f"not all explorers were ready for it ({timeout:g} s at most)")
+            raise BroadcastError(
+                f"not all explorers were ready for the broadcast within {timeout:g} s"
+            )
         try:
             return synchronizer.open_group(save_id, device)
         except BroadcastError:
@@ -134,7 +137,7 @@ class Explorers:
         self._tried(self.synchronizer.group_failed)
 
     def goes_by_files(self, step: int) -> None:
-        """Announce that a step's weights come by the checkpoint path."""
+        """Announce that a step's weights come as files."""
         self._tried(lambda: self.synchronizer.goes_by_files(step))
 
     # -- back-pressure, and the end ----------------------------------------------------------------
@@ -149,9 +152,9 @@ class Explorers:
         self.synchronizer.close()
 
     def _tried(self, work: Callable[[], T]) -> T | None:
-        """The result, or None if storage does not give it now."""
+        """The result, or None if storage fails now."""
         if self._closed:
-            return None  # a save that came to its end after all: the name may be another's by now
+            return None  # a late save has ended; another trainer may have the name by now
         try:
             return work()
         except (OSError, SyncdError) as error:

@@ -1,6 +1,6 @@
-"""The trainer's broadcasts (method ``nccl``): which sync goes by broadcast, and the sending itself.
+"""The trainer's broadcasts (method ``nccl``): deciding which syncs are broadcast, and sending them.
 
-A sync that is not broadcast goes by the files.
+A sync that is not broadcast is saved as files.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-#: Syncs that go by the files, at most, between two broadcasts that fail.
+#: The most syncs by files between two broadcasts that fail.
 _LONGEST_BACK_OFF: Final = 15
 
 
 class Way(Enum):
-    """How the weights of a sync travel. ``FALLBACK``: by the files, in place of a broadcast."""
+    """The way of a sync's weights. ``FALLBACK``: by files, in place of a broadcast."""
 
     BROADCAST = auto()
     FILES = auto()
@@ -54,10 +54,10 @@ class Way(Enum):
 class Cadence:
     """Counts syncs, to decide which to broadcast and which to save by the checkpoint path.
 
-    After n broadcasts in a row that failed, the next 2**(n-1) - 1 syncs, at most 15, are not tried.
+    After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, go by files.
 
     Args:
-        checkpoint_every: of so many syncs one is saved.
+        checkpoint_every: one sync of so many is saved.
     """
 
     def __init__(self, checkpoint_every: int) -> None:
@@ -73,7 +73,7 @@ class Cadence:
         return self._passed is None or self._passed + 1 >= self._checkpoint_every
 
     def may_try(self) -> bool:
-        """Whether this sync may be broadcast; each that may not brings the next try nearer."""
+        """Whether to try to broadcast this sync; each refusal brings the next try nearer."""
         if not self._not_tried:
             return True
         self._not_tried -= 1
@@ -103,19 +103,19 @@ class Cadence:
 class TrainerBroadcasts:
     """The broadcasts of a trainer: rank 0 opens them, all ranks send.
 
-    Promised: no error of a broadcast ends a training; it is logged once, with its reason, and
-    counted, and the step is for the files to carry. Not promised: that a training goes on where a
-    collective of its own ranks fails.
+    Promised: no error of a broadcast ends a training. It is logged once, with its reason, and
+    counted, and the step goes by files. Not promised: that a training goes on if a collective of
+    its own ranks fails.
 
     Args:
-        model: whose weights are sent.
+        model: the model to send.
         settings: of the job.
         explorers: rank 0's; None on other ranks.
         cast: the dtype that floating tensors are sent in; None for the model's.
 
     Attributes:
-        cadence: what rank 0 decides by.
-        broadcasts, failures: how many there were, as far as this rank knows.
+        cadence: rank 0 decides by it.
+        broadcasts, failures: the numbers of broadcasts, as far as this rank knows.
     """
 
     def __init__(
@@ -139,13 +139,13 @@ class TrainerBroadcasts:
         self._group: WeightGroup | None = None
 
     def has_arrived(self, sent: SaveId | None, step: int) -> bool:
-        """On rank 0: whether all who take broadcasts have had this step by one, and still do."""
+        """On rank 0: whether all explorers that take broadcasts serve this step by one."""
         if sent is None or sent.step != step or self._explorers is None:
             return False
         return self._explorers.have_received(sent)
 
     def open(self, step: int, save_id: SaveId) -> Way:
-        """On rank 0: how a sync travels; by broadcast where all who take part are ready for it."""
+        """On rank 0: choose the way of a sync; a broadcast if all that take part are ready."""
         explorers = self._explorers
         takers = explorers.takers() if explorers is not None else None
         if explorers is None or takers is None:
@@ -160,7 +160,7 @@ class TrainerBroadcasts:
             return Way.FILES
         try:
             self._group = explorers.open_group(step, save_id, _device_of(self._model))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the files bring that step
+        except Exception as error:  # noqa: BLE001 - after any error the files bring that step
             self._failed(step, error)
             explorers.goes_by_files(step)
             return Way.FALLBACK
@@ -170,18 +170,18 @@ class TrainerBroadcasts:
         """Send the weights. Collective: to be called on all ranks, once rank 0 has opened.
 
         Returns:
-            On rank 0, whether they have arrived at all who take part; on others, True.
+            On rank 0, whether they have arrived at all explorers that take part; on others, True.
 
         Raises:
-            OutOfStepError: a gathering failed, it may be on this rank alone: the training's ranks
-                may be out of step, and must not go on.
+            OutOfStepError: a gathering failed, perhaps on this rank alone: the training's ranks may
+                be out of step, and must not go on.
         """
         group, self._group = self._group, None
         try:
             nonfinite = self._sender.send(group).nonfinite
         except Exception as error:
             self._failed(step, error)
-            # Those two all ranks have alike, or rank 0 alone, which has left nobody waiting.
+            # All ranks raise these two alike, or rank 0 alone, while no other rank waits.
             is_alike = isinstance(error, BroadcastError | SaveFailedError)
             if not is_alike and Ranks().world_size > 1:
                 raise OutOfStepError(
@@ -205,7 +205,7 @@ class TrainerBroadcasts:
         return True
 
     def close(self) -> None:
-        """Let the buckets go. Safe to call twice."""
+        """Release the buckets. Safe to call twice."""
         self._sender.close()
 
     def _failed(self, step: int, error: Exception) -> None:
@@ -226,8 +226,8 @@ class Sent(NamedTuple):
 
     Attributes:
         nbytes: of all tensors.
-        buckets: how many broadcasts it took.
-        seconds: from the first gathering until all have said that they have it.
+        buckets: the number of broadcasts.
+        seconds: from the first gathering until all have confirmed.
         nonfinite: on rank 0 the tensors that hold NaN or Inf.
     """
 
@@ -238,25 +238,25 @@ class Sent(NamedTuple):
 
 
 class WeightSender:
-    """Sends a model to the weight group: the tensors that its version would have, by their names.
+    """Sends a model to the weight group: the same tensors as in its version, by the same names.
 
-    Tensor by tensor is gathered from all ranks, while those before it are sent. Large ones are sent
-    from where they were gathered, or from the model itself; small ones are packed together.
+    Each tensor is gathered from all ranks while the ones before it are sent. Large tensors are sent
+    from the gathered memory, or from the model itself; small ones are packed together.
 
-    Promised: what is sent is the model as it is during :meth:`send`. Rank 0 has in memory, besides
-    its part of the model, no more than two buckets and one whole tensor; the other ranks have one
-    whole tensor for a moment, as torch gathers to all; all ranks of FSDP1 a copy of their part. No
-    rank waits for another in a collective that this one has left: where the group fails in the
-    middle, all is gathered all the same.
+    Promised: the model is sent as it is during :meth:`send`. In addition to its part of the model,
+    rank 0 has at most two buckets and one whole tensor in memory. The other ranks have one whole
+    tensor for a moment, because torch gathers to all. All ranks of FSDP1 have a copy of their part.
+    No rank waits in a collective that another has left: if the group fails half-way, the rest is
+    gathered nevertheless.
 
-    Not promised: LoRA adapters, which go by the checkpoint path.
+    Not promised: LoRA adapters, which go by files.
 
     Args:
         model: as the trainer's hook has it.
-        bucket_bytes: the most that one broadcast moves.
-        digests: whether receivers check each bucket; by default where the group is on the CPU.
+        bucket_bytes: the most bytes of one broadcast.
+        digests: whether receivers check each bucket; by default if the group is on the CPU.
         cast: the dtype that floating tensors are sent in; None for their own. Rank 0 has a cast
-            copy of what is under way.
+            copy of the tensors under way.
     """
 
     def __init__(
@@ -281,36 +281,36 @@ class WeightSender:
             group: on rank 0 the weight group, in which a transfer begins; None on all other ranks.
 
         Returns:
-            What was sent; on other ranks than 0 it took no broadcasts.
+            The measurements; on ranks other than 0 without broadcasts.
 
         Raises:
-            BroadcastError: on rank 0 alone: not all receivers have it, as far as is known here. The
-                group is of no use any more: leave it.
-            SaveFailedError: on all ranks: they do not have the same tensors, or some that cannot be
-                sent. Leave the group likewise.
-            Exception: what a gathering raised, it may be on this rank alone, as where it has no
-                memory: the other ranks may wait for it in that collective, and take its next one
-                for it.
+            BroadcastError: on rank 0 alone: as far as it knows, not all receivers have the weights.
+                The group cannot be used any more: leave it.
+            SaveFailedError: on all ranks: their tensors differ, or cannot be sent. Leave the group
+                likewise.
+            Exception: an error of a gathering, perhaps on this rank alone, e.g. no memory. The
+                other ranks may wait for this rank in that collective, and mistake its next one for
+                it.
         """
         begun = time.monotonic()
         ranks = Ranks()
         state = tensors_of(sharded_state_dict(self._model))
         tied = ties_embeddings(unwrapped(self._model))
         plan = agree_on_plan(state, ranks.rank, tied=tied, cast=self._cast)
-        # Small ones are packed together: they come last, where nothing large is between them.
+        # Small tensors are packed together, so they come last, without large ones between them.
         tensors = sorted(plan.tensors, key=lambda tensor: -tensor.length)
         outgoing = None
         if group is not None:
             outgoing = self._outgoing(group, tensors)
             outgoing.greet()
-        # Where nobody takes it, it need not be gathered.
+        # Tensors that no receiver takes need not be gathered.
         if ranks.gathered(outgoing is not None and outgoing.error is None)[0]:
             _gather(state, tensors, ranks.rank, outgoing, self._cast)
         if outgoing is not None:
             try:
                 outgoing.end()
             except BaseException:
-                self._buffers.close()  # what is under way still reads them
+                self._buffers.close()  # the broadcasts under way still read them
                 raise
         buckets = 0 if outgoing is None else len(outgoing.image.buckets)
         nbytes = sum(tensor.length for tensor in tensors)
@@ -318,7 +318,7 @@ class WeightSender:
         return Sent(nbytes, buckets, time.monotonic() - begun, nonfinite)
 
     def close(self) -> None:
-        """Let the buckets go. Safe to call twice."""
+        """Release the buckets. Safe to call twice."""
         self._buffers.close()
 
     def _outgoing(self, group: WeightGroup, tensors: Sequence[PlannedTensor]) -> Outgoing:
@@ -347,7 +347,7 @@ def _gather(
         whole = gathered(tensor.name)
         if whole is not None and outgoing is not None:
             outgoing.put(number, whole)
-        del whole  # or it would be held while the next one is gathered
+        del whole  # free it before the next one is gathered
     for number, tensor in enumerate(tensors):
         for copy in tensor.copies:
             whole = gathered(str(copy.tied))
@@ -357,6 +357,6 @@ def _gather(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the weights are, and so where they are broadcast from."""
+    """The device of the weights, from which they are broadcast."""
     devices = (parameter.device for parameter in model.parameters())
     return next((one for one in devices if one.type != "meta"), torch.device("cpu"))

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: broadcast_timeouts that a broadcast takes at most: until all are ready, to meet, to transfer.
+#: A broadcast takes at most so many broadcast_timeouts: until all are ready, to meet, to transfer.
 _BROADCAST_WAITS: Final = 3
-#: Seconds that torch lets a rank wait for another by default; rank 0 may take that much besides.
+#: Torch's default limit in seconds of one rank's wait for another; rank 0 may also need that long.
 _TORCH_TIMEOUT: Final = 1800.0
 
 
@@ -153,14 +153,15 @@ class TrainerHook:
         self._closed = False
         self._has_ended = False
 
-    # -- what a training loop calls --------------------------------------------------------------
+    # -- for the training loop --------------------------------------------------------------
 
     @property
     def synchronizer(self) -> TrainerSynchronizer | None:
         """The participant that this hook is registered as, on rank 0; None on the other ranks.
 
-        For saved states (``save_state``, ``load_state``), and to see who is there and who asks
-        (``modules``, ``get_explorer_status_counts``, ``explorer_requires_sync``). The hook itself
+        For saved states (``save_state``, ``load_state``), and to see which modules are there and
+        which of them ask (``modules``, ``get_explorer_status_counts``,
+        ``explorer_requires_sync``). The hook itself
         announces saves, answers requests, and sets the status. Unlike the hook's methods, those of
         the synchronizer are for rank 0 alone, and raise if storage fails.
         """
@@ -224,20 +225,19 @@ class TrainerHook:
     ) -> dict[str, float]:
         """Make a full checkpoint now; do nothing if this step already has one.
 
-        Of a step that was synced, that save is completed: its weights are not written again.
+        If the step was synced, that save is completed: its weights are not written again.
 
         Args:
             step: the step that the model has just finished.
             block_until_saved: wait until it is announced, on rank 0; on others, written.
-            save_as_hf: whether with the full weights as a Hugging Face model; as ``save_as_hf``
-                of the settings says by default.
+            save_as_hf: whether to add the full weights as a Hugging Face model; by default as
+                ``save_as_hf`` of the settings.
 
         Returns:
             As :meth:`after_step`.
 
         Raises:
-            SaveFailedError: an earlier save did not become whole, or this one, if it was waited
-                for.
+            SaveFailedError: an earlier save failed, or this one, if the call waited for it.
         """
         begun = self._begun()
         self._step = step
@@ -264,7 +264,7 @@ class TrainerHook:
         ``SystemExit`` there.
 
         Raises:
-            SaveFailedError: the last save did not become whole, or is not yet, and was given up.
+            SaveFailedError: the last save failed, or was given up because it took too long.
         """
         if not self._begins_to_close():
             return
@@ -291,30 +291,30 @@ class TrainerHook:
             return
         if not self._begins_to_close():
             return
-        # Training failed: the other ranks may never write their part of what is under way, and
-        # nothing that they take part in may be begun.
+        # Training failed: the other ranks may never write their part of the saves under way, and
+        # no collective may be begun.
         self._job.stop_waiting()
         self._planner.stays_away()
         for error in self._end():
             log.warning("%s", error)
 
-    # -- what is done ------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------
 
     def _begins_to_close(self) -> bool:
-        """True once; never in a fork, to which nothing of this belongs."""
+        """True once; never in a fork, which has no part in the hook."""
         if self._closed or os.getpid() != self._pid:
             return False
         self._closed = True
         return True
 
     def _begun(self) -> float:
-        """When a call has begun; what is closed would save nothing, and say nothing of it."""
+        """Return the start time of a call; raise if the hook is closed, and would save nothing."""
         if self._has_ended:
-            raise SaveFailedError("this hook is closed, and saves nothing any more")
+            raise SaveFailedError("this hook is closed and cannot save: make a new one")
         return time.monotonic()
 
     def _carry_out(self, plan: Plan, step: int | None) -> dict[str, float]:
-        """Copy what a plan says; returns how long training stood still for each part."""
+        """Copy the parts of a plan; returns how long training stood still for each."""
         metrics: dict[str, float] = {}
         if step is None or not plan:
             return metrics
@@ -359,7 +359,7 @@ class TrainerHook:
         return metrics
 
     def _end(self) -> list[SaveFailedError]:
-        """Wait for what is under way, say that this trainer has stopped; returns what failed."""
+        """Wait for the saves under way, report the stop; returns the errors."""
         self._has_ended = True
         errors = self._queue.close(self._job.stop_waiting)
         if self._fast_path is not None:
@@ -369,6 +369,6 @@ class TrainerHook:
 
 
 def _longest_wait(settings: SyncSettings, patience: float) -> float:
-    """Seconds that the other ranks wait for rank 0: as long as it may wait for anything itself."""
+    """The longest time in seconds that rank 0 may take; the other ranks wait for that long."""
     broadcast = _BROADCAST_WAITS * settings.broadcast_timeout
     return settings.sync_timeout + patience + broadcast + _TORCH_TIMEOUT

@@ -1,4 +1,4 @@
-"""The plan of saves, the same on all ranks: which are made, and which are left out."""
+"""The plan of saves, the same on all ranks: those to make, and those to leave out."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Begun(NamedTuple):
     """The saves of a plan.
 
     Attributes:
-        sync: the one for explorers; None where ``full`` is for them too, or there is none.
+        sync: the save for explorers; None if ``full`` is for them too, or there is none.
         full: the full checkpoint.
-        hugging_face: the full checkpoint that gets its full weights.
+        hugging_face: the full checkpoint that gets the full weights.
     """
 
     sync: SaveId | None = None
@@ -35,26 +35,26 @@ class Begun(NamedTuple):
 class Planner:
     """Decides what to save; rank 0 decides if ranks could see it differently.
 
-    Promised: all ranks get the same plans and the same save ids, as long as they ask alike; on a
-    step where nothing is due, and no explorer decides or is waited for, nothing is sent (while the
-    trainer waits for data, nor where none may have missed a broadcast).
+    Promised: all ranks get the same plans and the same save ids if they make the same calls. On a
+    step on which nothing is due, and no explorer decides or is waited for, no rank sends anything
+    (while the trainer waits for data, only if no explorer may have missed a broadcast).
 
     Args:
-        decisions: how rank 0 tells the others.
+        decisions: carries rank 0's decisions to the others.
         settings, saving: when, and how, saves are made.
         run_id: of all save ids.
-        one_save: whether a step that is due for both is saved once; not with a memory folder.
+        one_save: whether a step that is due for both is saved once; False with a memory folder.
         explorers: rank 0's.
-        fast_path: of method ``nccl``; else None.
-        thread: whose work rank 0 looks at.
-        progress: what became of earlier saves.
+        fast_path: for method ``nccl``; else None.
+        thread: the writing thread; rank 0 checks its work.
+        progress: the outcome of earlier saves.
         are_weights_there: on rank 0, whether an announced save still has all its weights.
         patience: seconds that rank 0 waits for a save that a full checkpoint completes.
 
     Attributes:
-        synced: the save whose weights went to explorers last by the files.
-        last_sync: the same, or the broadcast that came after it.
-        skipped: how many saves were left out, since the writer was busy.
+        synced: the save whose weights went to explorers last by files.
+        last_sync: the same, or a later broadcast.
+        skipped: the number of saves that were left out because the writer was busy.
     """
 
     def __init__(
@@ -90,18 +90,19 @@ class Planner:
         self._hugging_face: SaveId | None = None
         self._owed = Plan.NOTHING
         self._counter = 0
-        #: What was broadcast, or was to be, and not saved since: a save of that step is it.
+        #: The last broadcast, tried or done, whose step is not saved yet: a save of it has the same
+        #: id.
         self._sent: SaveId | None = None
 
     def by_policy(self, step: int | None, *, waiting: bool) -> Plan:
-        """What the settings, and the explorers, want after a step, or while waiting for data.
+        """The plan of the settings and the explorers after a step, or while waiting for data.
 
         Args:
-            step: the last that is finished; None before the first.
+            step: the last finished step; None before the first.
             waiting: whether the trainer waits for data.
 
         Raises:
-            SaveFailedError: rank 0 did not say.
+            SaveFailedError: rank 0 sent no decision.
         """
         driven = self._settings.style is SyncStyle.EXPLORER_DRIVEN
         due = Plan.NOTHING if step is None else self._due(step, waiting=waiting)
@@ -112,10 +113,11 @@ class Planner:
     def wait_for_explorers(self) -> None:
         """Wait while the slowest explorer lags by more than the settings allow: rank 0 looks.
 
-        The others wait for its word, and not in a collective of the training: that has less time.
+        The other ranks wait for its message, not in a collective of the training, whose timeout may
+        be shorter.
 
         Raises:
-            SaveFailedError: rank 0 did not say.
+            SaveFailedError: rank 0 sent no decision.
         """
 
         def wait() -> Plan:
@@ -126,24 +128,24 @@ class Planner:
         self._decisions.agree(wait)
 
     def sync(self, step: int) -> Plan:
-        """What is to be done so that explorers get a step."""
+        """The plan to give explorers a step."""
         return self._decisions.agree(lambda: self._for_sync(step))
 
     def checkpoint(self, step: int, *, with_hf: bool) -> Plan:
-        """What is to be done so that a step is a full checkpoint."""
+        """The plan to make a step a full checkpoint."""
         return self._decisions.agree(lambda: self._for_checkpoint(step, with_hf=with_hf))
 
     def at_close(self, step: int | None) -> Plan:
-        """What is still to be done so that the last step is not lost. All ranks meet for that.
+        """The plan at the end, so that the last step is not lost. All ranks meet for it.
 
         Args:
-            step: the last that is finished; None if there was none.
+            step: the last finished step; None if there was none.
 
         Returns:
-            Nothing if not all ranks have come within the ``save_timeout``: the log says so.
+            Nothing if not all ranks have come within the ``save_timeout``; that is logged.
 
         Raises:
-            SaveFailedError: rank 0 did not say.
+            SaveFailedError: rank 0 sent no decision.
         """
         if step is None or not (self._saving.final or self._ends_with_full):
             return Plan.NOTHING
@@ -162,7 +164,7 @@ class Planner:
         self._decisions.call_off(self._run_id, "has ended with an error")
 
     def begin(self, plan: Plan, step: int) -> Begun:
-        """Take a plan as carried out; returns the saves that are to be made."""
+        """Record a plan as carried out; returns the saves to make."""
         self.skipped += bool(plan & Plan.SYNC_SKIPPED) + bool(plan & Plan.FULL_SKIPPED)
         for done, skipped in ((Plan.SYNC, Plan.SYNC_SKIPPED), (Plan.FULL, Plan.FULL_SKIPPED)):
             if plan & done:
@@ -183,20 +185,20 @@ class Planner:
         return Begun(sync, full, self._full if plan & Plan.HUGGING_FACE else None)
 
     def begin_broadcast(self, step: int) -> SaveId:
-        """Take a plan's broadcast as begun; returns what it is of."""
+        """Record a plan's broadcast as begun; returns its id."""
         self._sent = self._new_id(step)
         return self._sent
 
     def after_broadcast(self, plan: Plan, sent: SaveId, *, arrived: bool) -> Plan:
-        """What is left to be done of a plan whose broadcast is over.
+        """The rest of a plan whose broadcast is over.
 
         Args:
-            plan: what it was.
-            sent: what was broadcast.
+            plan: the plan.
+            sent: the id of the broadcast.
             arrived: on rank 0, whether it has arrived.
 
         Raises:
-            SaveFailedError: rank 0 did not say.
+            SaveFailedError: rank 0 sent no decision.
         """
         word = self._decisions.agree(lambda: self._after_broadcast(plan, sent.step, arrived))
         if word & Plan.BROADCAST:
@@ -207,7 +209,7 @@ class Planner:
     # -- on all ranks --------------------------------------------------------------------------
 
     def _due(self, step: int, *, waiting: bool) -> Plan:
-        """What is due by the settings alone, and by what was left out."""
+        """The actions that are due by the settings alone, or that were left out."""
         last = self._last_sync_step
         by_step = trainer_decision(self._settings, step=step, last_sync_step=last, waiting=waiting)
         due = Plan.NOTHING
@@ -220,12 +222,12 @@ class Planner:
 
     @property
     def _ends_with_full(self) -> bool:
-        """Whether the last step is to be a full checkpoint."""
+        """Whether to make the last step a full checkpoint."""
         return bool(self._settings.save_interval) or self._saving.save_as_hf is SaveAsHf.LAST
 
     @property
     def _may_leave_some_behind(self) -> bool:
-        """Whether who came after a broadcast might not produce, and wait for the next."""
+        """Whether an explorer that joined after a broadcast may be unable to produce, and wait."""
         return self._fast_path is not None and self._settings.max_staleness is not None
 
     @property
@@ -233,14 +235,14 @@ class Planner:
         return None if self.last_sync is None else self.last_sync.step
 
     def _goes_to_explorers(self, save_id: SaveId) -> SaveId:
-        """Take a save as the one that explorers get by the files."""
+        """Record a save as the one that explorers get by files."""
         self.synced = self.last_sync = save_id
         if self._fast_path is not None:
             self._fast_path.cadence.saved(save_id.step)
         return save_id
 
     def _next_id(self, step: int) -> SaveId:
-        """Of a save: that of the broadcast of this step, whose weights it has, if there was one."""
+        """The id of a save: the same as this step's broadcast, if any, because the weights are."""
         sent, self._sent = self._sent, None
         return sent if sent is not None and sent.step == step else self._new_id(step)
 
@@ -255,7 +257,7 @@ class Planner:
     # -- on rank 0 ---------------------------------------------------------------------------------
 
     def _decide(self, step: int | None, due: Plan, *, waiting: bool) -> Plan:
-        """What is done of what is due, and of what explorers ask for."""
+        """The actions, of those that are due and those that explorers ask for."""
         if self._explorers_want(step, waiting=waiting):
             due |= Plan.SYNC
         if step is None:
@@ -275,9 +277,9 @@ class Planner:
         return plan
 
     def _is_missed(self) -> bool:
-        """Whether the last sync was broadcast alone, and somebody who may not produce missed it.
+        """Whether the last sync was only broadcast, and an explorer that may not produce missed it.
 
-        It would wait for the next sync, and the trainer for its data.
+        The explorer would wait for the next sync, and the trainer for its data.
         """
         sent = self.last_sync
         return (
@@ -289,7 +291,7 @@ class Planner:
         )
 
     def _how_to_sync(self, step: int, *, is_saved: bool) -> Plan:
-        """How explorers get a step that is due, and may be saved as a full checkpoint anyway."""
+        """The way to give explorers a due step that may be saved as a full checkpoint anyway."""
         if self._fast_path is None:
             return self._by_files(is_saved=is_saved)
         if self._fast_path.has_arrived(self.last_sync, step):
@@ -304,13 +306,13 @@ class Planner:
         return self._by_files(is_saved=is_saved or way is Way.FALLBACK)
 
     def _nothing_new(self) -> Plan:
-        """Whoever asks has this step, or what was published of it."""
+        """Tell that explorers have this step, or its published version."""
         if self._explorers is not None:
             self._explorers.say_nothing_new()
         return Plan.NOTHING
 
     def _by_files(self, *, is_saved: bool) -> Plan:
-        """Whether a sync is made, or left out; not one of a step that has to be saved anyway."""
+        """Whether to make a sync or leave it out; not for a step that has to be saved anyway."""
         busy = bool(self._thread.under_way)
         if busy and self._saving.when_busy_sync is WhenBusy.SKIP and not is_saved:
             return Plan.SYNC_SKIPPED
@@ -326,10 +328,10 @@ class Planner:
         return Plan.SYNC
 
     def _after_broadcast(self, plan: Plan, step: int, arrived: bool) -> Plan:
-        """Whether it has arrived, and whether the step is saved by the checkpoint path too."""
+        """Whether it has arrived, and whether to save the step as files too."""
         is_saved = self._is_begun(self.synced, step)
         if not arrived:
-            # Not left out where the writer is busy: explorers were told that it comes.
+            # Not left out if the writer is busy, because explorers were told that it comes.
             return Plan.NOTHING if is_saved else Plan.SYNC
         fast_path = self._fast_path
         assert fast_path is not None  # noqa: S101 - it was broadcast
@@ -338,17 +340,17 @@ class Planner:
             fast_path.cadence.passed(step)
             return Plan.BROADCAST
         by_files = self._by_files(is_saved=False)
-        # One that is left out stays due with the next sync, and not before: explorers have it.
+        # A save that is left out waits for the next sync, because explorers have the weights.
         return Plan.BROADCAST | (by_files & Plan.SYNC)
 
     def _explorers_want(self, step: int | None, *, waiting: bool) -> bool:
         if self._settings.style is not SyncStyle.EXPLORER_DRIVEN or self._explorers is None:
             return False
         if self._is_on_its_way(self.synced):
-            return False  # whoever asks gets that
+            return False  # it answers all requests
         last = self._last_sync_step
         if self.synced is not None and self._progress.has_failed(self.synced):
-            last = None  # nobody got that
+            last = None  # no explorer got it
         decision = self._explorers.decide(
             self._settings, step=step or 0, last_sync_step=last, waiting=waiting
         )
@@ -382,7 +384,7 @@ class Planner:
         return plan
 
     def _is_begun(self, save_id: SaveId | None, step: int) -> bool:
-        """Whether a save is of this step, and has not failed."""
+        """Whether a save belongs to this step, and has not failed."""
         return (
             save_id is not None and save_id.step == step and not self._progress.has_failed(save_id)
         )

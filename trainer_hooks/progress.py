@@ -10,7 +10,7 @@ from syncd.protocol.records import SaveId
 class Progress:
     """The outcome of saves: the writing thread sets it, the training thread reads it.
 
-    Of saves that are announced rank 0 alone knows; of failures each rank its own.
+    Rank 0 alone knows which saves are announced; each rank knows its own failures.
     """
 
     def __init__(self) -> None:
@@ -21,37 +21,37 @@ class Progress:
         self._without_hugging_face: set[SaveId] = set()
 
     def announced(self, save_id: SaveId) -> None:
-        """Note that its weights are announced to explorers."""
+        """Note that a save's weights are announced to explorers."""
         with self._lock:
             self._announced = save_id
 
     def checkpointed(self, save_id: SaveId) -> None:
-        """Note that it can be resumed from."""
+        """Note that a save can be resumed from."""
         with self._lock:
             self._checkpoint = save_id
 
     def failed(self, save_id: SaveId) -> None:
-        """Note that it did not become complete."""
+        """Note that a save failed."""
         with self._lock:
             self._failed.add(save_id)
 
     def adds_hugging_face(self, save_id: SaveId) -> None:
-        """A full checkpoint that is whole is about to get its full weights."""
+        """Note that a whole full checkpoint is about to get its full weights."""
         with self._lock:
             self._without_hugging_face.discard(save_id)
 
     def hugging_face_failed(self, save_id: SaveId) -> None:
-        """Note that it did not get its full weights."""
+        """Note that a full checkpoint did not get its full weights."""
         with self._lock:
             self._without_hugging_face.add(save_id)
 
     def lacks_hugging_face(self, save_id: SaveId) -> bool:
-        """Whether its full weights are to be added once more."""
+        """Whether a full checkpoint must get its full weights once more."""
         with self._lock:
             return save_id in self._without_hugging_face
 
     def has_failed(self, save_id: SaveId) -> bool:
-        """Whether it did not become complete."""
+        """Whether a save failed."""
         with self._lock:
             return save_id in self._failed
 

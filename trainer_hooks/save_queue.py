@@ -16,35 +16,35 @@ from trainer_hooks.state.host_buffers import HostBuffers
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.writer import RankWriter
 
-#: save_timeouts that anything waits for one save (for each rank where they write in turns): one to
+#: The longest wait for one save, in save_timeouts (times the ranks, if they write in turns): one to
 #: write it, one for the other ranks.
 _PATIENCE: Final = 2
-#: Seconds: longer than any training; what locks take has a bound.
+#: Seconds: longer than any training, but within the limit of locks.
 _FOREVER: Final = 1e9
-#: Seconds for a save that is given up to be put away.
+#: Seconds to clean up after a save that is given up.
 _LAST: Final = 30.0
 
 
 def patience_of(settings: SyncSettings, saving: SaveSettings, world_size: int) -> float:
-    """Seconds that anything waits for one save to come to its end."""
+    """The longest wait for one save, in seconds."""
     in_turns = saving.write_concurrency is WriteConcurrency.ONE_AT_A_TIME
     turns = world_size if in_turns else 1  # each within the save_timeout
     return min(_PATIENCE * settings.save_timeout * turns, _FOREVER)
 
 
 class SaveQueue:
-    """At most two saves, each in memory of its own, written behind the training one by one.
+    """At most two saves, each in its own memory, written behind the training one by one.
 
-    Promised: of a save that is not written this rank says so, that no other rank waits for it; and
-    the memory of one that is over is there for the next.
+    Promised: if a save cannot be written, this rank reports that, so that no other rank waits for
+    it. The memory of a save that is over is reused for the next.
 
     Args:
-        patience: seconds that a save waits for those before it, and the end for each.
-        progress: is told what failed.
+        patience: seconds to wait for a free place, and at the end for each save.
+        progress: records failures.
         begin_save: called in the thread before the first byte.
 
     Attributes:
-        thread: what is under way.
+        thread: the writing thread.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class SaveQueue:
         self._patience = patience
         self._progress = progress
         self._begin_save = begin_save
-        # The one that was used last first: the second one is filled only when both are needed.
+        # The last used set first, so that the second one is filled only when both are needed.
         self._buffers = deque(HostBuffers() for _ in range(LIMIT))
 
     def has_room(self) -> bool:
-        """Wait until at most one save is under way; False where it is not in time."""
+        """Wait until at most one save is under way; False if that takes too long."""
         return self.thread.wait(most=LIMIT - 1, timeout=self._patience)
 
     def buffers(self) -> HostBuffers:
-        """What a save is copied to, where there is room for one."""
+        """Memory to copy a save to, if a set is free."""
         return self._buffers.pop()
 
     def submit(
@@ -72,14 +72,14 @@ class SaveQueue:
         contents: RankContents,
         buffers: HostBuffers | None = None,
     ) -> None:
-        """Have a save written; what it was copied to is another one's when it is over."""
+        """Have a save written; its memory is free again when it is over."""
 
         def work() -> int:
-            """In the thread: storage must not stop the training for longer than a copy."""
+            """In the thread, because storage must not stop the training for longer than a copy."""
             try:
                 try:
-                    # What lies below a step that a resumed trainer is about to write again is not
-                    # for the pruner.
+                    # A resumed trainer may write again at a step whose old files the pruner must
+                    # not take.
                     writer.again(save_id, lambda: self._begin_save(save_id.step))
                 except BaseException:
                     writer.say_failed(save_id)
@@ -105,9 +105,9 @@ class SaveQueue:
         self.thread.submit(save_id.step, lambda: writer.say_failed(save_id))
 
     def refuse(self, what: str) -> None:
-        """Keep it as an error that there was no room for something in time."""
+        """Record as an error that no place became free in time."""
         before = self.thread.under_way
-        # By now those may be over, as ranks have gathered what is not saved.
+        # A save may be over by now, because the ranks have gathered this one meanwhile.
         why = f"{_steps(before)} is still being written" if before else "two others were not over"
         self.thread.fail(SaveFailedError(f"{what} is not saved: after {self._patience:g} s {why}"))
 
@@ -115,27 +115,29 @@ class SaveQueue:
         """Wait until nothing is under way.
 
         Raises:
-            SaveFailedError: something is, after the patience for as many saves as may be.
+            SaveFailedError: a save is still under way after the patience for each.
         """
         timeout = LIMIT * self._patience
         if not self.thread.wait(most=0, timeout=timeout):
             steps = _steps(self.thread.under_way)
-            raise SaveFailedError(f"{steps} is still being written after {timeout:g} s; it goes on")
+            raise SaveFailedError(
+                f"{steps} is still being written after {timeout:g} s; the writing goes on"
+            )
 
     def raise_failure(self) -> None:
-        """Raise the oldest error of a save that was not raised yet, if there is one."""
+        """Raise the oldest error of a save that was not raised yet."""
         error = self.thread.take_error()
         if error is not None:
             raise error
 
     def close(self, stop_waiting: Callable[[], None]) -> list[SaveFailedError]:
-        """Wait for what is under way, and end.
+        """Wait for the saves under way, and end.
 
         Args:
-            stop_waiting: called when that takes too long: gives up what other ranks have not done.
+            stop_waiting: called when that takes too long; gives up waiting for other ranks.
 
         Returns:
-            What failed, the oldest first.
+            The errors, the oldest first.
         """
         left = self.thread.close(timeout=self._patience)
         if left:

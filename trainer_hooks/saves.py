@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from syncd.checkpoint.save import ADAPTER
-from syncd.protocol.names import HUGGINGFACE, master_name, shard_name
+from syncd.protocol.names import HUGGINGFACE, master_name
 from syncd.protocol.records import SaveId
 from trainer_hooks.decisions import Plan
 from trainer_hooks.progress import Progress
@@ -21,6 +22,7 @@ from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.state.sync_dtype import changes
@@ -43,12 +45,12 @@ class Trained:
     Attributes:
         model: the actor.
         optimizer, scheduler: its own.
-        critic, critic_optimizer: another model, saved in full checkpoints alone.
-        user_state: asked for what else this rank needs to resume, at each full checkpoint.
+        critic, critic_optimizer: another model, saved only in full checkpoints.
+        user_state: called at each full checkpoint; returns this rank's other state for resuming.
         model_files: rank 0 only: writes config and tokenizer into a folder.
-        lora: what explorers get of a model with PEFT adapters.
-        sync_dtype: what explorers' weights are cast to; None to keep their dtype.
-        base_vocabulary: of such a model, how many tokens its base model has, where that is known.
+        lora: the weights that explorers get from a model with PEFT adapters.
+        sync_dtype: the dtype that explorers' weights are cast to; None to keep their dtype.
+        base_vocabulary: for such a model, the number of tokens of its base model, if known.
     """
 
     model: nn.Module
@@ -66,15 +68,15 @@ class Trained:
 class Saver:
     """Copies the content of a save, and has a thread write it.
 
-    Promised: what is written is the state as it was during :meth:`begin`, whatever training does
-    afterwards; at most two copies of this rank's part of the model are held. Not promised: that
-    anything is written when :meth:`begin` returns.
+    Promised: the state is written as it was during :meth:`begin`, even if training changes it
+    later; at most two copies of this rank's part of the model are held. Not promised: that anything
+    is written when :meth:`begin` returns.
 
     Args:
-        trained: what is saved.
-        rank: this one.
-        queue: has them written.
-        progress: is told what became of full weights that are added.
+        trained: the objects to save.
+        rank: this rank.
+        queue: has the saves written.
+        progress: records the outcome of full weights that are added.
     """
 
     def __init__(
@@ -85,13 +87,16 @@ class Saver:
         self._queue = queue
         self._progress = progress
         self._said_merged = False
+        self._hub_names = HubNames(trained.model)
+        # As the other buffers: to take new memory takes longer than to copy.
+        self._masters: deque[HostBuffers] = deque(maxlen=1)
 
     def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:
-        """Copy this rank's part of a save, and have it written. Collective where ranks gather.
+        """Copy this rank's part of a save, and have it written. Collective if ranks gather.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
-            InvalidSettingsError: something of it could not be loaded again.
+            InvalidSettingsError: a part of it could not be loaded again.
         """
         queue, writer = self._queue, place.writer
         if writer is None:  # rank 0 alone writes there, and all gather
@@ -99,7 +104,7 @@ class Saver:
             return
         buffers = queue.buffers() if queue.has_room() else None
         try:
-            # Where there is no room too: the other ranks gather.
+            # Even if there is no room, because the other ranks gather.
             contents = self._contents(place, save_id.step, plan, buffers)
         except BaseException:
             queue.leave_out(writer, save_id, buffers)
@@ -112,7 +117,7 @@ class Saver:
             queue.submit(writer, save_id, contents, buffers)
 
     def add_hugging_face(self, place: SaveFolder, save_id: SaveId) -> None:
-        """Give a full checkpoint that is there its full weights too. Collective.
+        """Add the full weights to an existing full checkpoint. Collective.
 
         Raises:
             SaveFailedError: the ranks could not gather the weights.
@@ -143,7 +148,7 @@ class Saver:
 
         self._queue.thread.submit(save_id.step, work)
 
-    # -- what is copied --------------------------------------------------------------------------
+    # -- copying --------------------------------------------------------------------------
 
     def _contents(
         self, place: SaveFolder, step: int, plan: Plan, buffers: HostBuffers | None
@@ -181,17 +186,22 @@ class Saver:
             if is_full:
                 rest = self._rest()
                 if peft is None and cast is not None:
-                    rest["trained"] = host_copy(state)
-                    rest["trained_name"] = master_name if sharded else shard_name
+                    masters = self._masters.pop() if self._masters else HostBuffers()
+                    rest["trained"] = masters.copy(state)
+                    rest["trained_name"] = master_name
+                    rest["release"] = lambda: self._masters.append(masters)
                 elif peft is not None:
                     rest["trained"] = host_copy(peft.for_resuming())
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
             stack.pop_all()
+        name_map: tuple[Callable[[Path], object], ...] = ()
+        if self._rank == 0 and not (completes or is_adapter):
+            name_map = self._name_map(state, peft)
         writes_config = peft is not None and is_adapter and self._rank == 0
         return RankContents(
             model=model,
-            model_files=trained.model_files,
+            model_files=trained.model_files + name_map,
             fsdp_version=fsdp_version(trained.model),
             is_full=is_full,
             full_model=full_model,
@@ -203,9 +213,17 @@ class Saver:
             **rest,
         )
 
+    def _name_map(
+        self, state: Mapping[str, Any], peft: PeftState | None
+    ) -> tuple[Callable[[Path], object], ...]:
+        """The file with the names that servers know."""
+        if peft is None:
+            return self._hub_names.writers(state)
+        return self._hub_names.writers(peft.merged()[0], peft.base_model)
+
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         trained = self._trained
-        # What was trained once and is frozen now has a state still.
+        # A parameter that was trained earlier and is frozen now still has a state.
         states = trained.optimizer.state if isinstance(trained.optimizer, Optimizer) else {}
         return PeftState(
             trained.model,
@@ -234,7 +252,7 @@ class Saver:
         return OneFile(merged, derived, tied=tied, cast=cast)
 
     def _rest(self) -> dict[str, Any]:
-        """What is needed to resume, copied to host memory that is freed when it is written."""
+        """The state needed to resume, copied to host memory that is freed once it is written."""
         trained = self._trained
         rest: dict[str, Any] = {}
         if trained.optimizer is not None:
@@ -244,7 +262,7 @@ class Saver:
             if trained.critic_optimizer is not None:
                 own = optimizer_state(trained.critic, trained.critic_optimizer)
                 rest["critic_optimizer"] = host_copy(own)
-        # Last: what FSDP1 gathers takes all ranks, and this may be refused on one of them alone.
+        # Last, because FSDP1's gathering needs all ranks, and this may fail on one rank alone.
         user_state = None if trained.user_state is None else trained.user_state()
         extra = extra_state(scheduler=trained.scheduler, user_state=user_state)
         return rest | {"extra": host_copy(extra)}
@@ -252,7 +270,7 @@ class Saver:
     def _gathered(
         self, place: SaveFolder, folder: Path, weights: OneFile, stack: ExitStack
     ) -> Spool | None:
-        """Weights, on rank 0, on their way into a file, which the stack closes. Collective."""
+        """Weights on rank 0 on their way into a file, which the stack closes. Collective."""
         stream = FullStateStream(
             weights.state,
             rank=self._rank,

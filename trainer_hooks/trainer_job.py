@@ -1,4 +1,4 @@
-"""The job as one rank of its trainer has it: where it writes, and on rank 0 who asks."""
+"""The job from the side of one trainer rank: its folders, and on rank 0 the explorers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveFolder:
-    """Where saves go.
+    """A folder for saves.
 
     Attributes:
         job: the job directory, or the memory folder.
-        writer: None where this rank writes nothing there.
-        weights: in how many files the weights are there.
+        writer: None if this rank writes nothing there.
+        weights: the number of files for the weights there.
     """
 
     job: Job
@@ -45,17 +45,17 @@ class SaveFolder:
 
 
 class TrainerJob:
-    """What a rank opens to save, and does besides writing.
+    """The resources that a rank opens to save.
 
-    Promised: construction ends alike on all ranks: what one of them finds wrong is raised on all,
-    and the name is given up again.
+    Promised: construction ends alike on all ranks: an error on one of them is raised on all, and
+    the name is released again.
 
     Args:
         job_dir, memory_dir: the folders.
         name: the trainer's.
         ranks: all of them.
         settings, saving: how it syncs and saves.
-        progress: is told what was announced.
+        progress: records announcements.
         storage: the seam for tests.
 
     Attributes:
@@ -111,15 +111,15 @@ class TrainerJob:
             raise
 
     def close(self) -> None:
-        """Say that this trainer has stopped, and give its name up. Safe to call twice."""
+        """Report that this trainer has stopped, and release its name. Safe to call twice."""
         if self.explorers is not None:
             self.explorers.close()
 
     def _open(self, root: Path, storage: Storage | None) -> SaveFolder:
-        """The job directory, for this rank to write to."""
+        """The job directory, opened for this rank's writes."""
         job = Job.at(root.absolute(), storage)
         job.open()
-        # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
+        # Nothing was changed yet in an existing job: it may be mounted read-only.
         job.storage.refresh(job.layout.root)
         gathers = self._settings.method is SyncMethod.MEMORY and not self._in_memory
         writer = RankWriter(
@@ -134,12 +134,12 @@ class TrainerJob:
         return SaveFolder(job, writer, SaveLayout.FULL if gathers else self._saving.layout)
 
     def _open_memory(self, root: Path, storage: Storage | None) -> SaveFolder:
-        """The memory folder, which rank 0 alone can reach: it is on its host."""
+        """The memory folder, on rank 0's host, so that only rank 0 can reach it."""
         job = Job.at(root.absolute(), storage)
         if self._ranks.rank > 0:
             return SaveFolder(job, None, SaveLayout.FULL)
         job.open()
-        # Of a job that is there, nothing was changed yet: it may be mounted for reading alone.
+        # Nothing was changed yet in an existing job: it may be mounted read-only.
         job.storage.refresh(job.layout.root)
         writer = RankWriter(
             job,
@@ -158,7 +158,7 @@ class TrainerJob:
         run_id: str,
         storage: Storage | None,
     ) -> Explorers:
-        """The one trainer of the job, running."""
+        """Register as the job's only trainer, with status running."""
         synchronizer = TrainerSynchronizer(
             job_dir,
             name,
@@ -175,7 +175,7 @@ class TrainerJob:
             raise
 
     def base_vocabulary(self, model: nn.Module) -> int | None:
-        """How many tokens the base of PEFT adapters has, as far as rank 0's host knows."""
+        """The number of tokens of the adapters' base model, as far as rank 0's host knows."""
         if not adapters_of(model):
             return None
         return self._ranks.of_first(lambda: base_vocabulary(unwrapped(model)))
@@ -184,21 +184,21 @@ class TrainerJob:
         """On rank 0: announce a save before its first byte.
 
         Raises:
-            OSError: storage refused.
+            OSError: storage failed.
             NameTakenError: another trainer works in this job.
         """
         if self.explorers is not None:
             self.explorers.begin_save(step)
 
     def _weights_announced(self, save_id: SaveId) -> None:
-        """In the thread, on rank 0: the pointer that explorers follow names them."""
+        """In rank 0's thread: the pointer that explorers follow names the weights."""
         if self.explorers is not None:
             self.explorers.weights_announced(save_id.step)
-        # Until then it is on its way: those who asked for it must not be told that nothing comes.
+        # Only now, because explorers that asked for it must not be told that nothing comes.
         self._progress.announced(save_id)
 
     def _checkpoint_announced(self, save_id: SaveId) -> None:
-        """In the thread, on rank 0: it can be resumed from, so older ones may go."""
+        """In rank 0's thread: it can be resumed from, so older checkpoints may be retired."""
         self._progress.checkpointed(save_id)
         try:
             retire_old(
@@ -208,7 +208,7 @@ class TrainerJob:
                 keep_every=self._saving.keep_every,
             )
         except OSError as error:
-            # The list is read from disk: the next checkpoint finds them again.
+            # The list is read from disk, so the next checkpoint finds them again.
             log.warning("cannot retire older full checkpoints now: %s", error)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
@@ -230,14 +230,14 @@ class TrainerJob:
 
 
 def _nothing(_: SaveId) -> None:
-    """Explorers do not follow this folder."""
+    """Do nothing: explorers do not follow this folder."""
 
 
 def served(settings: SyncSettings, model: nn.Module, memory_dir: str | Path | None) -> SyncSettings:
-    """The settings as they are served.
+    """Check the settings; return them as they apply.
 
     Raises:
-        InvalidSettingsError: they are not.
+        InvalidSettingsError: they are invalid.
     """
     if not isinstance(model, nn.Module):
         raise InvalidSettingsError(

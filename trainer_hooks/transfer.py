@@ -1,4 +1,4 @@
-"""One transfer on its way out: the handshake, the buckets, and the word of all that it is there."""
+"""One outgoing transfer: the handshake, the buckets, and the confirmation of all receivers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainer_hooks.state.gather import flat_bytes
 if TYPE_CHECKING:
     from syncd.coordination.broadcast.group import Broadcasting, WeightGroup
 
-#: Bytes that are brought to the host at a time, for a digest of them.
+#: The most bytes to copy to the host at a time for their digest.
 _HASHED: Final = 16 * 1024 * 1024
 
 
@@ -39,9 +39,9 @@ class _Sending(NamedTuple):
     """A bucket that is being sent.
 
     Attributes:
-        memory: of the bucket; held until it is sent.
-        is_buffer: whether that is memory that other buckets will use.
-        broadcasting: to be waited for.
+        memory: of the bucket; kept until it is sent.
+        is_buffer: whether other buckets will use that memory.
+        broadcasting: the handle to wait for.
     """
 
     memory: Tensor
@@ -50,17 +50,17 @@ class _Sending(NamedTuple):
 
 
 class Outgoing:
-    """Rank 0's side of one transfer. What fails is kept, until :meth:`end` raises it.
+    """Rank 0's side of one transfer. An error is kept until :meth:`end` raises it.
 
     Args:
-        group: that it goes to.
+        group: the weight group.
         tensors: in the order in which they are put.
-        buffers: for what is packed.
-        bucket_bytes, has_digests: as receivers are told.
+        buffers: for packed tensors.
+        bucket_bytes, has_digests: as announced to receivers.
 
     Attributes:
-        image: how the tensors are cut.
-        error: why it has failed; None while it has not.
+        image: the division of the tensors into buckets.
+        error: the reason of a failure; None if there is none.
     """
 
     def __init__(
@@ -89,36 +89,36 @@ class Outgoing:
         self._looked = Looked()
 
     def greet(self) -> None:
-        """Say what will be sent, and hear from all receivers that they are ready for it."""
+        """Announce the tensors, and wait until all receivers are ready for them."""
         self._unless_failed(self._greet)
 
     def put(self, number: int, whole: Tensor) -> None:
-        """Send a tensor. It may be freed when this returns, but not be changed before the end.
+        """Send a tensor. It may be freed when this returns, but must not change before the end.
 
         Args:
             number: in the plan; tensors come in order.
             whole: on any device.
         """
         self._unless_failed(lambda: self._put(number, flat_bytes(whole)))
-        if whole.device.type in {"cpu", "cuda"}:  # others may not have aminmax of every dtype
+        if whole.device.type in {"cpu", "cuda"}:  # other devices may lack aminmax for some dtype
             self._unless_failed(lambda: self._looked.add(self._tensors[number].name, whole))
 
     def compare(self, number: int, name: str, whole: Tensor) -> None:
-        """See that a tensor that is left out is the same as the one that is sent for it."""
+        """Check that a tensor that is left out equals the one that is sent for it."""
         self._unless_failed(lambda: self._compare(number, name, flat_bytes(whole)))
 
     def end(self) -> None:
         """Wait until all receivers have the last byte.
 
         Raises:
-            BroadcastError: they have not, or that is not known.
+            BroadcastError: they have not, or that is unknown.
         """
         self._unless_failed(self._end)
         if self.error is not None:
             raise self.error
 
     def nonfinite(self) -> NonFinite:
-        """The tensors that were sent with NaN or Inf; to be called once, after :meth:`end`."""
+        """The tensors that were sent with NaN or Inf; call it once, after :meth:`end`."""
         wait_for_copies(self._looked.fetch())
         found = self._looked.nonfinite()
         return NonFinite.of([one.name for one in self._tensors if one.name in found])
@@ -142,7 +142,7 @@ class Outgoing:
             if piece.first + piece.size == flat.numel():
                 break
         if flat.numel() > self._header.bucket_bytes:
-            self._wait_while(lambda: True)  # it would be held while the next one is gathered
+            self._wait_while(lambda: True)  # free it before the next one is gathered
 
     def _compare(self, number: int, name: str, flat: Tensor) -> None:
         if _digest(flat) != self._tied[number]:
@@ -161,7 +161,7 @@ class Outgoing:
             )
 
     def _pack(self, bucket: Bucket, piece: BucketPiece, part: Tensor) -> None:
-        """Copy a piece into memory for a bucket, and send that once it is full."""
+        """Copy a piece into a bucket's memory, and send the bucket once it is full."""
         if piece is bucket.pieces[0]:
             self._wait_while(lambda: sum(one.is_buffer for one in self._under_way) == AT_A_TIME)
             self._room = self._buffers.next(bucket.size, self._group.device, part.device)
@@ -174,7 +174,7 @@ class Outgoing:
             self._send(self._room, is_buffer=True)
 
     def _send(self, memory: Tensor, *, is_buffer: bool) -> None:
-        """Send memory that stays as it is until that is waited for."""
+        """Send memory that must not change until the broadcast was waited for."""
         if self._header.has_digests:
             self._digests.append(_digest(memory))
         room = self._header.bucket_bytes - memory.numel()
@@ -188,7 +188,7 @@ class Outgoing:
         self._under_way.append(_Sending(memory, is_buffer, broadcasting))
 
     def _wait_while(self, true: Callable[[], bool]) -> None:
-        """Wait for what is under way, the oldest first."""
+        """Wait for broadcasts under way, the oldest first."""
         while self._under_way and true():
             self._under_way[0].broadcasting.wait()
             self._under_way.popleft()
@@ -198,14 +198,14 @@ class Outgoing:
         self._group.broadcast(told).wait()
 
     def _unless_failed(self, work: Callable[[], None]) -> None:
-        """Do something, and keep its error: raised here, it would leave ranks in a collective."""
+        """Call something, and keep its error: raising it here would leave ranks in a collective."""
         if self.error is not None:
             return
         try:
             work()
         except BroadcastError as error:
             self.error = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks gather
+        except Exception as error:  # noqa: BLE001 - any error, because the other ranks gather
             self.error = BroadcastError(f"a transfer could not be sent: {error}")
             self.error.__cause__ = error
 
@@ -217,12 +217,12 @@ class Buffers:
         self._made: deque[_BucketBuffer] = deque()
 
     def next(self, size: int, device: torch.device, source: torch.device) -> Tensor:
-        """So many bytes of the one that was not given last.
+        """So many bytes of the buffer that was not returned last.
 
         Args:
             size: bytes.
-            device: where they are.
-            source: what is copied into them comes from there.
+            device: of the buffer.
+            source: the device of the data to copy into it.
         """
         buffer = self._made.popleft() if len(self._made) == AT_A_TIME else None
         if buffer is None or buffer.like != (device, source.type) or buffer.size < size:
@@ -231,17 +231,17 @@ class Buffers:
         return buffer.content[:size]
 
     def close(self) -> None:
-        """Let them go; torch holds what it still sends."""
+        """Release them; torch keeps those that it still sends."""
         self._made.clear()
 
 
 class _BucketBuffer:
-    """Memory for a bucket, zero at first, as what lies between tensors is sent, too."""
+    """Memory for a bucket, zeroed at first, because the gaps between tensors are sent, too."""
 
     def __init__(self, size: int, device: torch.device, source: torch.device) -> None:
         self.like = (device, source.type)
         self.size = size
-        # Held: on the host it is pinned for as long.
+        # Kept, because it stays pinned on the host only as long as this.
         self._memory = HostMemory(size, source) if device.type == "cpu" else None
         self.content = (
             torch.zeros(size, dtype=torch.uint8, device=device)
@@ -251,7 +251,7 @@ class _BucketBuffer:
 
 
 def _digest(flat: Tensor) -> bytes:
-    """Of the bytes of a tensor, on any device."""
+    """The digest of a tensor's bytes, on any device."""
     hasher = xxhash.xxh3_128()
     for part in torch.split(flat, _HASHED):
         hasher.update(bytes_of(part.cpu()))

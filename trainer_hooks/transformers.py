@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 __all__ = ["SyncdCallback"]
 
-#: Metrics of which a log tells the sum since the log before it; of all others the last value.
+#: Metrics of which a log shows the sum since the last log; of all others it shows the last value.
 _SUMMED: Final = frozenset(
     {
         "time/stall",
@@ -42,20 +42,18 @@ _SUMMED: Final = frozenset(
 class SyncdCallback(TrainerCallback):
     """Lets a Trainer sync its model after the optimizer steps that are due, on every rank.
 
-    It wraps :class:`~trainer_hooks.hook.TrainerHook`, and lets it look at each optimizer step
-    (``state.global_step``); what else is published: what the Trainer saves, and the weights of the
-    last step. Checkpoints to resume from are the Trainer's own, and so is resuming from them.
+    It wraps :class:`~trainer_hooks.hook.TrainerHook`, and calls it at each optimizer step
+    (``state.global_step``). It also publishes the steps that the Trainer saves, and the weights of
+    the last step. The Trainer itself makes checkpoints and resumes from them.
 
-    Promised: what explorers get is the model that was trained, by the names of the plain model,
-    whatever accelerate has wrapped it in (DDP, FSDP1, FSDP2), whole and as it was after the step;
-    a step waits for storage only as :class:`~trainer_hooks.settings.SaveSettings` say, one that the
-    Trainer saves while two saves are under way, and the end for the last. With
-    ``load_best_model_at_end`` the end publishes nothing: what is loaded is not the last step's; nor
-    does it with ``SaveSettings(final=False)``. Not promised: that a rank whose training fails says
-    so, unless its ``train`` is called inside ``with callback:``; without, it counts as dead a lease
-    time after its process has ended.
-
-    Give it to the Trainer of every rank: as ``callbacks=[callback]``, by
+    Promised: explorers get the model that was trained, with the names of the plain model, whatever
+    accelerate has wrapped it in (DDP, FSDP1, FSDP2), whole and as it was after the step. Training
+    waits for storage only as :class:`~trainer_hooks.settings.SaveSettings` say, when the Trainer
+    saves a step while two saves are under way, and at the end for the last save. With
+    ``load_best_model_at_end`` nothing is published at the end, because the loaded model is not the
+    last step's; nor with ``SaveSettings(final=False)``. Not promised: that a rank whose training
+    fails reports that, unless its ``train`` is called inside ``with callback:``. Without, it counts
+    as dead a lease time after its process has ended.
     ``trainer.add_callback(callback)``, or, so that its metrics reach W&B and the like, by
     :meth:`add_to`.
 
@@ -63,18 +61,17 @@ class SyncdCallback(TrainerCallback):
         job_dir: an existing folder on storage that all ranks, the daemon and the explorers share;
             not the Trainer's ``output_dir``.
         settings: when to sync; the same on all ranks. ``save_interval`` must be 0.
-        saving: how saves are written; likewise. ``save_as_hf`` must be ``never``.
+        saving: how saves are written; the same on all ranks. ``save_as_hf`` must be ``never``.
         memory_dir: with method ``memory``: see :class:`~trainer_hooks.hook.TrainerHook`.
-        publish_first: publish the weights before the first step, too: step 0, or, where the Trainer
-            resumes, the step that it resumes from. For explorers that have no weights yet.
-        stop_on_failure: whether a save that failed ends the training. If not, it is logged, and
-            counted in ``sync/failed``; the version before it stays, and the next step that is due
-            is saved as usual.
-        name: of the trainer, of which a job has one.
+        publish_first: publish the weights before the first step, too: step 0, or the step that the
+            Trainer resumes from. For explorers that have no weights yet.
+        stop_on_failure: whether a failed save ends the training. If not, it is logged and counted
+            in ``sync/failed``; the previous version stays, and the next due step is saved as usual.
+        name: of the trainer; a job has one trainer.
         storage: the seam for tests.
 
     Raises:
-        InvalidSettingsError: the settings ask for full checkpoints, which the Trainer makes.
+        InvalidSettingsError: the settings ask for full checkpoints, but the Trainer makes them.
     """
 
     def __init__(
@@ -108,13 +105,13 @@ class SyncdCallback(TrainerCallback):
 
     @property
     def hook(self) -> TrainerHook | None:
-        """The hook of the training that goes on; None before and after it."""
+        """The hook of the running training; None before and after it."""
         return self._hook
 
     def add_to(self, trainer: Trainer) -> Self:
-        """Add it in front of what reports to W&B, TensorBoard and the like.
+        """Add it before the callbacks that report to W&B, TensorBoard and the like.
 
-        ``add_callback`` adds behind these, which have then told a log before the metrics are in it.
+        ``add_callback`` adds it behind them, and they report a log before its metrics are in it.
         """
         trainer.callback_handler.callbacks.insert(0, self)
         return self
@@ -125,7 +122,7 @@ class SyncdCallback(TrainerCallback):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._abandon(kind or RuntimeError)
 
-    # -- what the Trainer calls ------------------------------------------------------------------
+    # -- called by the Trainer ------------------------------------------------------------------
 
     def on_train_begin(
         self,
@@ -141,14 +138,14 @@ class SyncdCallback(TrainerCallback):
         Raises:
             JobUnavailableError: the job directory is missing or cannot be written, on some rank.
             NameTakenError: another trainer works in this job.
-            InvalidSettingsError: settings or a model that cannot be served.
+            InvalidSettingsError: invalid settings, or an unsupported model.
         """
         # Of a training that failed before, or whose batch was too large (auto_find_batch_size).
         self._abandon(RuntimeError)
         self._metrics = {}
         saving = self._saving
-        # By the arguments alone, which all ranks have alike: whether there is a best model is what
-        # each host sees of an output_dir that need not be shared.
+        # By the arguments alone, which are the same on all ranks: each host may see another best
+        # model, because output_dir need not be shared.
         if args.load_best_model_at_end:
             saving = replace(saving, final=False)
         self._hook = TrainerHook(
@@ -186,7 +183,7 @@ class SyncdCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **_: Any,
     ) -> None:
-        """Sync what the Trainer has saved, unless that is done already.
+        """Sync the step that the Trainer has saved, unless that is done already.
 
         Raises:
             SaveFailedError: an earlier save did not become whole, and ``stop_on_failure``.
@@ -203,7 +200,8 @@ class SyncdCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         """Put the metrics since the last log of a step into this one, and ``state.log_history``."""
-        # An evaluation's log is what it returns: a search for hyperparameters adds up all in it.
+        # Not into an evaluation's log, which evaluate() returns: a hyperparameter search sums it
+        # up.
         if logs is None or "loss" not in logs:
             return
         logs.update(self._metrics)
@@ -218,7 +216,7 @@ class SyncdCallback(TrainerCallback):
         control: TrainerControl,  # noqa: ARG002
         **_: Any,
     ) -> None:
-        """Sync the last step, unless that is done; wait for it, and say that training has stopped.
+        """Sync the last step, unless that is done; wait for it, and report the end of the training.
 
         Raises:
             SaveFailedError: a save did not become whole, and ``stop_on_failure``.
@@ -233,7 +231,7 @@ class SyncdCallback(TrainerCallback):
                 raise
             log.error("%s", error)
 
-    # -- small things ----------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------
 
     def _call(self, method: Callable[[int], dict[str, float]], step: int) -> None:
         try:
@@ -241,7 +239,7 @@ class SyncdCallback(TrainerCallback):
         except SaveFailedError as error:
             if self._stop_on_failure:
                 raise
-            log.error("could not save or publish, training goes on: %s", error)
+            log.error("could not save or publish; training goes on: %s", error)
             self._add({"sync/failed": 1.0})
 
     def _add(self, metrics: dict[str, float]) -> None:
@@ -257,16 +255,16 @@ class SyncdCallback(TrainerCallback):
 
 
 def _trained(model: nn.Module | None) -> nn.Module:
-    """The model, where its weights are in it.
+    """The model, if its weights are in it.
 
     Raises:
-        InvalidSettingsError: DeepSpeed has taken them out.
+        InvalidSettingsError: there is none, or DeepSpeed has taken its weights out.
     """
     if model is None:
         raise InvalidSettingsError("the Trainer has no model to publish")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise InvalidSettingsError(
-            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so that nothing of "
-            "it can be published: train with FSDP, or with ZeRO-1 or ZeRO-2"
+            "DeepSpeed's ZeRO-3 leaves no weights in the model between steps, so it cannot be "
+            "published: train with FSDP, or with ZeRO-1 or ZeRO-2"
         )
     return model

@@ -1,8 +1,8 @@
 """Trinity-RFT's FSDP helpers, over receipts and files: a port is a change of import.
 
 Names, arguments and meaning are those of ``trinity.trainer.verl.fsdp_engine``; ``docs/trinity.md``
-says what differs. An engine is verl's ``FSDPEngine``, or anything that has ``module``, and where
-they are needed ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy``.
+lists the differences. An engine is verl's ``FSDPEngine``, or any object that has ``module``, and if
+needed ``checkpoint_manager.processing_class``, ``get_per_tensor_param`` and ``_strategy``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from syncd.storage.job import Job
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.coordinator import CheckpointCoordinator
 from trainer_hooks.state.gather import full_tensor
+from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import Pretrained, model_files, unwrapped
@@ -45,10 +46,10 @@ __all__ = [
 
 
 class FSDPEngine(Protocol):
-    """What is needed of verl's engine.
+    """The part of verl's engine that is needed here.
 
     Attributes:
-        module: the model as it is trained: in FSDP1 or FSDP2, or plain.
+        module: the trained model: in FSDP1 or FSDP2, or plain.
     """
 
     @property
@@ -63,21 +64,22 @@ def fsdp_save_state_dict(
     coordinator: CheckpointCoordinator,
     logger: logging.Logger,
 ) -> None:
-    """Save each rank's shard of the model, and let explorers have it. Call it on all ranks.
+    """Save each rank's shard of the model for explorers. Call it on all ranks.
 
-    The original writes rank 0's shard behind the training, and the other ranks' while it waits;
-    ours copies to host memory on every rank and writes behind the training. Rank 0's also has the
-    config, and the tokenizer of ``engine.checkpoint_manager.processing_class``.
+    The original writes rank 0's shard behind the training, and the other ranks' shards while
+    training waits. This one copies to host memory and writes behind the training on every rank.
+    Rank 0 also saves the config, and the tokenizer of
+    ``engine.checkpoint_manager.processing_class``.
 
     Args:
         engine: the FSDPEngine (``engine.actor.engine`` of a worker).
         local_path: ``JOB/global_step_N/actor``; None to do nothing.
         global_step: the step, N.
         coordinator: of this rank.
-        logger: is told that the save has begun.
+        logger: logs that the save has begun.
 
     Raises:
-        InvalidSettingsError: another path: the daemon would not find it.
+        InvalidSettingsError: another path, in which the daemon would not find the save.
         SaveFailedError: an earlier save did not become whole.
     """
     if local_path is None:
@@ -97,20 +99,20 @@ def fsdp_upload_state_dict(
 ) -> None:
     """Gather the full state dict on rank 0, and give it to the Synchronizer. Call it on all ranks.
 
-    Rank 0 has all of it in host memory, and training waits until it is written: the other ranks in
-    a collective of the default process group, whose timeout (of NCCL 10 minutes, by default) must
-    be longer than that takes. A :class:`~trainer_hooks.hook.TrainerHook` with method ``memory``
-    does neither.
+    Rank 0 has all of it in host memory, and training waits until it is written. The other ranks
+    wait in a collective of the default process group, so its timeout (10 minutes for NCCL by
+    default) must be longer. A :class:`~trainer_hooks.hook.TrainerHook` with method ``memory`` needs
+    neither.
 
     Args:
         engine: as in :func:`fsdp_save_state_dict`.
         synchronizer: rank 0's, of syncd, with a :class:`StateDictWriter`; other ranks have none. A
-            Ray actor is not one.
-        global_step: the step; of step 0 nothing is uploaded.
-        logger: is told that it is done.
+            Ray actor does not work.
+        global_step: the step; step 0 is not uploaded.
+        logger: logs that it is done.
 
     Raises:
-        InvalidSettingsError: on all ranks: rank 0 has none, or none of syncd's.
+        InvalidSettingsError: on all ranks: rank 0 has no synchronizer, or not one of syncd's.
         SaveFailedError: on all ranks: it was not written.
     """
     if global_step == 0:
@@ -132,7 +134,7 @@ def fsdp_upload_state_dict(
             )
         synchronizer.set_model_state_dict(whole, global_step)
 
-    # In place of the original's barrier: what fails on rank 0 fails everywhere, and nobody hangs.
+    # In place of the original's barrier, so that an error on rank 0 is raised everywhere.
     ranks.together(upload)
     logger.info("step %d: its state dict is uploaded", global_step)
 
@@ -147,13 +149,13 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
     Args:
         engine: as in :func:`fsdp_save_state_dict`; with ``_strategy`` other than ``fsdp`` (FSDP1),
             the weights are those of ``engine.get_per_tensor_param()``, if it has that.
-        model_update_group: of the trainer's rank 0, which must be rank 0 there too, and the
-            receivers; NCCL or any other. Of other ranks it is not looked at.
+        model_update_group: the group of the trainer's rank 0, which must be rank 0 there too, and
+            the receivers; NCCL or any other. Ignored on other ranks.
 
     Raises:
-        InvalidSettingsError: on rank 0, which has no group; after the gathering, which the others
-            wait for.
-        RuntimeError: a collective failed, as torch says it.
+        InvalidSettingsError: rank 0 has no group; raised there after the gathering, for which the
+            other ranks wait.
+        RuntimeError: a collective of torch failed.
     """
     device: torch.device | None = None
     for _, weight in _full_weights(engine):
@@ -161,7 +163,7 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
             device = weight.device
             dist.broadcast(weight.contiguous(), 0, group=model_update_group)
     if model_update_group is None and Ranks().rank == 0:
-        # For torch that is the default group, in which nobody receives.
+        # For torch, None is the default group, in which there are no receivers.
         raise InvalidSettingsError(
             "the weights cannot be broadcast: rank 0 has no model_update_group of its receivers"
         )
@@ -171,13 +173,13 @@ def fsdp_sync_weight_nccl(engine: FSDPEngine, model_update_group: dist.ProcessGr
 
 @torch.no_grad()
 def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, ...]]]:
-    """What :func:`fsdp_sync_weight_nccl` broadcasts, in its order. Call it on all ranks.
+    """The tensors that :func:`fsdp_sync_weight_nccl` broadcasts, in order. Call it on all ranks.
 
     Returns:
         On rank 0 the name, the dtype (``bfloat16``) and the whole shape of each tensor, as
-        Trinity's ``get_weight_sync_info`` gives them; nothing on other ranks.
+        Trinity's ``get_weight_sync_info`` returns them; nothing on other ranks.
     """
-    # Each rank knows the whole shape of what it has a part of: nothing is gathered for that.
+    # Each rank knows the whole shape of its parts, so nothing is gathered for it.
     told = [
         (name, str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
         for name, weight in _weights(engine)
@@ -186,15 +188,15 @@ def fsdp_state_dict_meta(engine: FSDPEngine) -> list[tuple[str, str, tuple[int, 
 
 
 class StateDictWriter:
-    """Writes the state dicts that a ``TrainerSynchronizer`` is given, and moves the pointer.
+    """Writes the state dicts that a ``TrainerSynchronizer`` gets, and moves the pointer.
 
-    Promised: the pointer names a step only when its weights are whole and durable. Rank 0 has one;
-    it needs no process group.
+    Promised: the pointer names a step only when its weights are whole and durable. Only rank 0
+    needs one; it needs no process group.
 
     Args:
         job_dir: the job directory.
-        model: whose config becomes part of each version.
-        tokenizer: likewise.
+        model: its config becomes part of each version.
+        tokenizer: its files become part of each version.
         save_timeout: seconds that a save may wait for its turn.
         storage: the seam for tests.
 
@@ -218,6 +220,7 @@ class StateDictWriter:
         if model is not None:
             _without_nameless_code(model)
             self._files = model_files(model, tokenizer)
+        self._hub_names = None if model is None else HubNames(model)
         self._run_id = secrets.token_hex(6)
         self._counter = 0
 
@@ -226,14 +229,17 @@ class StateDictWriter:
 
         Args:
             state_dict: whole tensors on the CPU, by the names of the plain model.
-            step: the step that they are of.
+            step: the step of the weights.
 
         Raises:
-            SaveFailedError: it did not become whole; the version before it stays.
+            SaveFailedError: it could not be written; the previous version stays.
         """
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
-        self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=self._files))
+        files = self._files
+        if self._hub_names is not None:
+            files += self._hub_names.writers(state_dict)
+        self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=files))
 
 
 def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:
@@ -248,7 +254,7 @@ def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:
     """This rank's part of each weight, in the order of the state dict."""
     per_tensor_param = getattr(engine, "get_per_tensor_param", None)
     if getattr(engine, "_strategy", "fsdp") != "fsdp" and per_tensor_param is not None:
-        # It knows what is to be renamed, split and merged; it may have gathered already.
+        # The engine renames, splits and merges as needed; it may have gathered already.
         weights, _ = per_tensor_param()
         yield from weights
         return
@@ -258,13 +264,13 @@ def _weights(engine: FSDPEngine) -> Iterable[tuple[str, Tensor]]:
 
 
 def _processing_class(engine: FSDPEngine) -> Pretrained | None:
-    """The tokenizer or processor that the engine's checkpoints have, if they have one."""
+    """The tokenizer or processor of the engine's checkpoints, if it has one."""
     checkpoint_manager = getattr(engine, "checkpoint_manager", None)
     return getattr(checkpoint_manager, "processing_class", None)
 
 
 def _without_nameless_code(model: nn.Module) -> None:
-    """Of some models verl's ``auto_map`` has None as a key, which no JSON has."""
+    """Drop the key None of verl's ``auto_map``, which some models have, but JSON cannot hold."""
     config = getattr(unwrapped(model), "config", None)
     auto_map = getattr(config, "auto_map", None)
     if config is not None and isinstance(auto_map, dict) and None in auto_map:

@@ -1,6 +1,6 @@
-"""Engines: weights are loaded into them through one small protocol; each engine is a module.
+"""Engines: one small protocol through which weights are loaded; each engine is a module.
 
-In it: the protocol, torch modules, vLLM and SGLang, a fake, and checks for engines of your own. It
-imports ``reader``, ``weights``, ``broadcast`` and ``server_fit`` of ``explorer_hooks``, whose other
-modules import it. Begin with ``base.py``, then ``conformance.py``.
+Contains the protocol, torch modules, vLLM and SGLang, a fake, and checks for your own engines. It
+imports ``reader``, ``weights``, ``broadcast`` and ``server_fit`` of ``explorer_hooks``; the other
+modules there import it. Begin with ``base.py``, then ``conformance.py``.
 """

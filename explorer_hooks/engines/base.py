@@ -1,4 +1,4 @@
-"""``Engine``: the protocol of everything that loads versions."""
+"""``Engine``: the protocol of all engines that load versions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = [
 class Engine(Protocol):
     """Something that serves a model and can take new weights.
 
-    The hook calls it from one thread at a time. For a new version, which is leased and verified by
-    then::
+    The hook calls it from one thread at a time. It leases and verifies a new version, and then
+    calls::
 
         check -> prepare -> pause -> load -> reset_cache -> resume
 
-    ``resume`` comes in any case once ``pause`` was called. Where ``load`` fails the hook loads the
-    version before again, which is still leased, and only then resumes.
+    After ``pause`` the hook always calls ``resume``. If ``load`` fails, it first loads the previous
+    version again, which is still leased.
     """
 
     @property
@@ -36,7 +36,7 @@ class Engine(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether it reads a version's folder only on this host; if not, staging is off."""
+        """Whether the engine reads a version's folder only on this host; if not, staging is off."""
 
     def attach(self) -> None:
         """Repair the state that a killed hook left, e.g. resume a server that it paused.
@@ -45,7 +45,7 @@ class Engine(Protocol):
         """
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare the version's names, shapes and dtypes with what it serves; change nothing.
+        """Compare the version's names, shapes and dtypes with the served model; change nothing.
 
         Raises:
             EngineMismatchError: they do not fit, or the version is of a kind that it cannot load.
@@ -54,22 +54,22 @@ class Engine(Protocol):
     def prepare(self, version: LeasedVersion) -> None:
         """Prepare the load while the engine still serves, e.g. read ahead.
 
-        Nothing that it serves may change, and what is kept may be of no use: the version need not
-        be loaded after all. ``load`` must work without it.
+        The served weights must not change. The prepared state may be thrown away, because the
+        version may not be loaded after all. ``load`` must work without it.
 
         Raises:
             OSError: storage failed.
-            VerificationError: the version is not what it was when it was verified.
+            VerificationError: the version has changed since it was verified.
         """
 
     def pause(self) -> None:
         """Stop serving: running requests are finished, or held until :meth:`resume`."""
 
     def load(self, version: LeasedVersion) -> None:
-        """Take the weights.
+        """Load the weights of the version.
 
-        All of them, or on an error none; an engine that cannot promise that says so, and serves
-        again only when the version before was loaded again.
+        All of them, or none if an error is raised. An engine that cannot promise that must say so;
+        it serves again only after the previous version was loaded again.
         """
 
     def reset_cache(self) -> None:
@@ -79,9 +79,9 @@ class Engine(Protocol):
         """Serve again. Safe to call when it is not paused."""
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether it has what it was given last: a server that was restarted has not.
+        """Whether the engine has the version that it was given last; a restarted server has not.
 
-        Asked now and then while there is nothing newer. Must be quick, and raise nothing.
+        Called now and then while there is nothing newer. Must be quick, and raise nothing.
         """
 
     def close(self) -> None:
@@ -90,10 +90,10 @@ class Engine(Protocol):
 
 @runtime_checkable
 class WeightTaker(Protocol):
-    """What an :class:`Engine` has besides that can take weights by broadcast (method ``nccl``).
+    """The additional methods of an :class:`Engine` that can take broadcasts (method ``nccl``).
 
-    The hook calls it as it does ``load``: between ``pause`` and ``reset_cache``, in one thread. An
-    engine without it is served by the files alone.
+    The hook calls them like ``load``: between ``pause`` and ``reset_cache``, in one thread. An
+    engine without them only loads versions from files.
     """
 
     @property
@@ -103,41 +103,41 @@ class WeightTaker(Protocol):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Join the weight group with all workers, and take the weights of one transfer.
 
-        All of them, or on an error none. Where the engine is in the group of this generation
-        already, it stays in it; one of an earlier generation is left.
+        All of them, or none if an error is raised. An engine that is already in this generation of
+        the group stays in it, and leaves an earlier one.
 
         Args:
-            rendezvous: where the group meets.
+            rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker; the others follow.
-            deadline: seconds that joining, and then the transfer, may take each.
+            deadline: the limit in seconds of joining, and of the transfer.
 
         Raises:
-            BroadcastError: it came to nothing; the engine has the weights that it had, and the
-                generation is dead to it. Its cause is an EngineMismatchError where they do not fit.
-            EngineBrokenError: what weights it has is not known.
+            BroadcastError: the transfer failed. The engine has its old weights, and takes no more
+                part in this generation. The cause is an EngineMismatchError if they do not fit.
+            EngineBrokenError: the engine's weights are unknown.
         """
 
     def leave(self) -> None:
-        """Leave the weight group, without waiting for anyone. Safe to call without one."""
+        """Leave the weight group, without waiting for others. Safe to call without one."""
 
 
 @runtime_checkable
 class MayBeAway(Protocol):
-    """The method that an :class:`Engine` in another process has besides: it may not be running.
+    """The additional method of an :class:`Engine` in another process, which may not be running.
 
     A hook that follows in the background loads nothing while the engine is away.
     """
 
     def is_away(self) -> bool:
-        """Whether it does not answer at all. Must be quick, and raise nothing."""
+        """Whether the engine does not answer at all. Must be quick, and raise nothing."""
 
 
 @runtime_checkable
 class MayStartLater(Protocol):
-    """The method that an :class:`Engine` has besides whose ``attach`` may wait for minutes."""
+    """The additional method of an :class:`Engine` whose ``attach`` may wait for minutes."""
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let ``told`` be given why ``attach`` waits: at once, and then now and then."""
+        """Pass ``told`` the reason why ``attach`` waits: at once, and then now and then."""
 
 
 @runtime_checkable
@@ -154,7 +154,7 @@ class TakesHubNames(Protocol):
 
 
 class InProcessEngine:
-    """Base of engines in the calling process: there is nothing to pause, and no cache."""
+    """Base of engines in the calling process: nothing to pause, and no cache."""
 
     kinds: frozenset[str] = frozenset({"full"})
     is_local: bool = True
@@ -164,7 +164,7 @@ class InProcessEngine:
         """Do nothing: no state outlives the process."""
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Nothing is read ahead."""
+        """Do nothing: nothing is read ahead."""
 
     def pause(self) -> None:
         """Do nothing: the caller serves requests itself, so it is idle during a pull."""
@@ -173,10 +173,10 @@ class InProcessEngine:
         """Do nothing: there is no cache."""
 
     def resume(self) -> None:
-        """It was not paused."""
+        """Do nothing: it was not paused."""
 
     def still_serves(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # the protocol's
-        """True: nobody else changes the weights in this process."""
+        """True: only the hook changes the weights in this process."""
         return True
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Checks that every engine must pass; you can run them on an engine of your own.
+"""Checks that every engine must pass; run them on your own engine.
 
 With pytest::
 
@@ -6,7 +6,7 @@ With pytest::
     def test_my_engine(check, tmp_path):
         check(Subject(make=MyEngine, served=what_it_serves, tensors=specs), tmp_path)
 
-The versions that engines are given are made here, without a daemon, and without torch.
+The checks write the versions for the engine themselves, without a daemon and without torch.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ class Subject:
     """An engine under test.
 
     Attributes:
-        make: a new engine, over a model of its own.
-        served: what an engine serves now: name → bytes of each tensor, or what else ``expected``
-            gives for a version.
-        tensors: what versions must have, by name; of tied tensors one name.
-        expected: what is served once a version was loaded.
-        kind: of the versions.
-        files: what is in each version besides, by name.
-        names: whose names the tensors have, if a ``name_map.json`` among the files has others.
-        all_or_nothing: whether ``load`` itself leaves all as it was where it fails; else what is
-            promised is that the version before can be loaded again.
+        make: makes a new engine, over a model of its own.
+        served: returns the content that an engine serves: name → bytes of each tensor, or the form
+            that ``expected`` returns for a version.
+        tensors: the tensors that a version must have, by name; of tied tensors one name.
+        expected: returns the content to serve after a version was loaded.
+        kind: the kind of the versions.
+        files: additional files in each version, by name.
+        names: the side whose names the tensors have, if a ``name_map.json`` among the files has
+            the other side's.
+        all_or_nothing: whether a ``load`` that fails changes nothing. If False, the promise is only
+            that the previous version can be loaded again.
     """
 
     make: Callable[[], Engine]
@@ -91,12 +92,12 @@ class Subject:
         tensors: Mapping[str, TensorBytes] | None = None,
         storage: Storage | None = None,
     ) -> LeasedVersion:
-        """A version of random weights, other ones for each sequence.
+        """A version of random weights, different for each sequence.
 
         Args:
-            folder: in which its own folder is made.
-            sequence: of the version.
-            tensors: its weights instead, by name.
+            folder: the parent of the version's folder.
+            sequence: the sequence of the version.
+            tensors: weights to use instead, by name.
             storage: the seam for tests.
         """
         return make_version(
@@ -111,7 +112,7 @@ class Subject:
 
 
 def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
-    """By load alone, after prepare, twice the same, and an older version after a newer one."""
+    """The served bits are the version's: by load alone, after prepare, twice, and backwards."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     for version in (first, first, second, first):
         engine.check(version)
@@ -126,7 +127,7 @@ def serves_the_bits_of_what_was_loaded(subject: Subject, folder: Path) -> None:
 
 
 def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
-    """What is served changes with load, and at no other call."""
+    """The served weights change with load, and with no other call."""
     engine, first, second = subject.make(), subject.version(folder, 1), subject.version(folder, 2)
     engine.attach()
     engine.load(first)
@@ -149,7 +150,7 @@ def follows_the_order_of_a_hook(subject: Subject, folder: Path) -> None:
 
 
 def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
-    """Another version can be loaded, also when the prepared one is gone from disk."""
+    """Another version can be loaded instead, even if the prepared one was deleted from disk."""
     engine = subject.make()
     first, second, third = (subject.version(folder, sequence) for sequence in (1, 2, 3))
     engine.load(first)
@@ -161,7 +162,7 @@ def what_is_prepared_need_not_be_loaded(subject: Subject, folder: Path) -> None:
 
 
 def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -> None:
-    """Resume without pause, twice; close twice."""
+    """Resume works without pause, and twice; close works twice."""
     engine, version = subject.make(), subject.version(folder, 1)
     engine.resume()
     engine.load(version)
@@ -176,7 +177,7 @@ def resume_and_close_can_be_called_at_any_time(subject: Subject, folder: Path) -
 
 
 def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
-    """Each tensor missing, of another shape, of another dtype; a name more; other kinds."""
+    """Each tensor missing, of another shape, of another dtype; an extra name; other kinds."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     for number, (what, wrong) in enumerate(_misfits(subject), 2):
@@ -199,7 +200,7 @@ def check_refuses_what_does_not_fit(subject: Subject, folder: Path) -> None:
 
 
 def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -> None:
-    """In prepare and in load, at each tensor; and the version can be loaded later."""
+    """In prepare and in load, at each tensor; later the version can be loaded."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     storage = FailingStorage()
@@ -220,7 +221,7 @@ def a_read_error_at_any_tensor_changes_nothing(subject: Subject, folder: Path) -
 
 
 def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> None:
-    """At its last byte, and in its header."""
+    """Cut at its last byte, and in its header."""
     engine, first = subject.make(), subject.version(folder, 1)
     engine.load(first)
     storage = Storage(durable=False)
@@ -237,7 +238,7 @@ def a_file_that_is_cut_short_changes_nothing(subject: Subject, folder: Path) -> 
     engine.close()
 
 
-#: All of them, in the order in which it helps to look at what fails.
+#: All checks. If several fail, look at the first one first.
 CHECKS: Final[tuple[Check, ...]] = (
     serves_the_bits_of_what_was_loaded,
     follows_the_order_of_a_hook,
@@ -255,7 +256,7 @@ def name_of(check: Check) -> str:
 
 
 def _places(version: LeasedVersion) -> Iterator[FileSpan]:
-    """Each tensor that has bytes."""
+    """The bytes of each tensor that has any."""
     for file in version.open_weights():
         for entry in file.entries:
             if entry.end > entry.begin:
@@ -286,13 +287,13 @@ def _refused(engine: Engine, version: LeasedVersion, what: str) -> None:
 def _fails(call: Callable[[LeasedVersion], None], version: LeasedVersion) -> bool:
     try:
         call(version)
-    except Exception:  # noqa: BLE001 - which one is the engine's to say
+    except Exception:  # noqa: BLE001 - each engine has its own errors
         return True
     return False
 
 
 def _survives(subject: Subject, engine: Engine, version: LeasedVersion) -> None:
-    """After a failed load; what a hook does for an engine that is torn by it."""
+    """Recover as a hook does after a failed load, if the engine may be torn."""
     if not subject.all_or_nothing:
         engine.load(version)
 
@@ -311,7 +312,7 @@ def _require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Bytes of a file, in words: those of one tensor."""
+    """The range of bytes of one tensor in a file, with the tensor's name."""
 
     path: Path
     begin: int
@@ -323,10 +324,10 @@ class FileSpan:
 
 
 class FailingStorage(Storage):
-    """Storage of which one place cannot be read: ``EIO``.
+    """Storage with one range of bytes that cannot be read: ``EIO``.
 
     Attributes:
-        place: that one; None for none.
+        place: the range; None for none.
     """
 
     def __init__(self) -> None:
@@ -335,18 +336,18 @@ class FailingStorage(Storage):
         self._paths: dict[int, Path] = {}
 
     def open_read(self, path: Path) -> int:
-        """Note which file it is."""
+        """Open the file, and remember its path."""
         fd = super().open_read(path)
         self._paths[fd] = path
         return fd
 
     def pread(self, fd: int, count: int, offset: int) -> bytes:
-        """Fail where the place is among the bytes."""
+        """Fail if the place is among the bytes."""
         self._look(fd, offset, count)
         return super().pread(fd, count, offset)
 
     def pread_into(self, fd: int, part: memoryview, offset: int) -> int:
-        """Fail where the place is among the bytes."""
+        """Fail if the place is among the bytes."""
         self._look(fd, offset, len(part))
         return super().pread_into(fd, part, offset)
 
@@ -362,11 +363,11 @@ class FailingStorage(Storage):
 
 
 class TensorBytes(NamedTuple):
-    """A tensor.
+    """A tensor, as bytes.
 
     Attributes:
-        dtype: safetensors' name.
-        shape: of the tensor.
+        dtype: the name in safetensors.
+        shape: its shape.
         content: its bytes, C-contiguous.
     """
 
@@ -376,14 +377,14 @@ class TensorBytes(NamedTuple):
 
 
 class NoLease:
-    """Stands for a lease: nobody removes these versions."""
+    """Stands for a lease, because nothing deletes these versions."""
 
     def release(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
 
 def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, TensorBytes]:
-    """Tensors of random bits, so of all kinds of NaN too; the same for the same seed."""
+    """Tensors of random bits, with all kinds of NaN; the same for the same seed."""
     chance = random.Random(seed)  # noqa: S311 - nothing is secret
     found = {}
     for name, (dtype, shape) in specs.items():
@@ -391,7 +392,7 @@ def random_tensors(specs: Mapping[str, TensorSpec], seed: int) -> dict[str, Tens
         for size in shape:
             count *= size
         content = chance.randbytes(count)
-        if dtype == "BOOL":  # a byte that is neither 0 nor 1 is no bool
+        if dtype == "BOOL":  # a bool is 0 or 1
             content = bytes(byte & 1 for byte in content)
         found[name] = TensorBytes(dtype, shape, content)
     return found
@@ -410,19 +411,19 @@ def make_version(
     names: Names = "trainer",
     storage: Storage | None = None,
 ) -> LeasedVersion:
-    """Write a version's folder as the daemon publishes it, and hold it.
+    """Write a version's folder as the daemon publishes it, and lease it.
 
     Args:
-        folder: must not be there yet, and its parent must.
-        tensors: by name; those of a full version are in two files where there are two of them.
-        sequence: which version.
+        folder: a path that does not exist, in a folder that does.
+        tensors: by name; a full version with two or more of them has two files.
+        sequence: the sequence of the version.
         step: the sequence by default.
         kind: ``full``, ``adapter`` or ``remote``.
-        files: what is in the folder besides, by name.
-        remote: of kind ``remote``: the path.
-        base_model: the name of that of an adapter.
-        names: whose names the tensors have.
-        storage: what the version is written, and later read, through.
+        files: additional files in the folder, by name.
+        remote: the path, for kind ``remote``.
+        base_model: the base model's name, for an adapter.
+        names: the side whose names the tensors have.
+        storage: writes the version, and later reads it.
 
     Returns:
         The version; its release does nothing.
@@ -460,7 +461,7 @@ def make_version(
 
 
 def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
-    """Which tensors are in which file."""
+    """The tensors of each file."""
     if not names:
         return {}
     if kind == "adapter":
@@ -475,7 +476,7 @@ def _grouped(names: Sequence[str], kind: Kind) -> dict[str, Sequence[str]]:
 
 
 def _weights(tensors: Mapping[str, TensorBytes], file: str) -> tuple[bytes, list[TensorEntry], str]:
-    """A safetensors file, what the manifest says of its tensors, and its digest."""
+    """A safetensors file, its tensors for the manifest, and its digest."""
     fields, told, at = [], [], 0
     for name, (dtype, shape, content) in tensors.items():
         fields.append(HeaderEntry(name, dtype, shape, at, at + len(content)))

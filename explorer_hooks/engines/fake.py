@@ -1,6 +1,6 @@
-"""An engine without a model: it reads versions, remembers what it was asked, and fails on demand.
+"""An engine without a model: it reads versions, records all calls, and fails on demand.
 
-For tests of what drives an engine. It needs neither torch nor a server.
+For tests of programs that drive an engine. It needs neither torch nor a server.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _BUFFER: Final = 1024 * 1024
 
 
 class Call(NamedTuple):
-    """One thing that the engine was asked.
+    """One call of the engine.
 
     Attributes:
         what: the method's name.
-        sequence: of the version that it was given; None where it was given none.
+        sequence: the sequence of the given version; None if the method takes none.
     """
 
     what: str
@@ -38,11 +38,11 @@ class Call(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What the engine serves.
+    """The version that the engine serves.
 
     Attributes:
         sequence, step: of the version.
-        folder: that it was read from: a stage folder, or the published one.
+        folder: the folder that it was read from: a stage folder, or the published one.
         digest: xxh3-128 of all bytes of its weight files, in the manifest's order.
     """
 
@@ -64,27 +64,27 @@ class Hang:
         self._free = threading.Event()
 
     def release(self) -> None:
-        """Let the call go on."""
+        """Let the call continue."""
         self._free.set()
 
     def wait(self) -> None:
-        """What the engine does in it."""
+        """Block the call until it is released."""
         self.reached.set()
         self._free.wait()
 
 
 class FakeEngine:
-    """Serves versions by their content's digest.
+    """Serves versions by the digest of their content.
 
     Args:
-        kinds: of the versions that it can load.
-        is_local: as an engine has it.
+        kinds: the kinds of versions that it can load.
+        is_local: the value of the engine's attribute.
         tensors: names, dtypes and shapes that it takes; those of the first version by default.
 
     Attributes:
-        calls: all that it was asked, in order, calls that failed included.
-        served: what it serves; None before the first version, and while it is torn.
-        is_paused: whether it does not serve now.
+        calls: all calls in order, including those that failed.
+        served: the served version; None before the first one, and while the engine is torn.
+        is_paused: whether it is paused now.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FakeEngine:
         self._hangs: dict[str, Hang] = {}
         self._changed = threading.Condition()
 
-    # -- what a test tells it --------------------------------------------------------------------
+    # -- for the test --------------------------------------------------------------------
 
     def fail(
         self,
@@ -119,17 +119,17 @@ class FakeEngine:
 
         Args:
             what: the method.
-            error: what it raises.
-            times: so many calls do.
+            error: the error to raise.
+            times: the number of calls that raise.
             sequence: only calls with this version; None for any.
-            torn: of ``load``: what was served is lost, as in a module that was half filled.
+            torn: for ``load``: the served weights are lost, as in a module that was half filled.
         """
         _known(what)
         self._faults.append(_Fault(what, error, times, sequence, torn))
 
     @contextmanager
     def hanging(self, what: str) -> Iterator[Hang]:
-        """Let calls of a method wait, within the block, until they are released."""
+        """Block calls of a method, within the ``with`` block, until they are released."""
         _known(what)
         self._hangs[what] = hang = Hang()
         try:
@@ -153,7 +153,7 @@ class FakeEngine:
             return self.served
 
     def restart(self) -> None:
-        """As a server that was restarted: it has what it had at the beginning, which is nothing."""
+        """Lose all weights, like a server that was restarted."""
         with self._changed:
             self.served = None
             self.is_paused = False
@@ -165,23 +165,23 @@ class FakeEngine:
     # -- the engine ------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """A server that a killed hook paused serves again."""
+        """Resume: a killed hook may have left the server paused."""
         self._enter("attach")
         self._set_paused(False)
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare with what it takes."""
+        """Compare with the tensors that it takes."""
         self._enter("check", version)
         check_kind(version, self.kinds)
         if self._tensors is not None:
             compare_tensors(version, tensor_specs(version.manifest), self._tensors, "this engine")
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Nothing is read ahead."""
+        """Do nothing: nothing is read ahead."""
         self._enter("prepare", version)
 
     def pause(self) -> None:
-        """Let requests wait."""
+        """Make requests wait."""
         self._enter("pause")
         self._set_paused(True)
 
@@ -195,20 +195,20 @@ class FakeEngine:
             self._tensors = tensor_specs(version.manifest)
 
     def reset_cache(self) -> None:
-        """There is none."""
+        """Do nothing: there is no cache."""
         self._enter("reset_cache")
 
     def resume(self) -> None:
-        """Let requests go on."""
+        """Let requests continue."""
         self._enter("resume")
         self._set_paused(False)
 
     def still_serves(self, version: LeasedVersion) -> bool:
-        """Whether this is the version; after :meth:`restart` none is."""
+        """Whether this version is served; after :meth:`restart` none is."""
         return self.served is not None and self.served.sequence == version.sequence
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
         self._enter("close")
 
     def _enter(self, what: str, version: LeasedVersion | None = None) -> None:
@@ -232,7 +232,7 @@ class FakeEngine:
 
 
 class _Fault:
-    """Calls that are to fail."""
+    """An error for the next calls of a method."""
 
     def __init__(
         self, what: str, error: BaseException, times: int, sequence: int | None, torn: bool
@@ -248,7 +248,7 @@ class _Fault:
 
 
 def content_of(version: LeasedVersion, look: Callable[[], None] = lambda: None) -> str:
-    """The digest of all bytes of a version's weight files: which weights it has.
+    """The digest of all bytes of a version's weight files; it identifies the weights.
 
     Args:
         version: of kind ``full`` or ``adapter``.

@@ -19,8 +19,8 @@ class TensorSpec(NamedTuple):
     """The properties of a tensor that must match.
 
     Attributes:
-        dtype: safetensors' name.
-        shape: of the whole tensor.
+        dtype: the name in safetensors.
+        shape: the shape of the whole tensor.
     """
 
     dtype: str
@@ -36,11 +36,11 @@ def check_kind(version: LeasedVersion, kinds: Container[str]) -> None:
     """Check that an engine can load versions of this kind.
 
     Args:
-        version: the one that it is given.
-        kinds: those that it can load: of ``full``, ``adapter``, ``remote``.
+        version: the version to load.
+        kinds: the kinds that the engine can load: some of ``full``, ``adapter``, ``remote``.
 
     Raises:
-        EngineMismatchError: it cannot; says who can.
+        EngineMismatchError: the engine cannot load it; the message says which engine can.
     """
     if version.kind in kinds:
         return
@@ -71,13 +71,13 @@ def compare_tensors(
     """Compare all names, dtypes and shapes.
 
     Args:
-        version: for the message.
-        given: what the version has.
-        wanted: what the engine takes, by the same names.
-        whose: the engine, for the message.
+        version: named in the message.
+        given: the tensors of the version.
+        wanted: the tensors of the engine, by the same names.
+        whose: the engine's name in the message.
 
     Raises:
-        EngineMismatchError: says which ones differ, and how.
+        EngineMismatchError: some differ; the message lists them.
     """
     refuse(named(version), whose, differences(given, wanted, whose))
 
@@ -109,7 +109,7 @@ def differences(
 
 
 def named(version: LeasedVersion) -> str:
-    """A version, for messages; one of sequence 0 was built to be evaluated."""
+    """The name of a version in messages; sequence 0 is a step that was built to be evaluated."""
     if not version.sequence:
         return f"step {version.step}"
     return f"version {version.sequence} (step {version.step})"
@@ -119,12 +119,13 @@ def refuse(what: str, whose: str, wrong: Iterable[str]) -> None:
     """Raise an error that lists the differences; do nothing if there are none.
 
     Args:
-        what: is refused.
+        what: the thing that is refused.
         whose: the engine.
-        wrong: each a clause of the message.
+        wrong: the differences, each a clause of the message.
 
     Raises:
-        EngineMismatchError: something is wrong; the first few are named, the others counted.
+        EngineMismatchError: there is a difference; the message names the first few and counts the
+            others.
     """
     ordered = sorted(wrong)
     if not ordered:
@@ -137,5 +138,5 @@ def refuse(what: str, whose: str, wrong: Iterable[str]) -> None:
 
 
 def _told(spec: TensorSpec, other: TensorSpec) -> str:
-    """Of a tensor what is not the other's."""
+    """The property that differs: the shape, or else the dtype."""
     return spec.dtype if spec.shape == other.shape else str(list(spec.shape))

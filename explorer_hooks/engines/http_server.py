@@ -1,4 +1,4 @@
-"""An inference server's HTTP interface: which routes it has, and requests that fail clearly."""
+"""An inference server's HTTP interface: the routes that it has, and requests that fail clearly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from syncd.protocol.errors import (
     ServerUnreachableError,
 )
 
-#: What is between us and a server says these while the server is away or begins.
+#: Statuses that a proxy in front of a server answers with while the server is away or starts.
 _AWAY: Final = frozenset({502, 503, 504})
 _LONGEST_TEXT: Final = 500
 _POLL: Final = 0.5
-#: Seconds between two lines that a server is still waited for.
+#: Seconds between two log lines that the server is still not up.
 _WORD: Final = 30.0
 _DISTRUSTED: Final = (
     "this host does not trust its certificate: give its authority's certificate by cacert "
@@ -32,27 +32,27 @@ _WRONG_KEY: Final = (
     ": it wants another key: set SYNCD_API_KEY to the one that it was started with, and "
     "SYNCD_ADMIN_API_KEY to an SGLang server's --admin-api-key"
 )
-#: Seconds to connect, at most: a host that is down may not even refuse, and once it is up again a
-#: new attempt gets through long before an old one.
+#: The longest time in seconds to connect. A host that is down may not even refuse a connection; a
+#: new attempt gets through soon after it is up again.
 _CONNECT: Final = 3.0
 
 
 class HttpServer:
     """A server, by its address.
 
-    Routes are ``METHOD /path``, and are read from the server's own ``/openapi.json``: what it has
-    depends on its release and on how it was started.
+    Routes are ``METHOD /path``, read from the server's own ``/openapi.json``, because they depend
+    on its release and on its options.
 
     Args:
         url: e.g. ``http://127.0.0.1:8000``.
-        api_key: what it was started with, sent as a bearer token.
+        api_key: the key that it was started with, sent as a bearer token.
         other_keys: route → the key to send instead of ``api_key``.
         cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
-        timeout: seconds for a request, where a call gives no other.
+        timeout: seconds for a request, if the call gives no other limit.
         transport: the seam for tests.
 
     Raises:
-        InvalidSettingsError: this is no address, or ``cacert`` holds no certificate.
+        InvalidSettingsError: ``url`` is no address, or ``cacert`` holds no certificate.
     """
 
     def __init__(
@@ -72,7 +72,8 @@ class HttpServer:
         if self.url.scheme not in {"http", "https"} or not self.url.host:
             raise InvalidSettingsError(f"{url} is not an address: give http://HOST:PORT")
         if self.url.userinfo or self.url.query or self.url.fragment:
-            # It is named in logs, and in reports on shared storage.
+            # The address appears in logs, and in reports on shared storage, so it must hold no
+            # secret.
             raise InvalidSettingsError(
                 f"the address of {self.url.host} has more parts than http://HOST:PORT/PATH: give "
                 "a key by SYNCD_API_KEY, or api_key"
@@ -85,18 +86,18 @@ class HttpServer:
             verify=True if cacert is None else _trusting(cacert),
             timeout=_limits(timeout),
             transport=transport,
-            # A server closes the connection behind an error: each request has one of its own.
+            # A server closes the connection after an error, so each request has its own connection.
             limits=httpx2.Limits(max_keepalive_connections=0),
-            # An engine is asked where it is, by no proxy that the environment names for others.
+            # Ignore the environment's proxies: the address is the engine's own.
             trust_env=False,
         )
         self._routes: frozenset[str] | None = None
 
     def has(self, route: str) -> bool:
-        """Whether the server has a route; it is asked once, until :meth:`forget_routes`.
+        """Whether the server has a route; the list is read once, until :meth:`forget_routes`.
 
         Raises:
-            ServerError: it does not say.
+            ServerError: the server does not list its routes.
         """
         if self._routes is None:
             self.read_routes()
@@ -107,14 +108,14 @@ class HttpServer:
         """Check that the server has a route.
 
         Raises:
-            InvalidSettingsError: it does not; the advice says what to do.
-            ServerError: it does not say.
+            InvalidSettingsError: it has not; the message ends with ``advice``.
+            ServerError: the server does not list its routes.
         """
         if not self.has(route):
             raise InvalidSettingsError(f"{self.url} has no {route}: {advice}")
 
     def forget_routes(self) -> None:
-        """Ask again when they are needed: the server may be another one now."""
+        """Read the routes again before the next use: another server may be there now."""
         self._routes = None
 
     def ask(
@@ -129,17 +130,17 @@ class HttpServer:
 
         Args:
             route: ``METHOD /path``.
-            body: sent as JSON; None for none.
+            body: sent as JSON; None for no body.
             params: of the query.
-            timeout: seconds for each part of it, of which the connection gets at most 3; that of
-                the server by default.
+            timeout: limit in seconds of each part of the request (the connection gets at most 3);
+                the server's ``timeout`` by default.
 
         Returns:
-            The answer's JSON; None where there is none in it.
+            The answer's JSON; None if it has none.
 
         Raises:
-            ServerUnreachableError: there is nobody, or no answer in time: what was asked for may
-                have been done, or may yet be.
+            ServerUnreachableError: no server, or no answer in time. The server may have done the
+                request nevertheless, or may do it later.
             ServerRefusedError: the answer is an error.
         """
         method, _, path = route.partition(" ")
@@ -162,7 +163,7 @@ class HttpServer:
         if response.status_code in _AWAY:
             self.forget_routes()
             raise ServerUnreachableError(said)
-        if not response.is_success:  # a redirection is followed by nobody: it was not done
+        if not response.is_success:  # redirections are not followed, so nothing was done
             status = response.status_code
             hint = _WRONG_KEY if status == httpx2.codes.UNAUTHORIZED else ""
             raise ServerRefusedError(f"{said}{hint}", answer=_json(response), status=status)
@@ -178,26 +179,26 @@ class HttpServer:
 
         Args:
             timeout: seconds.
-            told: given the reason why it still waits: as soon as there is one, then each 30 s.
-            cancel: called after each attempt that failed; it raises to stop.
+            told: called with the reason for the wait: as soon as there is one, then each 30 s.
+            cancel: called after each failed attempt; it raises to stop.
 
         Raises:
             ServerUnreachableError: it did not come up in time.
-            ServerRefusedError: it does not say.
+            ServerRefusedError: it does not list its routes.
         """
         begun = next_word = time.monotonic()
         while True:
             left = begun + timeout - time.monotonic()
             try:
-                # An attempt that hangs is not to take much longer than what is left.
+                # An attempt that hangs must not take much longer than the time that is left.
                 self.read_routes(min(self._timeout, max(left, _CONNECT)))
             except ServerUnreachableError as error:
                 now = time.monotonic()
                 waited = now - begun
                 if waited >= timeout:
                     raise ServerUnreachableError(
-                        f"no server came up within {timeout:g} s: see its log, or give it longer "
-                        f"by start_timeout (--start-timeout of syncd follow): {error}"
+                        f"no server came up within {timeout:g} s: read its log, or raise "
+                        f"start_timeout (--start-timeout of syncd follow): {error}"
                     ) from error
                 if now >= next_word:
                     next_word = now + _WORD
@@ -208,7 +209,7 @@ class HttpServer:
                 return
 
     def close(self) -> None:
-        """Close its connections. Safe to call twice."""
+        """Close the connections. Safe to call twice."""
         self._client.close()
 
     def read_routes(self, timeout: float | None = None) -> None:
@@ -216,7 +217,7 @@ class HttpServer:
 
         Raises:
             ServerUnreachableError: it does not answer within ``timeout`` seconds.
-            ServerRefusedError: it does not say.
+            ServerRefusedError: it does not list its routes.
         """
         try:
             told = self.ask("GET /openapi.json", timeout=timeout)
@@ -224,8 +225,8 @@ class HttpServer:
             if error.status == httpx2.codes.UNAUTHORIZED:
                 raise
             raise ServerRefusedError(
-                f"{error}: it does not say what routes it has; start it without an option that "
-                "turns its API's description off"
+                f"{error}: it does not list its routes; start it without the option that turns off "
+                "its API description (openapi.json)"
             ) from error
         paths = told.get("paths") if isinstance(told, dict) else None
         if not isinstance(paths, dict):

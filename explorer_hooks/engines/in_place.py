@@ -1,4 +1,4 @@
-"""Filling tensors in place: through host memory that is kept, or straight from the files."""
+"""Filling tensors in place: through reused host memory, or straight from the files."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from syncd.coordination.broadcast.weight_meta import padded
 from syncd.coordination.host_memory import HostMemory
 from syncd.coordination.tensors import bytes_of
 
-#: About so many bytes one thread is given at a time.
+#: About so many bytes one thread reads or copies at a time.
 _BATCH: Final = 16 * 1024 * 1024
-#: The most host memory that is used where what is read is not kept, but for a larger tensor.
+#: The most temporary host memory, except for a single larger tensor.
 _BOUND: Final = 256 * 1024 * 1024
 
 _CPU: Final = torch.device("cpu")
 
 
 class HostStage:
-    """Host memory that targets are read into, or received, to be copied from there.
+    """Host memory to read or receive the targets' content into, and to copy it from.
 
-    The first use makes it; later ones of no more bytes touch no new memory. It is pinned where the
+    The first use allocates it; later uses of no more bytes allocate nothing. It is pinned if the
     targets are on another device than the CPU.
 
     Args:
-        threads: the most that read at a time.
+        threads: the most threads that read at a time.
 
     Attributes:
-        views: what each target is to have, as :meth:`lay_out` was told of them.
+        views: the new content of each target, as laid out by :meth:`lay_out`.
     """
 
     def __init__(self, threads: int) -> None:
@@ -64,7 +64,7 @@ class HostStage:
         """Read the targets' new content; the targets are not changed.
 
         Raises:
-            VerificationError, ShardFormatError: a file is not what the manifest says.
+            VerificationError, ShardFormatError: a file differs from the manifest.
             OSError: storage failed.
         """
         self.lay_out(targets)
@@ -78,8 +78,8 @@ class HostStage:
     def copy(self, targets: Sequence[Target]) -> None:
         """Copy the content that was read into the targets; complete on return, on every device.
 
-        What was put on a device's streams before has ended by then, too: work that still reads the
-        old values, of whoever launched it and went on.
+        Earlier work on a device's streams has ended by then, too: for example a forward that still
+        reads the old values.
 
         Args:
             targets: as many as were laid out, of the same dtypes and shapes.
@@ -101,7 +101,7 @@ class HostStage:
         self._memory = None
 
     def _room(self, targets: Sequence[Target]) -> Tensor:
-        """Memory for all of them: what there is, where that is enough and of the right kind."""
+        """Memory for all of them: the present block if it is large enough and of the right kind."""
         size = _size(targets)
         devices = {target.tensor.device for target in targets} - {_CPU}
         device = min(devices, key=str, default=_CPU)
@@ -118,11 +118,11 @@ def fill_directly(
 ) -> None:
     """Read into the targets themselves: an error leaves some filled and some not.
 
-    Those that are contiguous on the CPU and of the version's dtype are read in place; others, batch
-    by batch, through the stage: 256 MiB of host memory, or as much as the largest one has.
+    Targets that are contiguous on the CPU and of the version's dtype are read in place. The others
+    are read batch by batch through the stage: 256 MiB of host memory, or the size of the largest.
 
     Raises:
-        VerificationError, ShardFormatError: a file is not what the manifest says.
+        VerificationError, ShardFormatError: a file differs from the manifest.
         OSError: storage failed.
     """
     parts: list[_Part] = []
@@ -140,7 +140,7 @@ def fill_directly(
 
 
 class _Part(NamedTuple):
-    """A part of a version's tensor, and the memory that it is to be read into."""
+    """A part of a version's tensor, and the memory to read it into."""
 
     name: str
     box: Box
@@ -148,7 +148,7 @@ class _Part(NamedTuple):
 
 
 def _read_parts(reader: WeightsReader, parts: Sequence[_Part], threads: int) -> None:
-    """Read them all, so many at a time; after an error none is read any more."""
+    """Read all parts, in so many threads; after an error no further part is read."""
     reader.open(part.name for part in parts)  # not in the threads, which share it
     tasks = [partial(_read, reader, batch) for batch in _batches(parts)]
     run_side_by_side(tasks, threads=threads_here(threads), look=lambda: None)
@@ -162,10 +162,10 @@ def _read(reader: WeightsReader, batch: Sequence[_Part], check: Check) -> None:
 
 
 def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
-    """Batches of about equal size; a part that is larger than one is cut along its first dimension.
+    """Batches of about equal size; a larger part is cut along its first dimension.
 
-    What a part is read by is not listed here: of a tensor that is cut along another dimension it is
-    a read a row.
+    The individual reads are not listed here, because a tensor that is cut along another dimension
+    needs one read for each row.
     """
     batch: list[_Part] = []
     size = 0
@@ -194,17 +194,17 @@ def _cut(part: _Part) -> Iterator[_Part]:
 
 
 class _Move(NamedTuple):
-    """Bytes that are to be somewhere else."""
+    """Bytes to copy to another place."""
 
     source: memoryview
     target: memoryview
 
 
 def _move(moves: Sequence[_Move], threads: int) -> None:
-    """Copy memory, so many batches at a time.
+    """Copy memory, with so many batches at a time.
 
-    Not by ``Tensor.copy_``, all of whose threads must meet at the end of each tensor: on processors
-    that do something else as well, that takes many times as long.
+    Not by ``Tensor.copy_``, whose threads must all meet at the end of each tensor: that takes many
+    times as long on processors that are busy with something else.
     """
     tasks = []
     batch: list[_Move] = []
@@ -221,19 +221,19 @@ def _move(moves: Sequence[_Move], threads: int) -> None:
 
 
 def _move_batch(batch: Sequence[_Move], check: Check) -> None:
-    del check  # a copy that was begun is finished: there is nothing that could fail
+    del check  # a copy is never stopped half-way, because nothing in it can fail
     for source, target in batch:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def _is_plain(target: Target) -> bool:
-    """Whether the bytes of the version are those of the tensor, in host memory, end to end."""
+    """Whether the target is contiguous host memory with the version's own bytes."""
     tensor = target.tensor
     return tensor.device == _CPU and tensor.is_contiguous() and tensor.dtype == target.dtype
 
 
 def _bounded(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Targets in groups of at most ``_BOUND`` bytes, or of one."""
+    """Targets in groups of at most ``_BOUND`` bytes; a larger target is a group of its own."""
     group: list[Target] = []
     size = 0
     for target in targets:
@@ -251,6 +251,6 @@ def _size(targets: Sequence[Target]) -> int:
 
 
 def synchronize(devices: set[torch.device]) -> None:
-    """Wait for all that was put on these devices."""
+    """Wait until all work on these devices has ended."""
     for device in devices:
         torch.accelerator.synchronize(device)

@@ -10,8 +10,8 @@ from explorer_hooks.reader import LeasedVersion
 class ServerCalls(ABC):
     """The calls that differ between kinds of servers.
 
-    All raise ServerUnreachableError where it does not answer, and ServerRefusedError where it says
-    that it has not done it.
+    All raise ServerUnreachableError if the server does not answer, and ServerRefusedError if it
+    says that it failed.
     """
 
     @abstractmethod
@@ -20,7 +20,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _find_kinds(self) -> frozenset[str]:
-        """What it can load, by its routes.
+        """The kinds that the server can load, by its routes.
 
         Raises:
             InvalidSettingsError: routes are missing.
@@ -28,39 +28,39 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _named_folder(self) -> str | None:
-        """The model that it names: of the same names and shapes as what it serves."""
+        """The folder that the server names: its tensors have the names and shapes of the model."""
 
     @abstractmethod
     def _serves_what_it_names(self, said: str | None) -> bool:
-        """Whether what it serves is the model that it names, by its label."""
+        """Whether the label shows that the server serves the folder that it names."""
 
     @abstractmethod
     def _said_label(self) -> str | None:
-        """The label of its weights; None where it has none."""
+        """The label of the server's weights; None if it has none."""
 
     @abstractmethod
     def _set_label(self, text: str) -> None:
-        """Label its weights, where it can."""
+        """Label the server's weights, if it can."""
 
     @abstractmethod
     def _can_label(self) -> bool:
-        """Whether it says, and is told, the label of its weights, whatever kind they are."""
+        """Whether the label can be read and set for weights of any kind."""
 
     @abstractmethod
     def _may_be_paused(self) -> bool:
-        """Whether requests wait, or may: asked of one that cannot be labelled."""
+        """Whether requests may be waiting; only for a server that cannot be labelled."""
 
     @abstractmethod
     def _serves_adapter(self) -> bool:
-        """Whether there is an adapter of ours that requests may hold."""
+        """Whether running requests may use an adapter that syncd loaded."""
 
     @abstractmethod
     def _pause(self) -> None:
-        """Hold, finish or abort what is in flight, by the mode; what comes then waits."""
+        """Hold, finish or abort running requests, by the mode; new requests wait."""
 
     @abstractmethod
     def _resume(self) -> None:
-        """Serve again; also one that is not paused."""
+        """Serve again; safe if it is not paused."""
 
     @abstractmethod
     def _reset_cache(self) -> None:
@@ -68,7 +68,7 @@ class ServerCalls(ABC):
 
     @abstractmethod
     def _load_folder(self, kind: str, folder: str, name: str) -> None:
-        """Load a full model, which ends what adapters there are, or an adapter.
+        """Load an adapter, or a full model, which unloads the adapters.
 
         Args:
             kind: ``full`` or ``adapter``.
@@ -76,14 +76,14 @@ class ServerCalls(ABC):
             name: the label, for servers that take it with the weights.
 
         Raises:
-            ServerRefusedError: it says that it has not.
+            ServerRefusedError: the server reports that it failed.
         """
 
-    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not each can look
-        """Look at what was loaded, while it is still paused.
+    def _loaded_well(self, version: LeasedVersion) -> None:  # noqa: B027 # not every server can check
+        """Check the loaded weights while the server is still paused.
 
         Raises:
-            ServerRefusedError: it is not what it should be.
+            ServerRefusedError: they are wrong.
         """
 
     @abstractmethod
@@ -92,8 +92,8 @@ class ServerCalls(ABC):
 
         Args:
             kind: with a ``full`` model, or an ``adapter``.
-            name: the label of what it must generate with.
+            name: the label of the weights that it must generate with.
 
         Raises:
-            ServerRefusedError: it does not.
+            ServerRefusedError: it generates nothing, or with other weights.
         """

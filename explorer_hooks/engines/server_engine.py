@@ -1,4 +1,4 @@
-"""The common part of engines that are servers: paused, reloaded from a folder, and proven."""
+"""The common part of engines that are servers: pause, reload, generate a test token."""
 
 from __future__ import annotations
 
@@ -29,52 +29,52 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: The label that a server has while weights are loaded into it. Where it stays, someone was killed
-#: in the middle of it: nobody knows what weights the server has.
+#: The label of a server while weights are loaded into it. If a server keeps it, a hook was killed
+#: during a load, and the server's weights are unknown.
 LOADING: Final = "syncd-loading"
-#: What all other labels of ours begin with.
+#: The beginning of all other labels that syncd sets.
 _STEP: Final = "step-"
 
 
 class ServerEngine(ServerCalls):
     """A server that takes weights from a folder that it can read.
 
-    Promised: versions that do not fit never reach it; after each load one token is generated before
-    the version counts as served, and one that does not generate is an error; a server of which
-    nobody knows what weights it has, or which has caches of others, is an error and stays paused;
-    where a load fails it is given back what it had.
-    Not promised: that it serves while the hook is away, or that nobody else changes its weights: a
-    second hook of one server is noticed only where it is at a load, or has loaded something else.
+    Promised: versions that do not fit never reach it. After each load it must generate one token
+    before the version counts as served; otherwise an error is raised. A server with unknown
+    weights, or with caches of other weights, is an error and stays paused. If a load fails, the
+    server gets its previous version back.
+    Not promised: that it serves while the hook is away, or that nothing else changes its weights. A
+    second hook on one server is noticed only during a load, or after it has loaded something else.
 
-    A version's label in the server is :func:`label`: the server shows it beside what it generates.
+    A version's label in the server is :func:`label`: the server shows it beside generated text.
 
     Args:
-        url: of one server; not of a balancer before several.
-        mode: what becomes of requests in flight; the first of :attr:`modes` by default.
-        base: the model folder that the server was started with. By default the one that the server
-            names, where it is on this host; else the first version is taken unseen.
-        is_local: whether the server reads on this host alone: staging is off without. By default
-            whether its address is this host's; say no for one that spans hosts.
-        api_key: what it was started with.
-        admin_api_key: of SGLang: what it was started with as ``--admin-api-key``, if it was: its
-            routes for weights then take no other.
+        url: the address of one server, not of a load balancer.
+        mode: how to treat running requests; the first of :attr:`modes` by default.
+        base: the model folder that the server was started with. By default the folder that the
+            server names, if it is on this host; else the first version is taken without comparison.
+        is_local: whether the server reads files on this host alone; if not, staging is off. By
+            default whether its address is this host's; give False for a server that spans hosts.
+        api_key: the key that it was started with.
+        admin_api_key: the ``--admin-api-key`` of SGLang, if it was started with one: its routes for
+            weights then take no other key.
         cacert: a file of PEM certificates to trust instead of the host's, for ``https``.
         lora_name: the model name under which it serves the adapters.
         timeout: seconds for a short request.
         load_timeout: seconds for a pause, a load, and the token after it, each.
-        start_timeout: seconds to wait for a server that is not up yet, at the beginning.
+        start_timeout: seconds to wait at the beginning for a server that is not up yet.
         cancel: called each half second of that wait; it raises to stop.
         transport: the seam for tests.
 
     Attributes:
-        modes: what can become of requests in flight.
+        modes: the possible ways to treat running requests.
 
     Raises:
-        InvalidSettingsError: no address, no such mode, or no model folder.
+        InvalidSettingsError: no address, an unknown mode, or no model folder.
     """
 
     modes: ClassVar[tuple[str, ...]]
-    #: The routes that want the admin key, if the server has one.
+    #: The routes that need the admin key, if the server has one.
     _admin: ClassVar[tuple[str, ...]] = ()
     #: The hub's are those that servers know best.
     hub_names: bool = True
@@ -127,7 +127,8 @@ class ServerEngine(ServerCalls):
         self._proof: Callable[[], None] | None = None
         self._told_waiting: Callable[[str], object] = lambda _: None
 
-    # -- what an engine is -------------------------------------------------------------------------
+    # -- the engine's protocol
+    # ----------------------------------------------------------------------------
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -136,22 +137,22 @@ class ServerEngine(ServerCalls):
 
     @property
     def is_local(self) -> bool:
-        """Whether it reads on this host alone."""
+        """Whether the server reads files on this host alone."""
         return self._is_local
 
     def on_waiting(self, told: Callable[[str], object]) -> None:
-        """Let ``told`` be given why :meth:`attach` waits: at once, and then each 30 s."""
+        """Call ``told`` with the reason why :meth:`attach` waits: at once, and then each 30 s."""
         self._told_waiting = told
 
     def attach(self) -> None:
         """Wait until the server is up, find out what it supports, and resume it if it is paused.
 
-        A server that was left in the middle of a load stays paused until it is given a version.
+        A server that a killed hook left during a load stays paused until it is given a version.
 
         Raises:
             ServerUnreachableError: it did not come up in time.
-            InvalidSettingsError: it has not the routes that are needed.
-            ServerRefusedError: it does not answer as it should.
+            InvalidSettingsError: it lacks a route that is needed.
+            ServerRefusedError: its answer is not understood.
         """
         waits = f"waiting up to {self._start_timeout:g} s for {self._whose} to answer"
         self._told_waiting(waits)
@@ -163,8 +164,8 @@ class ServerEngine(ServerCalls):
             self._fits = fits_if_here(named, self._whose)
         if self._fits is None:
             log.warning(
-                "%s names no model folder on this host: its first version is taken without being "
-                "compared; give the folder that it was started with",
+                "%s names no model folder on this host, so its first version is loaded without a "
+                "comparison; give the folder that it was started with as the base",
                 self._whose,
             )
         said = self._said_label()
@@ -197,11 +198,11 @@ class ServerEngine(ServerCalls):
             self._fits.check(version)
 
     def prepare(self, version: LeasedVersion) -> None:
-        """Check the server before anything is paused; it may have been replaced by another one.
+        """Check the server before it is paused; another one may have replaced it.
 
         Raises:
-            ServerUnreachableError: it is not.
-            EngineBrokenError: another hook is in the middle of a load of it.
+            ServerUnreachableError: it does not answer.
+            EngineBrokenError: another hook is loading into it.
         """
         self._server.forget_routes()
         self._find_kinds()
@@ -218,7 +219,7 @@ class ServerEngine(ServerCalls):
 
         Raises:
             ServerUnreachableError: it does not answer.
-            ServerBusyError: it cannot be paused as it must be for a load: try again.
+            ServerBusyError: it cannot be paused with empty caches now: try again.
             EngineBrokenError: it refuses.
         """
         self._must(self._pause)
@@ -226,12 +227,12 @@ class ServerEngine(ServerCalls):
     def load(self, version: LeasedVersion) -> None:
         """Have the server load the version's folder; if it cannot, have it load the previous one.
 
-        It counts as in the middle of a load until :meth:`reset_cache`.
+        Until :meth:`reset_cache` the server counts as in the middle of a load.
 
         Raises:
-            ServerRefusedError: it did not take it, and has what it had before.
-            ServerUnreachableError: it does not answer: nobody knows what it has.
-            EngineBrokenError: it does not do what is no matter of the version.
+            ServerRefusedError: it did not take the version, and has the previous one again.
+            ServerUnreachableError: it does not answer; its weights are unknown.
+            EngineBrokenError: it fails in a way that no version causes.
         """
         torn, before = self._torn, self._must(self._said_label)
         if before is not None and not before.startswith(LOADING):
@@ -242,7 +243,7 @@ class ServerEngine(ServerCalls):
         loading = f"{LOADING}-{version.kind}"
         self._must(lambda: self._set_label(f"{loading}-{label(version)}"))
         self._model_is_torn |= version.kind == "full"
-        # Its caches are still those of the weights before: it is not yet to be resumed by anybody.
+        # Its caches are still those of the old weights, so no hook may resume it yet.
         name = f"{loading}-taken-{label(version)}" if self._can_label() else label(version)
         try:
             self._load_folder(version.kind, str(version.folder), name)
@@ -263,13 +264,13 @@ class ServerEngine(ServerCalls):
         self._received = None
         self._proof = lambda: self._prove(version.kind, label(version))
         if version.kind == "full":
-            self._loaded = {}  # an adapter of the model before is no adapter of this one
+            self._loaded = {}  # adapters of the previous model do not fit this one
             if self._fits is None:
                 self._fits = Fits(version.manifest, casts=True, whose=self._whose)
         self._loaded[version.kind] = str(version.folder)
 
     def reset_cache(self) -> None:
-        """Let the server forget all prefixes; what is in flight is computed anew from its tokens.
+        """Empty the server's prefix cache; running requests are computed again from their tokens.
 
         Raises:
             ServerUnreachableError: it does not answer.
@@ -286,14 +287,14 @@ class ServerEngine(ServerCalls):
 
         Raises:
             ServerUnreachableError: it does not answer.
-            EngineBrokenError: it does not generate, or nobody knows what weights it has: then it
-                stays paused.
+            EngineBrokenError: it does not generate, or its weights are unknown: then it stays
+                paused.
         """
         if self._torn is not None:
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
         if self._uncached is not None:
             raise EngineBrokenError(
-                f"{self._whose} stays paused: it has {self._uncached}, and caches of what it had "
+                f"{self._whose} stays paused: it has {self._uncached}, and caches of the weights "
                 "before"
             )
         self._must(self._resume)
@@ -304,8 +305,8 @@ class ServerEngine(ServerCalls):
     def still_serves(self, version: LeasedVersion) -> bool:
         """Whether the server reports this version, or weights that it received since.
 
-        One that was restarted does not. Where a server cannot say what it has, that it is there
-        counts.
+        A restarted server does not. A server that cannot report its weights counts as having them
+        if it answers.
         """
         if self._torn is not None or self._uncached is not None:
             return False
@@ -344,10 +345,10 @@ class ServerEngine(ServerCalls):
         log.warning("%s", why)
 
     def _check_left(self, said: str) -> None:
-        """See that whoever is at a load is gone: a load takes no longer than the ``load_timeout``.
+        """Check that another hook's load is over: a load takes at most the ``load_timeout``.
 
         Raises:
-            EngineBrokenError: it may still be there.
+            EngineBrokenError: the load may still be running.
         """
         now = time.monotonic()
         if self._others is None or self._others[0] != said:
@@ -355,25 +356,25 @@ class ServerEngine(ServerCalls):
         if now < self._others[1] + self._load_timeout:
             raise EngineBrokenError(
                 f"{self._whose} is in the middle of a load by another hook ({said}): a server has "
-                f"one hook; stop the other one. If it was killed in that load, this one goes on "
-                f"{self._load_timeout:g} s after it has seen it first, or once it is restarted"
+                f"one hook, so stop the other one. If it was killed then, this hook continues "
+                f"{self._load_timeout:g} s after it first saw that load, or after a restart"
             )
         self._was_left(said)
 
     def _was_left(self, said: str) -> None:
-        """Take it as left in the middle of a load, by a hook that was killed."""
+        """Treat the server as left during a load by a hook that was killed."""
         self._torn = f"it was left in the middle of a load ({said})"
         self._model_is_torn = not said.startswith(f"{LOADING}-adapter")
-        log.warning("%s: %s, and stays paused until the next one", self._whose, self._torn)
+        log.warning("%s: %s; it stays paused until the next load", self._whose, self._torn)
 
     def _take_received(self, name: str, load: Callable[[], None]) -> None:
         """Have the server load a full model that its workers have received, under a label.
 
-        Where it does not, nobody knows what it has, and it stays paused until it is given a
-        version: what it had came from no folder, or from one that may be gone.
+        If that fails, its weights are unknown, and it stays paused until it is given a version:
+        its old weights came from no folder, or from one that may be deleted.
 
         Raises:
-            EngineBrokenError: it does not.
+            EngineBrokenError: the server did not load it.
         """
         self._torn = f"it has not taken {name}"
         self._model_is_torn = True
@@ -389,10 +390,10 @@ class ServerEngine(ServerCalls):
         self._proof = lambda: self._prove("full", name)
 
     def _give_back(self, version: LeasedVersion, name: str, error: ServerRefusedError) -> bool:
-        """After a load that was refused: whether it has again what it had before."""
+        """After a refused load, restore the old weights; return whether the server has them."""
         folder = self._loaded.get(version.kind)
         if folder is None:
-            # Of adapters it had none; of the model nobody knows what is left.
+            # Without an adapter nothing was lost; the state of a model is unknown.
             return version.kind == "adapter"
         log.warning("%s: loading %s again: %s", self._whose, folder, error)
         try:
@@ -404,7 +405,7 @@ class ServerEngine(ServerCalls):
         return True
 
     def _must(self, call: Callable[[], T]) -> T:
-        """Do what no version is to blame for where it fails."""
+        """Turn a refusal that no version causes into an EngineBrokenError."""
         try:
             return call()
         except ServerRefusedError as error:
@@ -412,7 +413,7 @@ class ServerEngine(ServerCalls):
 
 
 def label(version: LeasedVersion) -> str:
-    """How a server names a version: by its step, and its number in the job."""
+    """The name of a version in a server: its step, and its number in the job."""
     return f"{_STEP}{version.step}-version-{version.sequence}"
 
 

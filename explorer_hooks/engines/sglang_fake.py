@@ -1,10 +1,14 @@
 """SGLang's HTTP interface, without a model: for tests of programs that drive a server.
 
-It behaves as the sources of SGLang 0.5.23 say; no such server was at hand. Its traps are here: a
-flush that is refused while something runs, or while a paused server has a grammar to compile; an
-update that is reported as failed though the weights have changed; a success that is reported though
-tensors of unknown names were left out; a name that is the folder of the last update; an unload that
-waits for requests which are held; and routes that want another key.
+It follows the sources of SGLang 0.5.23; it was not compared with a real server. It has SGLang's
+traps:
+
+- A flush is refused while a request runs, or while a paused server has a grammar to compile.
+- An update is reported as failed though the weights have changed.
+- An update is reported as done though tensors of unknown names were left out.
+- The model's name is the folder of the last update.
+- An unload waits for requests that are held.
+- Some routes need another key.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from explorer_hooks.server_fit import model_tensors
 
 _DEFAULT: Final = "default"
 _GET: Final = frozenset({"/model_info"})
-#: Routes that anyone may ask who has the ``--api-key``; the others want the admin's.
+#: Routes that the ``--api-key`` opens; the others need the admin's.
 _NORMAL: Final = frozenset({"/openapi.json", "/model_info", "/generate"})
 _MODES: Final = frozenset({"abort", "retract", "in_place"})
 
@@ -30,28 +34,29 @@ class FakeSGLang:
     """A server that serves folders by their names; give :attr:`transport` to an engine.
 
     Args:
-        model_path: what it was started with.
-        without: routes that this release does not have.
+        model_path: the model folder that it was started with.
+        without: routes that this release lacks.
         api_key, admin_api_key: the keys that it was started with.
         knows: the names of the tensors that its model loads; None to load all. Others are dropped
             without a word, as qwen3_moe drops experts that are stacked.
 
     Attributes:
-        transport: what a client reaches it by.
-        asked: the paths of all requests, in order, but those that only look.
-        model_path, weight_version: what it serves.
+        transport: the client's connection to it.
+        asked: the paths of all requests that change something, in order.
+        model_path, weight_version: the served model.
         served_model_name: the model's name in OpenAI's routes.
         adapters: name → path.
         loaded: the folders whose weights it took, in order.
         serves: with ``knows``, the folder that each of these tensors was loaded from last.
         is_paused: whether requests wait.
-        running: how many requests are computed.
-        compiling: how many requests wait for a grammar, which no paused scheduler compiles.
-        aborted: how many requests were returned as far as they were.
+        running: the number of requests that are computed.
+        compiling: the number of requests that wait for a grammar, which no paused scheduler
+            compiles.
+        aborted: the number of requests that were returned unfinished.
         is_up: whether it answers.
-        faults: path → the message of an answer that says that it failed.
+        faults: path → the message of an answer that reports a failure.
         refuses: folders that it does not take.
-        is_dead: whether nothing is generated any more.
+        is_dead: whether it generates nothing any more.
     """
 
     def __init__(
@@ -89,7 +94,7 @@ class FakeSGLang:
         self.restart()
 
     def restart(self) -> None:
-        """As a new process: it has what it was started with."""
+        """Become a new process with the weights that it was started with."""
         self.model_path = self.served_model_name = self._started_with
         self.weight_version = _DEFAULT
         self.serves = dict.fromkeys(self._knows or (), self._started_with)
@@ -145,7 +150,7 @@ class FakeSGLang:
         self.is_paused = True
         if mode == "abort":
             if self._is_scheduler_paused and self.compiling:
-                # A real one waits until they are returned, which its scheduler does not do.
+                # A real server waits until its scheduler returns them, which never happens.
                 raise httpx2.ReadTimeout("the scheduler is paused, and compiles no grammar")
             self.aborted += self.running + self.compiling + self._held
             self.running = self.compiling = self._held = 0
@@ -198,7 +203,7 @@ class FakeSGLang:
 
     def _unload_lora_adapter(self, told: Mapping[str, Any]) -> httpx2.Response:
         if self.adapters and self.is_paused and self._held:
-            # A real one waits for them, without end.
+            # A real server waits for them without end.
             raise httpx2.ReadTimeout("the adapter is in use by requests that are held")
         if self.adapters.pop(str(told["lora_name"]), None) is None:
             return _said(400, {"success": False, "error_message": "it is not loaded"})
@@ -208,7 +213,7 @@ class FakeSGLang:
         if self.is_dead or told.get("lora_path", "") not in {"", *self.adapters}:
             return _said(500, {"error": {"message": "the scheduler is gone"}})
         if self.is_paused:
-            # A real one lets the request wait: a test that comes here has forgotten to resume.
+            # A real server lets the request wait: the test has forgotten to resume.
             raise httpx2.ReadTimeout("the server is paused")
         meta = {"weight_version": self.weight_version, "completion_tokens": 1}
         return _said(200, {"text": "", "output_ids": [1], "meta_info": meta})

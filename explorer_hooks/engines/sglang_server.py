@@ -1,7 +1,7 @@
 """SGLang's server, over HTTP.
 
-Written by the sources of SGLang 0.5.23, and tested against
-:mod:`explorer_hooks.engines.sglang_fake` alone: there is no build of it for CPUs.
+Written after the sources of SGLang 0.5.23, and tested only against
+:mod:`explorer_hooks.engines.sglang_fake`, because there is no build of SGLang for CPUs.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _INFO: Final = ("GET /model_info", "GET /get_model_info")
 _LOAD_ADAPTER: Final = "POST /load_lora_adapter"
 _UNLOAD_ADAPTER: Final = "POST /unload_lora_adapter"
 _GENERATE: Final = "POST /generate"
-#: Seconds to serve between two tries to flush a paused server.
+#: Seconds to serve between two attempts to flush a paused server.
 _BETWEEN_FLUSHES: Final = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4)
 
 
 class SGLangServer(ServerEngine):
     """An SGLang server.
 
-    While it loads, requests wait; what was in flight is, by mode: ``retract``, put back into the
-    queue, and goes on with the new weights, its prefix computed anew; ``abort``, returned as far as
-    it was. Before and after an adapter, ``retract`` is as ``abort``. (``in_place`` would keep
-    prefixes of the old weights, and is not offered.)
+    New requests wait during a load. The mode decides about running requests: ``retract`` puts them
+    back into the queue, and they continue with the new weights, their prefixes computed again;
+    ``abort`` returns them unfinished. Before and after an adapter, ``retract`` works like
+    ``abort``. (``in_place`` is not offered, because it would keep prefixes of the old weights.)
 
     A paused server compiles no grammars, and refuses to flush its caches while a request waits for
-    one. So the caches are flushed before the load too; if that is refused, the server goes on with
-    what it has for a moment, and is paused again.
+    one. So the caches are flushed before the load too; if that is refused, the server serves its
+    old weights for a moment, and is paused again.
 
-    :class:`~explorer_hooks.engines.server_engine.ServerEngine` has the arguments, and what is
-    promised.
+    See :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the arguments and the
+    promises.
 
     Raises:
-        InvalidSettingsError: no address, no such mode, or no model folder.
+        InvalidSettingsError: no address, an unknown mode, or no model folder.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("retract", "abort")
@@ -65,7 +65,7 @@ class SGLangServer(ServerEngine):
             raise InvalidSettingsError(
                 f"{self._whose} does not report the version that it serves"
             ) from None
-        # An adapter is labelled by a request of its own.
+        # An adapter is labelled by a separate request.
         takes = self._server.has(_LOAD_ADAPTER) and self._server.has(_LABEL)
         adapters = {"adapter"} if takes else set()
         return frozenset({"full"} | adapters)
@@ -74,7 +74,7 @@ class SGLangServer(ServerEngine):
         path = self._told().get("model_path")
         return path if isinstance(path, str) else None
 
-    def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # others go by it
+    def _serves_what_it_names(self, said: str | None) -> bool:  # noqa: ARG002 # other servers need it
         return True  # it names what it loaded last
 
     def _said_label(self) -> str | None:
@@ -95,13 +95,13 @@ class SGLangServer(ServerEngine):
         return "adapter" in self._loaded
 
     def _pause(self) -> None:
-        # To unload an adapter SGLang waits, without end, for what is in flight with it: nothing may
+        # SGLang waits without end for running requests before it unloads an adapter, so none may
         # be held.
         mode = "abort" if self._has_adapters else self._mode
         self._is_flushed = False
         if self._torn is None and self._uncached is None:
             self._pause_flushed(mode)
-        else:  # it must not serve what it has, not even for a moment
+        else:  # it must not serve its present weights, not even for a moment
             self._ask_to_pause(mode)
 
     def _resume(self) -> None:
@@ -112,16 +112,16 @@ class SGLangServer(ServerEngine):
             self._flush()
         except ServerRefusedError as error:
             log.info("resuming %s to flush its caches: %s", self._whose, error)
-            # Requests that go on with prefixes of old weights must not end as if nothing was.
+            # Running requests have prefixes of old weights, and must not end as if they were valid.
             mode = self._mode if self._is_flushed and not self._has_adapters else "abort"
             self._resume()
             self._pause_flushed(mode)
 
     def _pause_flushed(self, mode: str) -> None:
-        """Pause with empty caches; what keeps them from being flushed is let go on meanwhile.
+        """Pause with empty caches; between attempts, serve so that the requests in the way finish.
 
         Raises:
-            ServerBusyError: they could not be flushed in any pause; it is paused.
+            ServerBusyError: no attempt could flush them; the server is paused.
         """
         for seconds in (*_BETWEEN_FLUSHES, None):
             self._ask_to_pause(mode)
@@ -156,8 +156,8 @@ class SGLangServer(ServerEngine):
             adapter = {"lora_name": self._lora_name, "lora_path": folder}
             self._accepted(self._server.ask(_LOAD_ADAPTER, adapter, timeout=self._load_timeout))
             return
-        # The cache is flushed by a request of its own: if a flush is refused here, the update is
-        # reported as a failure, although the weights have changed; some releases end with it.
+        # A separate request flushes the cache: if the flush is refused here, the update is
+        # reported as a failure although the weights have changed; some releases then exit.
         body = {
             "model_path": folder,
             "flush_cache": False,
@@ -184,7 +184,7 @@ class SGLangServer(ServerEngine):
         told = self._server.ask(_GENERATE, body, timeout=self._load_timeout)
         answer = told if isinstance(told, dict) else {}
         if "error" in answer or not ("text" in answer or "output_ids" in answer):
-            raise ServerRefusedError(f"it generates nothing: {told}", answer=told)
+            raise ServerRefusedError(f"it generates no token: {told}", answer=told)
         meta = answer.get("meta_info")
         said = meta.get("weight_version") if isinstance(meta, dict) else None
         if said not in {None, name}:
@@ -195,7 +195,7 @@ class SGLangServer(ServerEngine):
         return told if isinstance(told, dict) else {}
 
     def _accepted(self, told: object) -> None:
-        """An answer that is no error may still say that it was not done."""
+        """Raise if an answer with a good status says that nothing was done."""
         if isinstance(told, dict) and told.get("success") is False:
             why = told.get("message") or told.get("error_message") or told
             raise ServerRefusedError(f"{self._whose}: {why}", answer=told)

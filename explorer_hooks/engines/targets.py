@@ -22,10 +22,10 @@ from syncd.coordination.dtensor import local_box
 from syncd.coordination.tensors import DTYPES, bytes_of
 from syncd.protocol.errors import CheckpointError, EngineMismatchError
 
-#: What ``get_extra_state`` of a module returned: whatever it is, it is no parameter or buffer.
+#: The entry for ``get_extra_state`` of a module, which is never a parameter or a buffer.
 _EXTRA: Final = "_extra_state"
 
-#: What the module calls a tensor of the version; None for one that it does not take.
+#: The module's name of a tensor of the version; None if the module does not take it.
 Rename = Callable[[str], str | None]
 
 
@@ -34,17 +34,17 @@ class DescribedTensor(Described, Protocol):
 
     @property
     def digest(self) -> str | None:
-        """The digest of its bytes, if known."""
+        """The digest of its bytes; None if unknown."""
 
 
 class Target(NamedTuple):
-    """A tensor that is to be filled.
+    """A tensor to fill.
 
     Attributes:
         name: in the version.
         dtype: in the version.
         tensor: this rank's own part of the module's, on any device; changing it changes the module.
-        box: which part of the whole tensor that is.
+        box: the position of that part in the whole tensor.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Target(NamedTuple):
         return self.box.size * self.dtype.itemsize
 
     def of(self, whole: Tensor) -> Tensor:
-        """Its part of the whole tensor; no copy."""
+        """This part of the whole tensor; no copy."""
         return whole[
             tuple(slice(begin, begin + size) for begin, size in zip(*self.box, strict=True))
         ]
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """A module's parameters and buffers by their names in its state dict, themselves and no copies.
+    """A module's parameters and buffers by their names in its state dict: themselves, no copies.
 
     Raises:
-        EngineMismatchError: its state dict is made up when it is asked for.
+        EngineMismatchError: its state dict holds copies.
     """
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         raise EngineMismatchError(
@@ -85,8 +85,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
     copies = sorted(name for name, value in tensors.items() if id(value) not in own)
     if copies:
         raise EngineMismatchError(
-            f"{shown(copies[0])} in the module's state dict is no parameter or buffer of it, and "
-            "cannot be filled in place: a hook of its state_dict makes it up"
+            f"{shown(copies[0])} in the module's state dict is no parameter or buffer of it, so it "
+            "cannot be filled in place: a state_dict hook computes it"
         )
     return tensors
 
@@ -97,21 +97,21 @@ def gathers(module: nn.Module) -> bool:
 
 
 def cut_again(module: nn.Module) -> None:
-    """Have FSDP2 let go of the whole parameters that a forward has left gathered.
+    """Make FSDP2 release the whole parameters that a forward has left gathered.
 
-    It would compute with those, and not with what its parts are by then. No communication.
+    Otherwise it would compute with them, and not with the new parts. No communication.
     """
     if gathers(module):
-        module.state_dict(keep_vars=True)  # which is of the parts, whatever the module's state
+        module.state_dict(keep_vars=True)  # this state dict always holds the parts
 
 
 class Fit(NamedTuple):
     """The match between a version and a module.
 
     Attributes:
-        targets: what each of its tensors fills, in the version's order.
-        unknown: names of two tensors that are one in the module, the earlier one first, and of
-            which it is not said whether they are the same: there are no digests.
+        targets: the parts of the module that each tensor fills, in the version's order.
+        unknown: pairs of names of the version, the earlier one first, that share one tensor in the
+            module. Without digests nobody knows yet whether their values are the same.
     """
 
     targets: list[Target]
@@ -147,21 +147,21 @@ def find_targets(
 ) -> Fit:
     """The target of each tensor of a version.
 
-    Every tensor of the module is filled by one of the version, tied ones by one of their names. If
-    the version has other names than the module, by the map between them, then by its pieces; or by
-    a part of one.
+    Each tensor of the module must be in the version; of tied tensors, one name is enough. If the
+    version has other names than the module, the map between them decides: a tensor is then filled
+    from its pieces, or from a part of one.
 
     Args:
         entries: the tensors of the version; nothing is read.
-        tensors: the module's by name, as :func:`tensors_of` gives them.
+        tensors: the module's by name, as :func:`tensors_of` returns them.
         rename: the module's name of a tensor by the version's, or by the version's other name.
-        names: how the version's names lie to the others.
-        cast: whether floating values may be of another floating dtype than the module's, fp8 aside.
+        names: the map between the version's names and the other ones.
+        cast: whether floating dtypes may differ (fp8 must not).
         what: the version, for messages.
         whose: the module, for messages.
 
     Raises:
-        EngineMismatchError: says what does not fit.
+        EngineMismatchError: they do not fit; the message lists the differences.
     """
     given: dict[str, dict[Box | None, _Filling]] = {}
     wrong: list[str] = []
@@ -224,11 +224,11 @@ def _fillings(
 
 
 def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], whose: str) -> None:
-    """Read tensors that are one in the module, two by two, and see that they are the same.
+    """Read pairs of tensors that share one tensor in the module, and check that they are equal.
 
     Raises:
         EngineMismatchError: they are not.
-        VerificationError, ShardFormatError: a file is not what the manifest says.
+        VerificationError, ShardFormatError: a file differs from the manifest.
         OSError: storage failed.
     """
     wrong = []
@@ -240,7 +240,7 @@ def compare_tied(version: LeasedVersion, unknown: Sequence[tuple[str, str]], who
 
 
 def differ(one: str, other: str, whose: str) -> str:
-    """That two tensors cannot be tied, for messages."""
+    """The message that two tensors cannot be tied."""
     return f"{shown(one)} and {shown(other)} have different values, and are one tensor in {whose}"
 
 
@@ -249,7 +249,7 @@ def _told(name: str, renamed: str) -> str:
 
 
 def _memory(tensor: Tensor) -> object:
-    """What is equal for tensors that are the same memory: tied weights."""
+    """A key that is equal for tensors that share memory: tied weights."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # noqa: SLF001 - to_local records gradients
     if not _has_memory(local) or not local.numel():
         return id(tensor)
@@ -257,7 +257,7 @@ def _memory(tensor: Tensor) -> object:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether its elements lie in memory that a copy can be made into."""
+    """Whether its elements lie in memory that can be written."""
     return (
         tensor.layout is torch.strided
         and not tensor.is_meta
@@ -268,7 +268,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def _target(
     entry: DescribedTensor, value: Tensor, piece: NamedPiece | None, *, cast: bool, whose: str
 ) -> Sequence[Target] | str:
-    """What an entry fills (nothing on a rank that has no part of it); or why it cannot."""
+    """The part to fill (none on a rank that has no part); or the reason why it cannot be filled."""
     shape = tuple(value.shape)
     if shape != entry.shape if piece is None else not holds(shape, piece.other_box):
         return f"is {list(entry.shape)}, {whose} has {list(shape)}"
@@ -305,11 +305,11 @@ def _cut(target: Target, piece: NamedPiece) -> Sequence[Target]:
 
 
 def _fault(tensor: Tensor) -> str:
-    """Why a tensor cannot be changed in place, or nothing."""
+    """The reason why a tensor cannot be changed in place; empty if it can."""
     if tensor.is_meta:
         return "is on the meta device: the module has no weights to replace"
     if not _has_memory(tensor):
-        return f"is a {type(tensor).__name__}, whose elements are not in memory as they are"
+        return f"is a {type(tensor).__name__}, whose elements are not stored as plain memory"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "is an inference tensor, which cannot be changed in place"
     if any(
@@ -320,7 +320,7 @@ def _fault(tensor: Tensor) -> str:
 
 
 def _casts(given: torch.dtype | None, wanted: torch.dtype) -> bool:
-    """Floating values become floating ones; fp8 means nothing without the scales beside it."""
+    """Floating values may be cast to floating ones; not fp8, which needs its scales."""
     return all(
         dtype is not None and dtype.is_floating_point and dtype.itemsize > 1
         for dtype in (given, wanted)

@@ -46,45 +46,45 @@ class TorchModule(InProcessEngine):
     It takes broadcasts of method ``nccl``, too.
 
     Promised: parameters and buffers stay the same objects with the same data pointers, so that CUDA
-    graphs, compiled code and optimizers that hold them stay valid; every tensor is filled, with the
-    bits of the version; a DTensor gets this rank's own part, and only that is read, of any mesh and
-    any of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are complete on
-    every device. What is put on a device afterwards sees the new weights, and what was put there
-    before has seen the old ones alone.
+    graphs, compiled code and optimizers that hold them stay valid. Every tensor is filled, with the
+    bits of the version. A DTensor gets this rank's own part, and only that part is read, for any
+    mesh of ``Shard``, ``_StridedShard`` and ``Replicate``. On return the copies are complete on
+    every device: work that is launched later sees the new weights, and work that was launched
+    before has seen only the old ones.
 
-    Not promised: that a model that computes in another thread meanwhile sees one version alone:
-    give the lock that it computes under. Nor that ranks that share a model change it at the same
-    moment: let them pull between two batches.
+    Not promised: that a model that computes in another thread meanwhile sees one version alone; for
+    that, give its lock. Nor that ranks that share a model change it at the same moment; let them
+    pull between two batches.
 
-    ``in_place`` says where the bytes go:
+    ``in_place`` selects the way of the bytes:
 
-    - ``staged``: all are read into host memory first, which is kept from one load to the next (as
-      much again as this rank's part of the module; pinned where that is on a GPU), and then copied.
-      All or nothing: an error of the storage finds the module as it was. A hook reads ahead while
-      the module still serves, so that a pause is as long as one copy of the bytes.
-    - ``direct``: read into the parameters themselves, where they are on the CPU; through 256 MiB of
-      host memory else. Half the copies, and no second copy of the model in memory. An error of the
-      storage in the middle leaves a torn module, until the version before is loaded again, which a
-      hook does; where there was none before, or it cannot be read either, it stays torn.
+    - ``staged``: all bytes are first read into host memory, and then copied. The memory is kept
+      from one load to the next; it is as large as this rank's part of the module, and pinned if
+      that is on a GPU. All or nothing: if storage fails, the module is unchanged. A hook reads
+      ahead while the module still serves, so a pause is as long as one copy of the bytes.
+    - ``direct``: bytes are read into the parameters themselves if these are on the CPU, else
+      through 256 MiB of host memory. Half the copies, and no second copy of the model in memory. If
+      storage fails half-way, the module is torn. The hook then loads the previous version again; if
+      there is none, or it cannot be read either, the module stays torn.
 
     Args:
         module: its ``state_dict()`` must have exactly the names, shapes and dtypes of the versions;
-            or those that versions say they have beside these, on the hub or in the trainer's
-            module: then tensors are filled part by part, without a copy of them.
+            or their other names (the hub's or the trainer's) that the versions list: then tensors
+            are filled part by part, without a copy of them.
         rename: the module's name of each tensor by the version's (or its other name, if that is the
-            module's), or a function from one to the other, which gives None for a tensor that the
+            module's), or a function from one to the other, which returns None for a tensor that the
             module does not take. Names that are not in a mapping stay.
-        prefix: of the version's names only those that begin with this are the module's, and there
-            they lack it; before ``rename``.
-        cast: whether floating values are cast where the module has another floating dtype (never
-            from or to fp8); by default that is refused.
+        prefix: only the version's names that begin with it are the module's, and it is cut off
+            there, before ``rename``.
+        cast: whether to cast floating values if the module has another floating dtype (never from
+            or to fp8); by default such a version is refused.
         in_place: as above.
-        lock: held while the module changes, e.g. the ``threading.Lock`` of whoever computes; with a
-            module of FSDP2 also for a moment while a version is compared with it.
-        threads: the most that read at a time; never more than there are processors.
+        lock: held while the module changes, e.g. the ``threading.Lock`` of the thread that
+            computes; with FSDP2 also for a moment while a version is compared with the module.
+        threads: the most threads that read at a time; never more than there are processors.
 
     Raises:
-        InvalidSettingsError: there is no such way of ``in_place``.
+        InvalidSettingsError: ``in_place`` is neither of the two.
     """
 
     _whose = "the module"
@@ -120,10 +120,10 @@ class TorchModule(InProcessEngine):
         """Compare every name, shape and dtype.
 
         Raises:
-            EngineMismatchError: says which ones differ, and how; or the version is of a kind that
-                the module cannot take.
-            VerificationError, ShardFormatError, OSError: tied weights had to be read for it, the
-                manifest having no digests, and cannot be.
+            EngineMismatchError: some differ, and the message lists them; or the module cannot take
+                versions of this kind.
+            VerificationError, ShardFormatError, OSError: tied weights had to be compared by
+                reading them, because the manifest has no digests, and they cannot be read.
         """
         compare_tied(version, self._fit(version).unknown, self._whose)
 
@@ -138,7 +138,7 @@ class TorchModule(InProcessEngine):
         Raises:
             EngineMismatchError: the version does not fit; nothing was changed.
             VerificationError, ShardFormatError, OSError: it cannot be read; nothing was changed, or
-                with ``direct`` the module may be torn, which a note of the error says.
+                with ``direct`` the module may be torn; a note of the error then says so.
         """
         targets = self._targets(version)
         if self._in_place == "staged":
@@ -163,23 +163,23 @@ class TorchModule(InProcessEngine):
 
     @property
     def workers(self) -> int:
-        """This process; a module that is sharded over several has one of these in each."""
+        """One: this process. A module that is sharded over several processes has one in each."""
         return 1
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        """Join the weight group, or stay in it, and fill the module with what is broadcast.
+        """Join the weight group, or stay in it, and fill the module with the broadcast weights.
 
-        ``staged``: the module is untouched until every member has the last byte and has said so.
-        ``direct``: filled as it arrives, in which the lock is held for as long as that takes.
+        ``staged``: the module is unchanged until every member has confirmed the last byte.
+        ``direct``: the module is filled as bytes arrive, and the lock is held all that time.
 
         Args:
-            rendezvous: where the group meets.
+            rendezvous: the record with the group's address.
             rank_offset: the rank of this process in it.
-            deadline: seconds that joining, and then the transfer, may take each.
+            deadline: the limit in seconds of joining, and of the transfer.
 
         Raises:
-            BroadcastError: it came to nothing, or does not fit; nothing was changed.
-            EngineBrokenError: it came to nothing in the middle of ``direct``: the module is torn.
+            BroadcastError: the transfer failed, or does not fit; nothing was changed.
+            EngineBrokenError: the transfer failed half-way with ``direct``: the module is torn.
         """
         self._prepared = None
         device = self._receives_on(rendezvous.backend)
@@ -198,11 +198,11 @@ class TorchModule(InProcessEngine):
             raise
 
     def leave(self) -> None:
-        """Leave the weight group, without waiting for anyone. Safe to call without one."""
+        """Leave the weight group, without waiting for others. Safe to call without one."""
         self._group.close()
 
     def _receives_on(self, backend: str) -> torch.device:
-        """The device whose memory the backend moves: for NCCL the module's."""
+        """The device whose memory the backend can receive into: for NCCL the module's."""
         devices = (value.device for value in self._module.parameters())
         cuda = (device for device in devices if device.type == "cuda")
         return next(cuda, torch.device("cpu")) if backend == "nccl" else torch.device("cpu")
@@ -231,25 +231,25 @@ class TorchModule(InProcessEngine):
         self._prepared = _reading(version, targets)
 
     def _lock_to_look(self) -> AbstractContextManager[Any]:
-        """A state dict of FSDP2 cuts what a forward has gathered: not in the middle of that."""
+        """The lock for FSDP2: there ``state_dict`` frees parameters that a forward needs."""
         return self._lock if gathers(self._module) else nullcontext()
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Inside, the module may change, and nobody computes."""
+        """The module may change inside; no forward runs there."""
         with self._lock:
             cut_again(self._module)
             yield
-            # What was computed of the old weights goes, before anyone computes with the new ones:
-            # inside autocast they are kept, for all threads.
+            # Drop casts of the old weights before a forward uses the new ones: inside autocast all
+            # threads keep them.
             torch.clear_autocast_cache()
             self._loaded()
 
     def _loaded(self) -> None:
-        """What else changes with the weights, under the lock. It cannot fail."""
+        """Change the rest that belongs to the weights, under the lock. Must not fail."""
 
-    def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for others
-        """The tensors that a version fills, by the names that it is renamed to."""
+    def _tensors(self, version: LeasedVersion) -> dict[str, Tensor]:  # noqa: ARG002 - for subclasses
+        """The module's tensors that a version fills, by their names after renaming."""
         return tensors_of(self._module)
 
     def _targets(self, version: LeasedVersion) -> list[Target]:
@@ -292,6 +292,6 @@ class TorchModule(InProcessEngine):
 
 
 def _reading(version: LeasedVersion, targets: list[Target]) -> object:
-    """What is read for these targets: equal where it would be the same bytes in the same places."""
+    """The identity of a read: equal if it reads the same bytes into the same places."""
     parts = [(target.name, target.dtype, target.box) for target in targets]
     return version.sequence, version.folder, parts

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _GENERATION: Final = "generation_config.json"
-#: What of an adapter's configuration changes what it computes, and is not seen in its tensors.
+#: The settings of an adapter that change its output, and do not show in its tensors.
 _COMPUTES: Final = (
     "peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "rank_pattern",
     "alpha_pattern", "alpha", "trainable_token_indices", "token_indices", "alora_invocation_tokens",
@@ -35,36 +35,36 @@ _COMPUTES: Final = (
 class TransformersModel(TorchModule):
     """A ``PreTrainedModel``, or a PEFT model over one, loaded in place.
 
-    A model takes full versions, a PEFT model takes adapters; both promise what
-    :class:`~explorer_hooks.engines.torch_module.TorchModule` does.
+    A model takes full versions, a PEFT model takes adapters; both promise the same as
+    :class:`~explorer_hooks.engines.torch_module.TorchModule`.
 
-    Full versions must have the names of the model's own ``state_dict()``, as those have that a
-    trainer of the same class publishes. ``save_pretrained`` of some models (mixtures of experts
-    above all) writes other names and shapes, which ``from_pretrained`` converts: such a version is
-    loaded if it says how the two belong together (``syncd run --names hub``), and refused if not.
-    The version's ``generation_config.json``, where there is one, is applied with the weights, so
-    that ``generate`` samples as the trainer's would. Tied weights stay tied; buffers that are no
-    weights, of rotary embeddings say, stay as they are.
+    Full versions must have the names of the model's own ``state_dict()``; versions of a trainer
+    with the same class have them. ``save_pretrained`` of some models (above all mixtures of
+    experts) writes other names and shapes, which ``from_pretrained`` converts: such a version is
+    loaded if it has the map between both (``syncd run --names hub``), and refused if not. The
+    version's ``generation_config.json``, if there is one, is applied with the weights, so that
+    ``generate`` samples like the trainer's. Tied weights stay tied. Buffers that are no weights,
+    for example of rotary embeddings, stay as they are.
 
-    Adapters replace the values of the one that the PEFT model has by that name, whether it is
-    active or not. It must be of the same ranks and scaling, on the same modules, and not merged.
-    One whose version names another base model than the model was loaded from is refused, where both
-    are names of a hub; where one is a folder, that is not known, and logged once.
+    An adapter replaces the values of the PEFT model's adapter with that name, active or not. It
+    must have the same ranks and scaling, on the same modules, and must not be merged. If it names
+    another base model than the model was loaded from, it is refused. That comparison needs two
+    names on a hub; if one is a folder, the check is skipped, and that is logged once.
 
     Args:
         model: ``from_pretrained``, on any device; or a ``PeftModel``, or a model with an adapter
-            that ``load_adapter`` or ``add_adapter`` has put there.
-        adapter: which adapter of a PEFT model is replaced.
-        takes_generation_config: whether that of a version is applied.
-        base_model: what versions of adapters name as their base model, and must; by default it is
-            compared with what the model was loaded from.
+            that ``load_adapter`` or ``add_adapter`` has added.
+        adapter: the adapter of a PEFT model to replace.
+        takes_generation_config: whether to apply the version's generation config.
+        base_model: the name that adapters must give as their base model; by default the name that
+            the model was loaded from.
         cast: as for :class:`TorchModule`.
         in_place: as for :class:`TorchModule`.
-        lock: as for :class:`TorchModule`: it must be held while the model generates.
+        lock: as for :class:`TorchModule`: hold it while the model generates.
         threads: as for :class:`TorchModule`.
 
     Raises:
-        EngineMismatchError: it is a PEFT model that has no such adapter.
+        EngineMismatchError: the PEFT model has no such adapter.
     """
 
     _whose = "the model"
@@ -91,7 +91,7 @@ class TransformersModel(TorchModule):
         self.kinds = frozenset({"full" if self._config is None else "adapter"})
 
     def _fit(self, version: LeasedVersion) -> Fit:
-        """What else has to fit is looked at with the tensors: no call goes without."""
+        """Also compare the configuration, so that each way to load checks it."""
         try:
             fit = super()._fit(version)
         except EngineMismatchError as error:
@@ -124,15 +124,15 @@ class TransformersModel(TorchModule):
         computed = sorted(name for name, value in found.items() if id(value) not in own)
         if computed:
             raise EngineMismatchError(
-                f"{shown(computed[0])} of the adapter {self._adapter!r} is computed by PEFT as it "
-                "is saved, and cannot be filled in place: make the model again for each version"
+                f"{shown(computed[0])} of the adapter {self._adapter!r} is computed by PEFT "
+                "when it saves, so it cannot be filled in place: make a new model for each version"
             )
-        # PEFT saves whole embeddings beside an adapter under the names that they have.
+        # PEFT saves whole embeddings beside an adapter under their own names.
         saved = {entry.name for entry in version.manifest.tensors} & state.keys()
         return {**found, **{name: state[name] for name in saved}}
 
     def _renamed(self, name: str) -> str | None:
-        """The adapter's files have the prefix of a PeftModel, on whatever it was trained."""
+        """Remove the prefix of a PeftModel, which the adapter's files always have."""
         if self._config is None or _is_wrapped(self._module):
             return name
         return name.removeprefix(PREFIX)
@@ -157,7 +157,7 @@ class TransformersModel(TorchModule):
         refuse(named(version), self._whose, wrong)
 
     def _other_base(self, version: LeasedVersion) -> str | None:
-        """Why an adapter is for another model, as far as that is known."""
+        """The reason why an adapter is for another model; empty if it may be for this one."""
         told = version.manifest.base_model
         mine = self._base_model or _loaded_from(self._module)
         if told is None or mine is None:
@@ -169,8 +169,8 @@ class TransformersModel(TorchModule):
         if differs is None and self._said != told.name:
             self._said = told.name
             log.warning(
-                "version %d is an adapter for %s, and the model was loaded from %s: whether these "
-                "are the same is not known; TransformersModel(base_model=...) says what it must be",
+                "version %d is an adapter for %s, and the model was loaded from %s: cannot tell "
+                "whether these are the same; give the name by TransformersModel(base_model=...)",
                 version.sequence,
                 shown(told.name),
                 shown(mine),
@@ -181,10 +181,10 @@ class TransformersModel(TorchModule):
 
     def _loaded(self) -> None:
         for module in self._module.modules():
-            kept = vars(module).get("_dora_cache")  # where peft.helpers.DoraCaching is on
+            kept = vars(module).get("_dora_cache")  # if peft.helpers.DoraCaching is on
             if isinstance(kept, dict):
                 kept.clear()
-            # generate_batch(persistent_manager=True) keeps what it computed of prompts.
+            # generate_batch(persistent_manager=True) keeps its cache of prompts.
             manager = vars(module).get("_cached_continuous_batching_manager")
             if manager is not None:
                 _forget_prompts(module, manager)
@@ -193,29 +193,29 @@ class TransformersModel(TorchModule):
 
 
 def _forget_prompts(module: Any, manager: Any) -> None:
-    """Let a manager of continuous batching go; the next ``generate_batch`` makes another one."""
+    """Drop the manager of continuous batching; the next ``generate_batch`` makes a new one."""
     if manager.is_running():
         log.warning(
-            "continuous batching runs while the weights change: what it generates is of both old "
-            "and new ones; stop it, or hold the lock, while a version is loaded"
+            "continuous batching runs while the weights change, so its output mixes old and new "
+            "weights; stop it, or hold the lock, while a version is loaded"
         )
         return
     try:
         module.destroy_cached_continuous_batching_manager()
-    except Exception:  # whatever it refuses, what it keeps must not be used again
-        log.exception("a manager of continuous batching did not end well")
+    except Exception:  # with any error, its cache must not be used again
+        log.exception("a manager of continuous batching did not stop cleanly")
         del module._cached_continuous_batching_manager  # noqa: SLF001 - transformers' own
 
 
 def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
-    """The configuration of the model's adapter, as JSON has it; None of a model without PEFT."""
+    """The configuration of the model's adapter, as JSON has it; None for a model without PEFT."""
     configs = getattr(model, "peft_config", None)
     if not configs:
         return None
     if adapter not in configs:
         raise EngineMismatchError(
-            f"the model has no adapter {adapter!r} but {', '.join(map(repr, configs))}: say which "
-            "one versions replace, by TransformersModel(model, adapter=...)"
+            f"the model has no adapter {adapter!r}, only {', '.join(map(repr, configs))}: name the "
+            "one to replace by TransformersModel(model, adapter=...)"
         )
     config: dict[str, Any] = configs[adapter].to_dict()
     told = {key: config[key] for key in _COMPUTES if key in config}
@@ -224,7 +224,7 @@ def _adapter_config(model: nn.Module, adapter: str) -> dict[str, Any] | None:
 
 
 def _loaded_from(model: nn.Module) -> str | None:
-    """The base model's own word: the adapter's config has what it was trained on."""
+    """The name of the base model, from the adapter's config or the model's."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return getattr(base, "name_or_path", None) or None
 
@@ -235,7 +235,7 @@ def _is_wrapped(model: nn.Module) -> bool:
 
 
 def _generation_config(version: LeasedVersion) -> Any:
-    """The version's, ready to be the model's; None where it has none."""
+    """The version's generation config, ready for the model; None if it has none."""
     told = _json(version, _GENERATION)
     if told is None:
         return None
@@ -245,12 +245,12 @@ def _generation_config(version: LeasedVersion) -> Any:
         return GenerationConfig.from_dict(told)
     except (TypeError, ValueError) as error:
         raise EngineMismatchError(
-            f"{version.folder / _GENERATION} is none that transformers takes: {error}"
+            f"{version.folder / _GENERATION} is not a valid generation config: {error}"
         ) from error
 
 
 def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
-    """A JSON object among the version's files; None where there is no such file.
+    """A JSON object among the version's files; None if there is no such file.
 
     Raises:
         EngineMismatchError: it is no JSON object.
@@ -261,17 +261,17 @@ def _json(version: LeasedVersion, name: str) -> dict[str, Any] | None:
     try:
         told = json.loads(version.read_file(name))
     except (ValueError, RecursionError) as error:
-        raise EngineMismatchError(f"{version.folder / name} is no JSON: {error}") from error
+        raise EngineMismatchError(f"{version.folder / name} is not JSON: {error}") from error
     if not isinstance(told, dict):
-        raise EngineMismatchError(f"{version.folder / name} is no JSON object")
+        raise EngineMismatchError(f"{version.folder / name} is not a JSON object")
     return told
 
 
 def _converts(model: nn.Module) -> bool:
-    """Whether transformers saves the model by other names or shapes than it has."""
+    """Whether transformers saves the model with other names or shapes than it has in memory."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: PLC0415
-    except ImportError:  # before transformers 5 there was nothing of the kind
+    except ImportError:  # transformers before 5 converts nothing
         return False
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return hasattr(base, "config") and bool(get_model_conversion_mapping(base, add_legacy=False))

@@ -20,7 +20,7 @@ from explorer_hooks.server_fit import Fits, check_names, fits_if_here
 from syncd.protocol.errors import EngineBrokenError
 from syncd.protocol.participants import Rendezvous
 
-#: Seconds: an ``LLM`` is not asked over a connection that could be given up.
+#: No deadline, because a call of an ``LLM`` in this process cannot be given up.
 _NO_LIMIT: Final = math.inf
 
 
@@ -28,7 +28,7 @@ class LLM(Protocol):
     """The methods of ``vllm.LLM`` that syncd uses.
 
     Attributes:
-        llm_engine: knows how it was made, as ``vllm_config``.
+        llm_engine: has the settings of the LLM as ``vllm_config``.
     """
 
     llm_engine: Any
@@ -37,28 +37,29 @@ class LLM(Protocol):
         """Call a method of each worker."""
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all prefixes; whether it could."""
+        """Empty the prefix cache; return whether that worked."""
 
     def get_default_sampling_params(self) -> Any:
-        """Options of a request."""
+        """The default options of a request."""
 
     def generate(self, prompts: Any, sampling_params: Any, *, use_tqdm: bool) -> Any:
         """Generate, and wait for the end."""
 
 
 class VLLMEngine(InProcessEngine):
-    """An ``LLM`` of vLLM, which generates only while its owner waits for it: there is no pause.
+    """An ``LLM`` of vLLM. It generates only while its owner waits for it, so there is no pause.
 
-    After each load one token is generated before the version counts as served. Where a load fails
-    the weights are torn, until the hook has it load the version before; without one it is broken.
-    With vLLM's own workers on other hosts say ``is_local=False``: they read the folder there. It
-    takes weights by broadcast where it was made with ``worker_extension_cls`` and
+    After each load it generates one token before the version counts as served. If a load fails, the
+    weights are torn until the hook has loaded the previous version again; without one the engine
+    is broken.
+    If vLLM's own workers are on other hosts, give ``is_local=False``, because they read the folder
+    there. It takes broadcasts if it was made with ``worker_extension_cls`` and
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         llm: of vLLM 0.12 or newer.
-        base: the model folder that it was made from. By default the one that it names, where it is
-            on this host; else the first version is taken unseen.
+        base: the model folder that it was made from. By default the folder that it names, if it is
+            on this host; else the first version is taken without comparison.
         is_local: whether all of its workers are on this host.
 
     Raises:
@@ -80,12 +81,12 @@ class VLLMEngine(InProcessEngine):
             self._fits = fits_if_here(named, "this vLLM")
 
     def check(self, version: LeasedVersion) -> None:
-        """Compare with the model that it was made from, or with what it took before.
+        """Compare with the model that it was made from, or with the last version that it took.
 
         Raises:
             EngineMismatchError: it does not fit, is no full model, or has names that vLLM does not
-                look for; or vLLM runs on a CPU
-                without the extension, and would go on with some of the old weights.
+                look for; or vLLM runs on a CPU without the extension, and would keep some of the
+                old weights.
         """
         check_kind(version, self.kinds)
         if not takes_names_of(version, self._fits):
@@ -96,11 +97,11 @@ class VLLMEngine(InProcessEngine):
         self._workers.check_reload(version, getattr(engine, "vllm_config", None))
 
     def load(self, version: LeasedVersion) -> None:
-        """Let each worker load the version's folder, and generate a token.
+        """Have each worker load the version's folder, and generate a token.
 
         Raises:
             EngineBrokenError: it generates none.
-            Exception: what vLLM raises; its weights are torn.
+            Exception: an error of vLLM; its weights are torn.
         """
         self._workers.load_folder(str(version.folder), _NO_LIMIT)
         self._prove(f"version {version.sequence}")
@@ -116,10 +117,10 @@ class VLLMEngine(InProcessEngine):
         """Have the workers receive a transfer, then load it, and generate a token.
 
         Raises:
-            BroadcastError: it did not arrive; the weights are as they were. The cause is an
-                EngineMismatchError where it does not fit.
-            EngineBrokenError: it arrived, and not all are known to have loaded it, or generate: the
-                weights are torn, until a version is loaded.
+            BroadcastError: it did not arrive; the weights are unchanged. The cause is an
+                EngineMismatchError if it does not fit.
+            EngineBrokenError: it arrived, but some worker may not have loaded it, or it generates
+                nothing: the weights are torn until a version is loaded.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
         what = label_received(rendezvous)
@@ -146,10 +147,10 @@ class VLLMEngine(InProcessEngine):
             raise EngineBrokenError(f"vLLM generates nothing with {what}")
 
     def reset_cache(self) -> None:
-        """Forget the prefixes of prompts.
+        """Empty the prefix cache.
 
         Raises:
-            EngineBrokenError: it does not: something is in flight.
+            EngineBrokenError: it cannot be emptied, because a request is running.
         """
         if not self._llm.reset_prefix_cache():
             raise EngineBrokenError(

@@ -1,7 +1,7 @@
 """vLLM's OpenAI-compatible server, over HTTP.
 
-Tested with vLLM 0.32. It must be started with ``VLLM_SERVER_DEV_MODE=1``, for full models; with
-``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``, for adapters.
+Tested with vLLM 0.32. For full models start it with ``VLLM_SERVER_DEV_MODE=1``; for adapters with
+``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=1``.
 """
 
 from __future__ import annotations
@@ -42,33 +42,34 @@ _GENERATE: Final = "POST /inference/v1/generate"
 _COMPLETE: Final = "POST /v1/completions"
 _MODELS: Final = "GET /v1/models"
 _OPTIONS: Final = "GET /server_info"
-#: What vLLM calls weights that nobody has labelled: those that it was started with.
+#: vLLM's label for unlabelled weights: those that it was started with.
 _UNLABELLED: Final = "default"
 
 
 class VLLMServer(ServerEngine):
     """A vLLM server.
 
-    While it loads, requests wait; what was in flight is, by mode: ``keep``, held, and goes on with
-    the new weights, its prefix computed anew; ``wait``, finished first, by the old ones; ``abort``,
-    returned as far as it was. Before an adapter, ``keep`` is as ``wait``. Of
-    a server that was left in the middle of a load nothing is finished: what is held is kept, or
-    aborted where it may need an adapter. What is promised, and the
-    other arguments, are those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
+    New requests wait during a load. The mode decides about running requests: ``keep`` holds them,
+    and they continue with the new weights, their prefixes computed again; ``wait`` first finishes
+    them with the old weights; ``abort`` returns them unfinished. Before an adapter, ``keep`` works
+    like ``wait``. If a killed hook left the server during a load, nothing is finished: held
+    requests are kept, or aborted if they may need an adapter. See
+    :class:`~explorer_hooks.engines.server_engine.ServerEngine` for the promises and the other
+    arguments.
 
-    It takes weights by broadcast where it was started with ``--worker-extension-cls`` and
+    It takes broadcasts if it was started with ``--worker-extension-cls`` and
     :data:`~explorer_hooks.engines.vllm_workers.EXTENSION`.
 
     Args:
         url: of one server.
-        checksums: whether the server digests its weights after each load, and those of a version
-            that it is given again must be the same as the first time. It is paused meanwhile, and
-            reads all of them on one core; and on CPU some of its digests are
-            those of empty tensors.
-        options: those of every server.
+        checksums: whether the server computes digests of its weights after each load; if a version
+            is loaded again, they must be the same as the first time. The server is paused
+            meanwhile, and reads all weights on one core. On a CPU some of its digests are those of
+            empty tensors.
+        options: those of :class:`~explorer_hooks.engines.server_engine.ServerEngine`.
 
     Raises:
-        InvalidSettingsError: no address, no such mode, or no model folder.
+        InvalidSettingsError: no address, an unknown mode, or no model folder.
     """
 
     modes: ClassVar[tuple[str, ...]] = ("keep", "wait", "abort")
@@ -87,21 +88,21 @@ class VLLMServer(ServerEngine):
     def workers(self) -> int:
         """The number of the server's ranks in a weight group; 0 if it cannot take broadcasts.
 
-        It is 0 before :meth:`attach`, and looked for the first time after it. To answer takes a
-        server seconds the first time: it looks at its host. What a killed hook left goes: its
-        place in a group, and what was received.
+        It is 0 before :meth:`attach`, and read at the first use after it. The first answer takes a
+        server seconds, because it examines its host. Reading it also removes leftovers of a killed
+        hook: its place in a group, and received weights.
         """
         if self._world is None:
             try:
                 self._world = self._find_workers()
             except ServerError as error:
-                log.warning("%s does not say how it was started: %s", self._whose, error)
+                log.warning("%s does not report its configuration: %s", self._whose, error)
                 return 0
             self.leave()
         return self._world
 
     def attach(self) -> None:
-        """As any server's; its workers are counted when they are asked for."""
+        """As any server's; its workers are counted at the first use."""
         super().attach()
         self._world = None
         self._workers.half_loaded = self._model_is_torn
@@ -109,13 +110,13 @@ class VLLMServer(ServerEngine):
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
         """Have the workers receive a transfer, and then load it.
 
-        The first worker changes when all have all of it: until then an error leaves the server with
-        what it had.
+        No worker changes before all of them have received everything. Until then an error leaves
+        the server's weights unchanged.
 
         Raises:
-            BroadcastError: it did not arrive; the server has what it had. The cause is an
-                EngineMismatchError where it does not fit.
-            EngineBrokenError: it arrived, and not all are known to have loaded it: the server stays
+            BroadcastError: it did not arrive; the weights are unchanged. The cause is an
+                EngineMismatchError if it does not fit.
+            EngineBrokenError: it arrived, but some worker may not have loaded it: the server stays
                 paused until it is given a version.
         """
         self._workers.receive(rendezvous, rank_offset, deadline)
@@ -131,7 +132,7 @@ class VLLMServer(ServerEngine):
         return workers_of(config.get("parallel_config") or {}) if config is not None else 0
 
     def _find_config(self) -> dict[str, Any] | None:
-        """How it was started; None if it does not say. Asked once: to answer takes it seconds."""
+        """Its configuration; None if it reports none. Asked once: the answer takes seconds."""
         if self._config is None and self._server.has(_OPTIONS):
             told = self._server.ask(
                 _OPTIONS, params={"config_format": "json"}, timeout=self._load_timeout
@@ -151,11 +152,11 @@ class VLLMServer(ServerEngine):
     # -- weights from folders ----------------------------------------------------------------------
 
     def check(self, version: LeasedVersion) -> None:
-        """As any server's; and see that vLLM's reload changes all of the model's weights.
+        """As any server's; also check that vLLM's reload changes all of the model's weights.
 
         Raises:
             EngineMismatchError: it does not fit; the server does not take its kind; or vLLM runs on
-                a CPU without the extension, and would go on with some of the old weights.
+                a CPU without the extension, and would keep some of the old weights.
             ServerUnreachableError: it does not answer.
         """
         super().check(version)
@@ -164,7 +165,7 @@ class VLLMServer(ServerEngine):
         try:
             config = self._find_config()
         except ServerRefusedError as error:
-            log.warning("%s does not say how it was started: %s", self._whose, error)
+            log.warning("%s does not report its configuration: %s", self._whose, error)
             config = None
         try:
             self._workers.check_reload(version, config)
@@ -179,7 +180,7 @@ class VLLMServer(ServerEngine):
         for route in (_PAUSE, _RESUME, _RPC, _RESET):
             self._server.require(route, "start vLLM (0.12 or newer) with VLLM_SERVER_DEV_MODE=1")
         if not (self._server.has(_GENERATE) or self._server.has(_COMPLETE)):
-            raise InvalidSettingsError(f"{self._whose} generates nothing that could be looked at")
+            raise InvalidSettingsError(f"{self._whose} has no route to generate a test token")
         if self._checksums:
             self._server.require(
                 _CHECKER, "this vLLM cannot digest its weights; going on without checksums"
@@ -194,7 +195,7 @@ class VLLMServer(ServerEngine):
         return None
 
     def _serves_what_it_names(self, said: str | None) -> bool:
-        return said == _UNLABELLED  # it names what it was started with, whatever came since
+        return said == _UNLABELLED  # it always names the folder that it was started with
 
     def _said_label(self) -> str | None:
         if not self._can_label():
@@ -218,15 +219,15 @@ class VLLMServer(ServerEngine):
         return any(m.get("id") == self._lora_name and m.get("parent") for m in self._models())
 
     def _pause(self) -> None:
-        # Its caches are reset after the load, and once is enough.
+        # Reset the caches only once, after the load.
         params = {"mode": self._mode_now(), "clear_cache": "false"}
         self._server.ask(_PAUSE, params=params, timeout=self._load_timeout)
 
     def _mode_now(self) -> str:
-        # A request that is held keeps the adapter that it began with, whose folder may go.
+        # A held request keeps the adapter that it began with, whose folder may be deleted.
         mode = "wait" if self._mode == "keep" and self._has_adapters else self._mode
         if mode == "wait" and (self._torn or self._uncached) is not None:
-            # vLLM goes on with what is held until it is finished: with weights that nobody knows.
+            # vLLM first finishes the held requests: with unknown weights.
             return "abort" if self._has_adapters else "keep"
         return mode
 
@@ -234,7 +235,8 @@ class VLLMServer(ServerEngine):
         self._server.ask(_RESUME)
 
     def _reset_cache(self) -> None:
-        # Held requests are put back into the queue: what they have of the old weights goes too.
+        # Held requests are put back into the queue: their prefixes of the old weights are dropped
+        # too.
         params = {"reset_running_requests": "true", "reset_external": "true"}
         told = self._server.ask(_RESET, params=params, timeout=self._load_timeout)
         if isinstance(told, dict) and told.get("success") is False:
@@ -242,9 +244,10 @@ class VLLMServer(ServerEngine):
                 "its prefix cache still holds entries of the old weights", answer=told
             )
 
-    def _load_folder(self, kind: str, folder: str, name: str) -> None:  # noqa: ARG002 # set apart
+    def _load_folder(self, kind: str, folder: str, name: str) -> None:  # noqa: ARG002 # labelled by a separate request
         if kind == "adapter":
-            # Not by load_inplace: vLLM 0.32 then reads the folder anew for each batch, and it goes.
+            # Not by load_inplace: vLLM 0.32 then reads the folder again for each batch, even
+            # deleted.
             self._unload_adapter()
             body: dict[str, object] = {"lora_name": self._lora_name, "lora_path": folder}
             self._server.ask(_LOAD_ADAPTER, body, timeout=self._load_timeout)
@@ -253,7 +256,7 @@ class VLLMServer(ServerEngine):
             self._unload_adapter()
 
     def _unload_adapter(self) -> None:
-        """One of ours, whose folder nobody holds any more."""
+        """Unload the adapter that syncd loaded, because its folder is not leased any more."""
         if self._serves_adapter():
             self._server.ask(_UNLOAD_ADAPTER, {"lora_name": self._lora_name})
 
@@ -279,13 +282,13 @@ class VLLMServer(ServerEngine):
             body = {"model": model, "prompt": [1], "max_tokens": 1, "temperature": 0.0}
             told = self._server.ask(_COMPLETE, body, timeout=self._load_timeout)
             if not _first_choice(told):
-                raise ServerRefusedError("it completes nothing", answer=told)
+                raise ServerRefusedError("it generates no token", answer=told)
 
     def _base_name(self) -> str:
         for model in self._models():
             if not model.get("parent"):
                 return str(model.get("id"))
-        raise ServerRefusedError("it names no model")
+        raise ServerRefusedError("it lists no model")
 
     def _loaded_well(self, version: LeasedVersion) -> None:
         if not self._checksums:
@@ -293,14 +296,14 @@ class VLLMServer(ServerEngine):
         told = self._server.ask(_CHECKER, {"action": "checksum"}, timeout=self._load_timeout)
         found = told.get("checksums") if isinstance(told, dict) else None
         key = (version.sequence, version.manifest.save_id)
-        # What it had when it was loaded first counts, however often it is given again.
+        # The digests after the first load count, however often the version is loaded again.
         before = self._digests.pop(key, found)
-        # What can come back is what is served, and the one before.
+        # Only the served version and the one before can be loaded again.
         self._digests = dict([*self._digests.items(), (key, before)][-2:])
         if before != found:
             raise ServerRefusedError(
-                f"the weights that it has of version {version.sequence} are not those that it had "
-                "when it loaded it before",
+                f"the digests of its weights of version {version.sequence} differ from those after "
+                "the first load of this version",
                 answer=told,
             )
 

@@ -1,7 +1,7 @@
 """Methods that syncd adds to vLLM's workers: broadcasts, and reloads that are right on a CPU.
 
-Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``: it mixes
-the class into its own worker's. :mod:`.vllm_workers` calls it, by ``collective_rpc``.
+Start vLLM with ``--worker-extension-cls explorer_hooks.engines.vllm_worker.SyncdWorker``: vLLM adds
+the class to its own worker class. :mod:`.vllm_workers` calls it, by ``collective_rpc``.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ Answer = dict[str, object]
 class SyncdWorker:
     """The methods that vLLM's worker gets.
 
-    What arrives is held in host memory, as much as the whole model has on each worker, until it is
-    loaded by a call of its own: so that all workers have it before the first one changes.
+    Received weights stay in host memory (the size of the whole model on each worker) until a
+    separate call loads them, so that all workers have them before the first one changes.
 
-    No method raises: vLLM leaves the answers of other workers unread behind an error, and takes
-    them for those of the next call. What went wrong is in the answer, as ``failed``; and, as
-    ``misfits``, whether that is what was to be sent.
+    No method raises: after an error vLLM leaves the answers of the other workers unread, and takes
+    them for the answers to the next call. The answer holds the error as ``failed``, and as
+    ``misfits`` whether the transfer does not fit the model.
     """
 
     _syncd_membership: Membership | None = None
 
-    if TYPE_CHECKING:  # vLLM's: it takes no extension that has one of its worker's names
+    if TYPE_CHECKING:  # attributes of vLLM's worker; an extension must not define them
         device: torch.device
         rank: int
         model_config: Any
@@ -60,7 +60,7 @@ class SyncdWorker:
         Args:
             rendezvous: the record, as JSON.
             rank_offset: the group rank of the engine's first worker.
-            deadline: seconds that joining, and then the transfer, may take each.
+            deadline: the limit in seconds of joining, and of the transfer.
         """
         member = self._syncd_membership
         if member is None:
@@ -91,7 +91,7 @@ class SyncdWorker:
 
 
 class Membership:
-    """A worker's place in the weight group, and what it has received there."""
+    """A worker's membership of the weight group, and the weights that it has received."""
 
     def __init__(self) -> None:
         self._kept = KeptGroup()
@@ -108,19 +108,19 @@ class Membership:
         device: torch.device,
         model: str,
     ) -> None:
-        """Receive a transfer whole.
+        """Receive a whole transfer.
 
         Args:
-            rendezvous: of its group.
-            rank: this worker's.
-            deadline: seconds for joining, and again for the transfer.
+            rendezvous: the record of its group.
+            rank: this worker's rank.
+            deadline: the limit in seconds of joining, and of the transfer.
             device: the worker's; gloo moves host memory alone.
-            model: the folder that the worker has loaded: what is sent must fit it. Anything else
-                than a folder of this host fits unseen.
+            model: the folder that the worker has loaded, which the transfer must fit. If it is no
+                folder of this host, nothing is compared.
 
         Raises:
-            BroadcastError: it did not arrive everywhere, or does not fit, which is its cause then;
-                the group is left.
+            BroadcastError: it did not arrive everywhere, or does not fit (then the cause says so);
+                this worker has left the group.
         """
         self._received = None
         if self._fits is None:
@@ -130,7 +130,7 @@ class Membership:
         try:
             receiver = WeightReceiver(group, known=self._known)
             arriving = receiver.receive(self._check)
-            first = next(arriving)  # once all have arrived; there is one
+            first = next(arriving)  # there is at least one, and all have arrived then
         except BaseException:
             self._kept.close()
             raise
@@ -138,16 +138,16 @@ class Membership:
         self._received = chain((first,), arriving)
 
     def take(self) -> Iterator[tuple[str, Tensor]]:
-        """What was received, once."""
+        """Return the received weights, once."""
         received, self._received = self._received, None
         if received is None:
             raise RuntimeError(
-                "this worker has received no weights: another worker was asked to receive them"
+                "this worker has no received weights to load: another worker received them"
             )
         return received
 
     def close(self) -> None:
-        """Leave the group, and let go of what was received."""
+        """Leave the group, and release the received weights."""
         self._received = None
         self._kept.close()
 
@@ -158,11 +158,11 @@ class Membership:
 
 
 def _reload(worker: SyncdWorker, **source: object) -> None:
-    """Reload the weights; where that fails, the model is torn, and the next reload begins anew.
+    """Reload the weights. If that fails, the model is torn, and the next reload begins anew.
 
     Raises:
-        RuntimeError: on a CPU, there are experts of a kind that cannot be reloaded.
-        Exception: what vLLM raises.
+        RuntimeError: on a CPU, the model has experts of a kind that cannot be reloaded.
+        Exception: an error of vLLM.
     """
     try:
         if worker.device.type == "cpu":
@@ -175,27 +175,27 @@ def _reload(worker: SyncdWorker, **source: object) -> None:
 
 
 def _end_reload(worker: SyncdWorker) -> None:
-    """End a reload that failed: vLLM 0.32 would count what it has of a layer as of the next one."""
+    """End a failed reload: else vLLM 0.32 counts its loaded parts as parts of the next one."""
     try:
-        # Only in vLLM's own environment.
+        # Importable only in vLLM's own environment.
         config = importlib.import_module("vllm.config")
         reload = importlib.import_module("vllm.model_executor.model_loader.reload")
         with config.set_current_vllm_config(worker.vllm_config):
             reload.finalize_layerwise_reload(worker.model_runner.get_model(), worker.model_config)
-    except Exception as error:  # noqa: BLE001 # of another release; the reload's own error counts
+    except Exception as error:  # noqa: BLE001 # another release may lack this; the reload's own error is raised
         log.warning("a reload that failed could not be ended: restart vLLM: %r", error)
 
 
 def _reload_packed(worker: SyncdWorker, **source: object) -> None:
-    """Reload on a CPU, also all that vLLM keeps of the weights in another layout.
+    """Reload on a CPU, including the weights that vLLM keeps in another layout.
 
-    For its CPU kernels vLLM 0.32 packs weights when it starts. Its own reload leaves the packed
-    copy of an output layer that shares the embedding's weight as it was, because nothing is loaded
+    vLLM 0.32 packs weights for its CPU kernels when it starts. Its own reload leaves the packed
+    copy of an output layer that shares the embedding's weight unchanged, because nothing is loaded
     under that layer's name; and it copies experts over the packed ones without packing them.
 
     Raises:
-        RuntimeError: the experts are of a kind that this is not known of.
-        Exception: what vLLM raises.
+        RuntimeError: the experts are of an unknown kind.
+        Exception: an error of vLLM.
     """
     modules = list(worker.model_runner.get_model().modules())
     methods: list[Any] = [getattr(module, "quant_method", None) for module in modules]
@@ -206,7 +206,7 @@ def _reload_packed(worker: SyncdWorker, **source: object) -> None:
         method.moe_kernel = None  # vLLM then packs them as it did when it started
     worker.reload_weights(**source)
     if any(method.moe_kernel is None for method in experts):
-        raise RuntimeError("vLLM has not packed all experts anew: restart it")
+        raise RuntimeError("vLLM has not packed all experts again: restart it")
     sharing: dict[int, list[Any]] = {}
     for module in modules:
         if hasattr(module, "cpu_linear"):

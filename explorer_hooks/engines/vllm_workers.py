@@ -1,8 +1,8 @@
 """All workers of a vLLM, and calls of :class:`~.vllm_worker.SyncdWorker`'s methods. No torch.
 
-vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used:
-its waits have no deadline, so that a trainer that dies in one leaves the server hanging; what has
-arrived is in the model already; and its ``nccl`` is for GPUs alone.
+vLLM's own weight transfer (``/init_weight_transfer_engine``, ``/update_weights``, …) is not used,
+for three reasons. Its waits have no deadline, so a trainer that dies in one leaves the server
+hanging. It changes the model before everything has arrived. Its ``nccl`` is for GPUs alone.
 """
 
 from __future__ import annotations
@@ -29,45 +29,47 @@ from syncd.protocol.records import SaveId, encode
 
 log = logging.getLogger(__name__)
 
-#: What vLLM must be started with, as ``--worker-extension-cls``.
+#: The value of ``--worker-extension-cls`` that vLLM must be started with.
 EXTENSION: Final = "explorer_hooks.engines.vllm_worker.SyncdWorker"
 
 
 #: Types of models of which vLLM 0.32 loads experts under the names of transformers' modules, too.
 _BY_BOTH: Final = frozenset({"olmoe", "qwen2_moe", "qwen3_moe"})
 
-#: Seconds for an answer, beyond those of what was asked for.
+#: Seconds for an answer, in addition to those of the call itself.
 _GRACE: Final = 60.0
 
-#: Calls a method of each worker by its name and arguments, and returns a list of their answers; the
-#: last is how many seconds that may take.
+#: Calls a method of each worker by its name and arguments, and returns a list of their answers.
+#: The last argument is the limit in seconds.
 CollectiveRpc = Callable[[str, dict[str, object], float], object]
 
 
 def workers_of(parallel_config: object) -> int:
-    """How many ranks of a weight group a vLLM is; 0 where it cannot take broadcasts.
+    """The number of a vLLM's ranks in a weight group; 0 if it cannot take broadcasts.
 
     Args:
-        parallel_config: vLLM's, or what its JSON is, as a dict.
+        parallel_config: vLLM's object, or a dict of its JSON.
     """
     told = _fields(parallel_config)
     if told.get("worker_extension_cls") != EXTENSION:
         log.warning(
-            "a vLLM takes broadcasts where it is started with --worker-extension-cls %s: this one "
-            "follows the versions alone",
+            "this vLLM takes no broadcasts, and loads versions from files: for broadcasts start "
+            "it with --worker-extension-cls %s",
             EXTENSION,
         )
         return 0
     if told.get("data_parallel_size") != 1:
-        # It returns the answers of one of its replicas alone.
-        log.warning("a vLLM with --data-parallel-size above 1 follows the versions alone")
+        # With data parallelism vLLM returns only the answers of one replica.
+        log.warning(
+            "a vLLM with --data-parallel-size above 1 takes no broadcasts: it loads from files"
+        )
         return 0
     size = told.get("world_size")
     return size if isinstance(size, int) else 0
 
 
 def _fields(config: object) -> Mapping[str, object]:
-    """A configuration of vLLM, or what its JSON is, by its fields."""
+    """The fields of a configuration of vLLM, which may be a dict of its JSON."""
     if isinstance(config, dict):
         return config
     return vars(config) if config is not None else {}
@@ -81,7 +83,7 @@ class VLLMWorkers:
         whose: the vLLM, for messages.
 
     Attributes:
-        half_loaded: whether the load before has failed, or may have.
+        half_loaded: whether the last load has failed, or may have.
     """
 
     def __init__(self, rpc: CollectiveRpc, whose: str) -> None:
@@ -92,18 +94,18 @@ class VLLMWorkers:
         self._whose = whose
 
     def check_reload(self, version: LeasedVersion, vllm_config: object) -> None:
-        """See that after a reload they serve all of a full model, and choose how they load it.
+        """Check that a reload will change the whole model, and choose how the workers load it.
 
-        On a CPU vLLM 0.32 keeps packed copies of weights, of which its own reload leaves some as
-        they were: those of an output layer that is tied to the embedding, and of experts. The
-        extension packs them anew; without it such a model is refused.
+        On a CPU vLLM 0.32 keeps packed copies of weights. Its own reload leaves some of them
+        unchanged: those of an output layer that is tied to the embedding, and of experts. The
+        extension packs them again; without it such a model is refused.
 
         Args:
             version: of kind ``full``.
-            vllm_config: vLLM's, or what its JSON is, as a dict; None if it does not tell.
+            vllm_config: vLLM's object, or a dict of its JSON; None if it is unknown.
 
         Raises:
-            EngineMismatchError: some of the model would be served as it was.
+            EngineMismatchError: a part of the model would keep its old weights.
             OSError: storage failed while the model's config was read.
         """
         told = _fields(vllm_config)
@@ -113,7 +115,7 @@ class VLLMWorkers:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s does not say whether it runs on a CPU: if it does, it may go on with old "
+                    "%s does not report whether it runs on a CPU: if it does, it may keep old "
                     "weights of a tied output layer, or of experts, after a reload",
                     self._whose,
                 )
@@ -130,18 +132,18 @@ class VLLMWorkers:
                 )
 
     def load_folder(self, folder: str, timeout: float) -> None:
-        """Have all of them load a model folder, which needs no extension but on a CPU.
+        """Have all workers load a model folder. Only on a CPU this needs the extension.
 
-        After a load that failed they load it twice: vLLM 0.32 counts what it has of a layer from
-        the one that failed as part of the next, and leaves out the rest of the layer, in silence.
+        After a failed load they load the folder twice, because vLLM 0.32 counts the layers of the
+        failed load as a part of the next one, and silently leaves out the rest of them.
 
         Args:
-            folder: as they see it.
-            timeout: seconds, of each load.
+            folder: as the workers see it.
+            timeout: limit in seconds of each load.
 
         Raises:
-            ServerRefusedError: not all of them did: the model is torn.
-            Exception: what the call itself raises: the model may be torn.
+            ServerRefusedError: some worker failed: the model is torn.
+            Exception: an error of the call itself: the model may be torn.
         """
         times = 2 if self.half_loaded else 1
         self.half_loaded = True
@@ -153,19 +155,21 @@ class VLLMWorkers:
         self.half_loaded = False
 
     def receive(self, rendezvous: Rendezvous, rank_offset: int, deadline: float) -> None:
-        """Have all of them receive a transfer, and hold it: the model is not touched.
+        """Have all workers receive a transfer, and keep it in memory; the model is not touched.
 
         Args:
-            rendezvous: where the group meets.
+            rendezvous: the record with the group's address.
             rank_offset: the group rank of the first worker.
-            deadline: seconds that joining, and then the transfer, may take each.
+            deadline: the limit in seconds of joining, and of the transfer.
 
         Raises:
-            BroadcastError: not all of them have it; they have left the group. Its cause is an
-                EngineMismatchError where what was to be sent does not fit the model.
+            BroadcastError: some worker did not receive it; all have left the group. The cause is an
+                EngineMismatchError if the transfer does not fit the model.
         """
         if self.half_loaded:
-            raise BroadcastError(f"{self._whose} must load a version first: a load has failed")
+            raise BroadcastError(
+                f"{self._whose} must load a version from files first, because a load has failed"
+            )
         kwargs: dict[str, object] = {
             "rendezvous": encode(rendezvous).decode(),
             "rank_offset": rank_offset,
@@ -183,38 +187,40 @@ class VLLMWorkers:
             raise BroadcastError(why) from EngineMismatchError(why) if misfits else None
 
     def load(self, timeout: float) -> None:
-        """Have all of them load what they hold.
+        """Have all workers load the received weights.
 
         Args:
             timeout: seconds.
 
         Raises:
-            EngineBrokenError: not all of them did: the model is torn.
-            Exception: what the call itself raises: nobody knows.
+            EngineBrokenError: some worker failed: the model is torn.
+            Exception: an error of the call itself: the weights are unknown.
         """
         self.half_loaded = True
         failed = self._ask("syncd_load", {}, timeout)
         if failed:
-            raise EngineBrokenError(f"{self._whose} did not load what it was sent: {_told(failed)}")
+            raise EngineBrokenError(
+                f"{self._whose} did not load the received weights: {_told(failed)}"
+            )
         self.half_loaded = False
 
     def leave(self) -> None:
-        """Have them leave the group, and let go of what they hold; raises nothing."""
+        """Have the workers leave the group, and release received weights; raises nothing."""
         try:
             failed = _told(self._ask("syncd_leave", {}, 0))
-        except Exception as error:  # noqa: BLE001 # LLM raises anything; what is left to do is to say so
+        except Exception as error:  # noqa: BLE001 # an LLM may raise anything; logging it is all that can be done
             failed = str(error)
         if failed:
-            log.warning("%s: its workers may be in the weight group still: %s", self._whose, failed)
+            log.warning("%s: its workers may still be in the weight group: %s", self._whose, failed)
 
     def _ask(
         self, method: str, kwargs: dict[str, object], timeout: float
     ) -> list[Mapping[str, object]]:
-        """The answers of those who did not do it."""
+        """The answers of the workers that failed."""
         told = self._rpc(method, kwargs, timeout + _GRACE)
         answers = told if isinstance(told, list) else []
         if not answers or not all(isinstance(one, dict) and "failed" in one for one in answers):
-            raise ServerError(f"{self._whose} does not answer {method} as it should: {told}")
+            raise ServerError(f"{self._whose} gave an unexpected answer to {method}: {told}")
         return [one for one in answers if one["failed"] is not None]
 
 
@@ -245,15 +251,15 @@ def _config_of(version: LeasedVersion) -> object:
         try:
             return json.loads(version.read_file(MODEL_CONFIG))
         except (ValueError, RecursionError):
-            pass  # it says nothing
+            pass  # the config does not tell
     return None
 
 
 def _left_by_reload(version: LeasedVersion) -> str | None:
-    """Weights that vLLM's own reload leaves wrong on a CPU, as words; None if there are none.
+    """Weights that vLLM's own reload leaves wrong on a CPU, in words; None if there are none.
 
-    A config that does not say that the output layer is not tied may mean that it is: releases of
-    transformers before 5 write ``tie_word_embeddings`` only if it is False.
+    A config without ``tie_word_embeddings`` may mean tied layers, because transformers before 5
+    writes it only if it is False.
 
     Raises:
         OSError: the config cannot be read.
@@ -276,12 +282,12 @@ def _left_by_reload(version: LeasedVersion) -> str | None:
 
 
 def _told(failed: list[Mapping[str, object]]) -> str:
-    """What workers say went wrong; nothing where nothing did."""
+    """The errors of the workers; empty if there are none."""
     return "; ".join(sorted({str(one["failed"]) for one in failed}))
 
 
 def label_received(rendezvous: Rendezvous) -> str:
-    """How a server names weights that it has received: by their step, and what names them."""
+    """The name of received weights in a server: their step, and their save."""
     saved = SaveId.parse(rendezvous.save_id)
     step = f"step-{saved.step}-" if saved is not None else ""
     return f"{step}broadcast-{rendezvous.save_id}"

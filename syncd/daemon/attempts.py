@@ -42,10 +42,10 @@ class Attempts:
     Args:
         job: the job.
         publisher: makes the versions.
-        journal: is told what came of it.
+        journal: records the outcome.
         reporter: is told how far a merge is.
-        tidying: removes what a failed attempt left.
-        deltas: makes the deltas to what is published.
+        tidying: removes leftovers of a failed attempt.
+        deltas: makes the deltas to published versions.
         clock: seconds, monotonic.
     """
 
@@ -84,7 +84,7 @@ class Attempts:
             heard: told how far the merge is.
 
         Returns:
-            Why it has to wait; nothing where it does not.
+            The reason why it has to wait; None if it may go on.
 
         Raises:
             SyncdError: the daemon cannot go on: it was superseded, stopped, or the job is away.

@@ -67,8 +67,8 @@ class Benches:
         publisher: merges, and answers.
         attempts: says how far a merge is.
         journal: is told of it.
-        reporter: is told what the daemon does.
-        tidying: removes what a failed build left.
+        reporter: reports the daemon's work.
+        tidying: removes leftovers of a failed build.
         turn: asked before each build whether this job may merge now.
         lease_time: seconds, from the job's format.
         publishes: whether anything is built; without, builds are only deleted.
@@ -144,11 +144,11 @@ class Benches:
             id_: _Asked(request) for id_, request in asked.items() if id_ not in before
         }
         waiting = self._build_next(tick) if self._publishes else ""
-        if refused:  # what of one explorer does not go keeps no other one waiting
+        if refused:  # only now, so that one explorer's failure does not delay the others
             raise refused[0]
         return waiting
 
-    # -- what is there ---------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------
 
     def _found(self) -> tuple[dict[str, BenchRequest], list[str]]:
         """All requests, by their ids, and the sessions that have a folder."""
@@ -172,7 +172,7 @@ class Benches:
         return requests, [name for name, kind in kinds.items() if kind is Kind.FOLDER]
 
     def _of_the_living(self, requests: Mapping[str, BenchRequest]) -> dict[str, BenchRequest]:
-        """The requests whose session lives; the others are removed."""
+        """The requests of live sessions; the others are removed."""
         seen = self._lookout.look({request.session for request in requests.values()})
         living = {}
         for id_, request in requests.items():

@@ -47,9 +47,9 @@ class Tidying:
     Args:
         job: the job.
         session: this process's heartbeat.
-        pruner: finishes what was begun to be deleted.
-        reserve: kept whole, and given up where the disk is full.
-        journal: hears of what is refused.
+        pruner: finishes deletions that were begun.
+        reserve: kept whole, and given up if the disk is full.
+        journal: records refused deletions.
         clock: seconds, monotonic.
     """
 
@@ -73,10 +73,10 @@ class Tidying:
         self._untidy = False
 
     def begin(self) -> None:
-        """After the take-over: finish what the daemon before this one had begun to delete."""
+        """After the take-over: finish the deletions that the previous daemon had begun."""
         try:
             self._pruner.sweep()
-        except OSError as error:  # what cannot be deleted now keeps nobody from new weights
+        except OSError as error:  # a failed deletion must not delay new weights
             self._journal.cleanup_delayed(error)
             self.after(error)
         self._keep_room()
@@ -84,7 +84,7 @@ class Tidying:
     def after(self, error: Exception) -> None:
         """Note work that was given up in the middle: the next call removes its leftovers.
 
-        Where there was no room for it, deltas and the reserve make some.
+        If it failed for lack of room, deltas and the reserve are given up to make some.
         """
         self._untidy = True
         if isinstance(error, OSError):
@@ -92,7 +92,7 @@ class Tidying:
             self._reserve.relieve(error)
 
     def leftovers(self) -> None:
-        """Note that a delta may have left some; what failed with it concerns nothing else."""
+        """Note that a delta may have left some; its failure affects nothing else."""
         self._untidy = True
 
     def gave_up_deltas(self, error: Exception) -> bool:
@@ -147,8 +147,8 @@ class Collector:
 
     Promised: nothing that changes is removed, and nothing under a committed name but the heartbeat
     of a dead session that holds no lease, explorers' reports and claims of names whose session has
-    no heartbeat, and answers that nobody takes. Whoever comes back after all finds its temporary
-    name gone at the rename, and writes again. A call does a bounded part of what is due.
+    no heartbeat, and answers that nobody takes. A process that comes back after all finds its
+    temporary name gone at the rename, and writes again. A call does a bounded part of the due work.
 
     Args:
         job: the job.
@@ -176,7 +176,7 @@ class Collector:
         """Look now and then; remove leftovers that have not changed for long enough.
 
         Args:
-            leased: the sessions that hold leases: what they hold is the pruner's to judge.
+            leased: the sessions that hold leases: the pruner decides about those leases.
         """
         self._leased = frozenset(leased)
         self._judge.lease_time = self.grace
@@ -222,7 +222,7 @@ class Collector:
         return is_report or path.parent == layout.claims
 
     def _is_orphan(self, path: Path) -> bool:
-        """Whether a report or a claim is of a session whose heartbeat is not there."""
+        """Whether a report or a claim belongs to a session without a heartbeat."""
         try:
             session = session_of(self._job.storage.read(path))
             return session is not None and not self._job.storage.exists(
@@ -271,8 +271,8 @@ class Collector:
             yield layout.sessions / name
 
     def _orphans(self) -> Iterator[Path | None]:
-        """Reports and claims whose session's heartbeat is not there; None for each that has one."""
-        # What this client remembers of a heartbeat may be older than its participant.
+        """Reports and claims of sessions without a heartbeat; None for each that has one."""
+        # This client's cached view of a heartbeat may be older than its participant.
         self._job.storage.refresh(self._job.layout.sessions)
         for folder in (self._job.layout.explorers, self._job.layout.claims):
             try:

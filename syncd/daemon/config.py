@@ -62,7 +62,7 @@ class Quantity:
 
 @dataclass(frozen=True)
 class Suffix:
-    """Marks a path whose name must end with something.
+    """Marks a path that must have a certain suffix.
 
     Attributes:
         suffix: the required ending.
@@ -73,7 +73,7 @@ class Suffix:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Check what pydantic has read."""
+        """Check the value that pydantic has read."""
         return core_schema.no_info_after_validator_function(self.check, handler(source))
 
     def check(self, value: Path) -> Path:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _FIELDS: Final = RunConfig.model_fields
 KEYS: Final = tuple(_FIELDS)
-#: What the name of an environment variable begins with.
+#: The prefix of the names of environment variables.
 PREFIX: Final = "SYNCD_"
 DEFAULT: Final = "default"
 #: The most bytes of a file that is read as a configuration, and characters of it in a message.
@@ -58,7 +58,7 @@ class Configuration:
     Attributes:
         config: the values.
         sources: key → a file, an environment variable, an option, or ``default``.
-        file: the file that was read; None where none was named.
+        file: the file that was read; None if none was named.
     """
 
     config: RunConfig
@@ -106,7 +106,7 @@ def load(
     Args:
         file: a TOML file.
         environ: the environment; of it ``SYNCD_KEY`` is read for each key.
-        options: key → what the command line says.
+        options: key → its value on the command line.
 
     Raises:
         InvalidSettingsError: the file cannot be read, or something in it, in the environment or on
@@ -172,16 +172,16 @@ def toml_value(value: object) -> str:
 class ConfigReloader:
     """A configuration that is read again while the daemon runs.
 
-    Promised: what cannot be used leaves the old one in force, all of it. What can be used, but not
-    by a running daemon, is left as it was and said; the rest is taken over.
+    Promised: an invalid configuration changes nothing. A valid value that cannot change
+    while the daemon runs stays as it was, which is logged; the rest takes effect.
 
     Args:
         read: reads it, at once for the first time.
         applied: called with each one that was taken over, the first one too.
 
     Attributes:
-        current: what is in force.
-        whole: whether that is all that was asked for.
+        current: the configuration in force.
+        whole: whether all requested values are in force.
     """
 
     def __init__(

@@ -49,12 +49,12 @@ class StepSeen:
     """A step folder whose last save is on record.
 
     Attributes:
-        outcome: what became of the save on record.
+        outcome: the recorded outcome of that save.
         recorded: the identity of that save.
-        found: the identity of what is in the folder now; None where it is not a whole save.
-        has_receipts: whether our hook wrote it.
-        full, retired, saving, resumable, critic, pinned: what else is in the folder.
-        model_only: whether that save is on record as one of a model alone; None where it is not
+        found: the identity of the folder's present save; None if it is not a whole save.
+        has_receipts: whether syncd's hook wrote it.
+        full, retired, saving, resumable, critic, pinned: the other marks in the folder.
+        model_only: whether the record says that the save holds only a model; None if it is not
             known.
         unread: that nothing but its ``.metadata`` can say whether it can be resumed from, and
             nobody has looked: it counts as resumable until then.
@@ -90,22 +90,22 @@ class Observation:
     Attributes:
         pointer: the pointer that names the step to publish.
         checkpoint: the pointer that names the step to resume from.
-        save: the save that ``pointer`` names, where it names one.
+        save: the save that ``pointer`` names; None if it names none.
         save_still_for: seconds that it has been seen unchanged.
         quarantined: whether that save is on record as one that cannot be published.
         published_save: the identity of the save that LATEST was made from.
         latest: LATEST's sequence; 0 before the first.
-        full_bytes: of LATEST's files; None where that is not known.
+        full_bytes: of LATEST's files; None if unknown.
         versions: the published sequences.
         deltas: the deltas on disk.
         lease_folders: the sequences that can be leased.
         leases: all leases.
         steps: step folders on record.
         unrecorded: whole saves below the pointer that are not on record.
-        vanished: steps on record whose folder is not there any more.
+        vanished: recorded steps without a folder.
         announced_step: the step that the trainer last announced a save for, if it says so.
-        pause: while there is one, nothing is published and nothing pruned.
-        rollbacks: what the daemon is asked for, and has not answered.
+        pause: if set, the daemon publishes and prunes nothing.
+        rollbacks: the requested rollbacks without an answer.
         served_request: the request that LATEST is the result of, if it is that of one.
         delta_base: the version that a delta is made from now.
     """
@@ -172,7 +172,7 @@ class Skip:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Remove the record of a step whose folder is gone."""
+    """Remove the record of a step without a folder."""
 
     step: int
 
@@ -224,7 +224,7 @@ class Learn:
     step: int
 
 
-#: What deletes something that someone had made.
+#: The actions that delete files of others.
 Pruning = DropLease | RetireVersion | PruneDelta | PruneStep
 Action = (
     Publish
@@ -425,7 +425,7 @@ def _why_prunable(step: StepSeen, seen: Observation, config: DaemonConfig) -> st
     if any(doubts):
         return ""
     if step.retired:
-        # Its trainer keeps a newer one to resume from: that must be the one pointed to.
+        # Its trainer keeps a newer one to resume from: the pointer must name it.
         newer = seen.checkpoint.step is not None and seen.checkpoint.step > step.step
         return f"{step.outcome}, and retired by its trainer" if newer else ""
     return "" if step.resumable or step.critic else f"{step.outcome}, and not a full checkpoint"

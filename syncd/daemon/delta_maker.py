@@ -1,6 +1,6 @@
 """The daemon's deltas: made in the background, after LATEST names their version.
 
-A version is never late, and never fails, because of its delta: whatever goes wrong with one, there
+A version is never late, and never fails, because of its delta: if making it fails, there
 is none, and its version is read instead. ``docs/protocol.md`` has the order ("Deltas").
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 Mode = Literal["auto", "on", "off"]
 #: One host that reads deltas saves as much as the daemon reads more to make them.
 _FEWEST: Final = 2
-#: Seconds that the end waits for a thread whose storage does not answer.
+#: Seconds to wait at the end for a thread whose storage does not answer.
 _PATIENCE: Final = 5.0
 #: The name in the daemon's room of the folder of all deltas, before the first one.
 _ALL: Final = "deltas"
@@ -114,15 +114,15 @@ class DeltaWork:
 
 @dataclass(frozen=True, slots=True)
 class DeltaOutcome:
-    """What has become of a delta.
+    """The outcome of a delta.
 
     Attributes:
         sequence, base: the version that it leads to, and the one that it leads from.
         seconds: how long it took.
         delta: its record; None if there is none.
         why: why there is none.
-        is_overtaken: whether that is because a newer version came: nothing has failed.
-        error: what failed, if something did.
+        is_overtaken: True if there is none because a newer version came, which is no failure.
+        error: the failure; None if there was none.
     """
 
     sequence: int
@@ -225,7 +225,10 @@ class DeltaMaker:
             except (OSError, SyncdError) as error:
                 why = f"{error}"
         if why:
-            self._outcomes.append(DeltaOutcome(target.sequence, base.sequence, 0.0, why=why))
+            overtaken = self._making is not None
+            self._outcomes.append(
+                DeltaOutcome(target.sequence, base.sequence, 0.0, why=why, is_overtaken=overtaken)
+            )
             return None
         self._announced = making
         return base.sequence
@@ -251,7 +254,7 @@ class DeltaMaker:
             self._making.ended.set()
 
     def finished(self) -> list[DeltaOutcome]:
-        """What has become of deltas since the last call."""
+        """The outcomes of deltas since the last call."""
         self._collect()
         found, self._outcomes = self._outcomes, []
         return found

@@ -24,21 +24,21 @@ R = TypeVar("R")
 
 #: Signs of life in the time after which one is missed.
 _SIGNS: Final = 10
-#: The descriptor: what is written there when Python itself may stand still.
+#: The file descriptor for messages while Python itself may stand still.
 _STDERR: Final = 2
 
 
 class HangGuard:
     """Ends this process if one of its jobs makes no progress for ``hang_time``.
 
-    The end is that of :func:`faulthandler.dump_traceback_later`: a thread of C, which needs nothing
-    of Python, writes where every thread stands to standard error and exits with status 1. What is
-    half made is recovered by whoever takes over, as after a kill. Where a service manager wants
-    signs of life they are sent by the thread that made the progress, and none while any job makes
+    The process is ended by :func:`faulthandler.dump_traceback_later`: a C thread, which does not
+    need Python, writes the stack of every thread to standard error and exits with status 1. The
+    daemon that takes over recovers half-made work, as after a kill. If a service manager expects
+    signs of life, the thread that made the progress sends them, and none while any job makes
     none.
 
-    Of many jobs that have nothing to do with each other (``together`` is off) one that hangs is not
-    the end of the others: the process ends where none of them makes any progress.
+    With many independent jobs (``together`` is off) one job that hangs does not end the process; it
+    ends only if no job makes progress.
 
     Armed while it is open as a context manager; only a process that serves and does nothing else
     may do that. Not promised: an end while the process is stopped (SIGSTOP); the service manager's
@@ -46,8 +46,8 @@ class HangGuard:
 
     Args:
         hang_time: seconds.
-        manager: who started this process.
-        together: whether one job that hangs is the end of all of them.
+        manager: the service manager of this process.
+        together: whether one job that hangs ends all of them.
         clock: seconds, monotonic.
     """
 
@@ -146,7 +146,7 @@ class AnsweredStorage(Storage):
         super().__init__(root)
         self.answered = answered
 
-    # Opening, listing and looking are what a round is made of; the rest is what takes long.
+    # A round consists of opening, listing and looking; all other calls may take long.
     open_read = _counted(Storage.open_read)
     names = _counted(Storage.names)
     status = _counted(Storage.status)

@@ -68,15 +68,15 @@ class Loop:
         cancel: called between chunks of a merge; raises to stop.
         publishes: whether new versions are made; without, the loop only prunes.
         turn: asked before each merge whether this job may merge now, and during it.
-        notice: told when the job was first looked at, and what is done.
-        meter: hears of what is done.
+        notice: told of the first look at the job, and of the present work.
+        meter: counts the work.
         deltas: how deltas are made.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
         config: for the next round. Only the keys in ``LIVE_KEYS`` may differ from before.
-        pruned: what the last round has deleted.
+        pruned: the names that the last round deleted.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class Loop:
         whole_since = begun - seen.save_still_for
         self._meter.scanned(seen)
         refused: dict[str, str] = {}
-        # New weights first; but after a merge nothing is pruned by what was seen before it, and
-        # where one merge follows the other nothing ever would be.
+        # New weights first. After a merge nothing is pruned by the older observation, so the next
+        # round prunes first; otherwise merges that follow each other would starve the pruning.
         actions = sorted(decision.actions, key=_is_pruning, reverse=self._prunings_left)
         merges = any(isinstance(action, Publish | Learn) for action in actions)
         if not (merges or self._benches.awaits_turn):
@@ -208,7 +208,7 @@ class Loop:
         for action in actions:
             self._cancel()
             if _is_pruning(action) and self._clock() - begun > config.tick:
-                self._prunings_left = True  # new weights do not wait for old ones to go
+                self._prunings_left = True  # new weights do not wait for the deletion of old ones
                 continue
             try:
                 waiting_for = self._act(action, whole_since) or waiting_for
@@ -325,7 +325,7 @@ class Loop:
             return ""
 
     def _look_at_deltas(self) -> None:
-        """Tell what has become of deltas."""
+        """Log the outcomes of deltas."""
         for outcome in self._deltas.finished():
             if outcome.delta is not None:
                 self._journal.delta_made(outcome)

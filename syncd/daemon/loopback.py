@@ -28,8 +28,8 @@ class LoopbackServer(socketserver.ThreadingTCPServer):
 
     Every user of the host can connect, so two things are bounded. A connection ends after
     ``longest`` seconds, even if its client says nothing, sends byte after byte, or reads slowly. At
-    most ``most`` are open: for one more the server closes the oldest of those whose request has not
-    come yet, because a real one comes within milliseconds; or the oldest, if all have come.
+    most ``most`` are open. For one more the server closes the oldest one without a complete
+    request, because a real request comes within milliseconds; if all are complete, the oldest.
 
     Args:
         port: on 127.0.0.1; 0 for a free one.

@@ -82,7 +82,7 @@ class ServiceManager:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Report a reload of the configuration while this is open, whatever its result."""
+        """Report a reload of the configuration while this is open, even if it fails."""
         # CLOCK_MONOTONIC, as time.monotonic() is on Linux; systemd 253 insists on it.
         self._send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
@@ -93,8 +93,8 @@ class ServiceManager:
     def stopping(self) -> None:
         """Report that the process has begun to end. May be called from a signal handler.
 
-        Which may have interrupted the thread that holds a lock, of this class or of logging: here
-        is none, and what is not heard is not said.
+        The handler may have interrupted a thread that holds a lock, of this class or of logging. So
+        this takes no lock, and does not log a failure.
         """
         self._stopping = True
         self._try_to_send("STOPPING=1")

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Outcomes:
     """The active daemon's record of saves: published, skipped or quarantined.
 
-    What happened has happened, also where storage refuses to put it on record now: see
+    An outcome counts even if storage refuses to record it now: see
     :meth:`write_again`.
 
     Args:
@@ -31,7 +31,7 @@ class Outcomes:
         wall: seconds since the epoch, for records that people read.
 
     Attributes:
-        of_step: step → what became of its last save.
+        of_step: step → the outcome of its last save.
     """
 
     def __init__(self, job: Job, epoch: Epoch, *, wall: Callable[[], float]) -> None:
@@ -94,11 +94,11 @@ class Outcomes:
     def learn(self, step: int, *, prefix: str | None, cancel: Callable[[], None]) -> None:
         """Record whether a save of torch.distributed.checkpoint holds only a model.
 
-        Nothing is where it is not the save on record any more.
+        Does nothing if a newer save of the step is on record.
 
         Args:
             step: of the save.
-            prefix: what the names of the model's tensors begin with; None to find out.
+            prefix: the prefix of the names of the model's tensors; None to find out.
             cancel: called between reads; raises to stop.
 
         Raises:
@@ -119,7 +119,7 @@ class Outcomes:
             self._put_on_record(step, outcome.model_copy(update={"model_only": model_only}))
 
     def forget(self, step: int) -> None:
-        """Take a step whose folder is gone off the record."""
+        """Remove the record of a step without a folder."""
         if self.of_step.pop(step, None) is not None:
             self._write()
 

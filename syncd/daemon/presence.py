@@ -16,8 +16,8 @@ _HEARTBEAT: Final = ".lock"
 class Participants:
     """Watches all heartbeats of a job but those of daemons.
 
-    Promised: what a process left that had died before this one began is never taken for someone who
-    was there. Not promised: to see a trainer that has no heartbeat, as those without our hooks.
+    Promised: leftovers of a process that died before this one began never count as a live
+    participant. Not promised: to see a trainer without a heartbeat, e.g. one without syncd's hooks.
 
     Args:
         job: the job.
@@ -34,10 +34,10 @@ class Participants:
     ) -> None:
         self._job = job
         self._clock = clock
-        # Who is alive for longer than the dead can seem to be was alive when it was first seen.
+        # A participant seen alive for longer than the dead can seem to be was alive at first sight.
         self._proof = 2 * lease_time
-        # What the dead left is collected later than this; and it is later than the proof by more
-        # than a tick, or who leaves between two looks would be missed.
+        # Leftovers of the dead are collected later than this, by more than a tick after the proof;
+        # otherwise a participant that leaves between two looks would be missed.
         self._soon = 2.5 * lease_time
         judge = Judge(job.storage, lease_time, clock=clock)
         self._lookout = Lookout(judge, job.layout, tick=lease_time / 4, clock=clock)
@@ -68,12 +68,12 @@ class Participants:
         found = self._heartbeats()
         alive = self._living(found)
         if not alive or self._before is None:
-            # A daemon may end by this: who has just come is asked of the server.
+            # A daemon may end because of this, so ask the server for newcomers.
             self._job.storage.refresh(self._job.layout.sessions)
             found = self._heartbeats()
             alive = self._living(found)
         now = self._clock()
-        if self._before is None:  # what was there when this process began may be of the dead
+        if self._before is None:  # heartbeats from before this process may be of dead processes
             self._before = dict.fromkeys(found, now)
         self._alive = bool(alive)
         before = self._before

@@ -48,7 +48,7 @@ class Pruner:
 
     Args:
         job: the job.
-        epoch: the active daemon's room; its trash is where things go first.
+        epoch: the active daemon's room; condemned files are first moved to its trash.
         session: for the audit log.
         needed: asked of a step that is out of sight: whether it is needed after all.
         wall: seconds since the epoch, for the audit log.
@@ -78,7 +78,7 @@ class Pruner:
         that moment and on the server.
 
         Returns:
-            Whether the version is gone; False where someone leased it meanwhile.
+            Whether the version is gone; False if it was leased meanwhile.
         """
         if not self._close_leases(action.sequence):
             return False
@@ -123,11 +123,11 @@ class Pruner:
         """Move a step folder to the trash, look inside once more, then delete it.
 
         Returns:
-            Whether it is gone; False where it was not what was decided on, and is back.
+            Whether it is gone; False if its content was not the one decided on; it is put back.
         """
         step = action.seen.step
         folder = self._job.layout.step(step)
-        # The pointer that passed it may not be synced yet: it must not go back to what is gone.
+        # The newer pointer may not be synced yet: it must not fall back to a deleted step.
         self._job.storage.sync_folder(self._job.layout.root)
         try:
             trash = self._epoch.set_aside(folder)
@@ -144,7 +144,7 @@ class Pruner:
             found = self._look_anew(trash, step, outcome)
             needed = self._needed(step)
         except OSError:
-            self._put_back(trash, folder)  # what cannot be looked at is not deleted either
+            self._put_back(trash, folder)  # never delete an unreadable folder
             raise
         if found != action.seen or needed:
             log.info(
@@ -162,7 +162,7 @@ class Pruner:
     def sweep(self) -> None:
         """Finish the deletions of a previous daemon; put back folders that it had not decided on.
 
-        What it had condemned is deleted, and goes on record (again, if it came to that).
+        Its condemned folders are deleted, and recorded (perhaps for the second time).
         """
         for trash in self._epoch.undecided():
             name = trash.name.partition("-")[0]
@@ -207,7 +207,7 @@ class Pruner:
     def _look_anew(self, folder: Path, step: int, outcome: SaveOutcome) -> StepSeen | None:
         """The folder's content on the server, not in this client's cache.
 
-        What is remembered of a folder moves with it.
+        A client's cache of a folder moves with the folder.
         """
         actor = folder / "actor"
         parts = (actor / name for name in (RECEIPTS, HUGGINGFACE, LORA_ADAPTER))
@@ -230,7 +230,7 @@ class Pruner:
                 return False
             if not is_gone(error):
                 raise
-            # That it is not there may be what this client remembers from before it was made.
+            # The client may have cached that the name was missing, before it was made.
             self._job.storage.refresh(folder.parent)
             return folder.name not in self._job.storage.names(folder.parent)
         return True
@@ -245,14 +245,16 @@ class Pruner:
         else:
             return
         self._link_back(trash, folder)
-        # Out of where a successor puts back from, before anything in it is deleted.
+        # Move it from the place that a successor puts back from, before deleting anything in it.
         doomed = self._epoch.condemn(trash)
-        self._link_back(doomed, folder)  # what a trainer wrote into it meanwhile, by its handle
+        self._link_back(
+            doomed, folder
+        )  # files that a trainer wrote into it meanwhile, by its handle
         self._job.storage.remove_tree(doomed)
 
     def _link_back(self, trash: Path, folder: Path) -> None:
         self._job.storage.make_folder(folder, below=self._job.layout.root)
-        self._job.storage.refresh(trash)  # what is remembered of a folder moved with it
+        self._job.storage.refresh(trash)  # a client's cache of a folder moves with it
         for name, kind in self._job.storage.kinds(trash).items():
             if kind is Kind.FOLDER:
                 self._link_back(trash / name, folder / name)
@@ -275,14 +277,14 @@ class Pruner:
         )
         line = AuditLine(time=self._wall(), what=what, name=name, why=why, session=self._session)
         try:
-            # Before what it tells of is deleted.
+            # Before the deletion that it records.
             data = self._end_of_torn + encode(line)
             append(self._job.storage, self._job.layout.audit, data, durable=True)
         except OSError as error:
             self._end_of_torn = b"\n"  # some of the line may be there, and not its end
             if error.errno not in NO_ROOM:
                 raise
-            # A full disk must not keep what would free it.
+            # A full disk must not stop the deletions that free it.
             log.error(
                 "cannot write the audit line of %s %s: %s",
                 what,

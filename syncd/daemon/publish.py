@@ -64,7 +64,7 @@ class Publisher:
         latest_bytes: the bytes of the files of the version that LATEST names, if that is whole.
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
-        outcomes: what became of the saves.
+        outcomes: of the saves.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Publisher:
     def republish(self, request: RollbackRequest) -> Manifest:
         """Make an old version LATEST again, under a new sequence.
 
-        What LATEST answered before counts as published: the pointer may name it on.
+        LATEST's previous save stays recorded as published: the pointer may still name it.
 
         Raises:
             VersionGoneError, RecordError, VerificationError: it is not there, or damaged.
@@ -296,7 +296,7 @@ class Publisher:
         outcome = "refused" if made is None else "done"
         answered = request.model_copy(update={"outcome": outcome, "made": made, "why": why})
         path = self._job.layout.request(request.id)
-        if self._job.storage.exists(path):  # else who asked has given up, and took it back
+        if self._job.storage.exists(path):  # else the user has withdrawn the request
             self._epoch.publish_file(path, encode(answered))
 
     def _make_version(
@@ -321,7 +321,7 @@ class Publisher:
             manifest = build(folder, sequence)
             # building/leases-VERSION, empty, is renamed to leases/VERSION; fsync of leases/.
             epoch.open_leasing(sequence)
-            self._floor = sequence  # whatever comes of it: an error may hide that it was done
+            self._floor = sequence  # even after an error, which may hide that it was done
             # building/VERSION is renamed to published/VERSION; fsync of published/.
             epoch.publish_version(sequence)
             # delta_progress.json, a hint as publish.lock, if a delta will be made.

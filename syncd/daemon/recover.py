@@ -32,13 +32,13 @@ class FoundVersions:
     """The versions and records that a daemon finds after its take-over.
 
     Attributes:
-        latest: LATEST; None where there is none, or none that can be read.
-        served: the manifest of the version that LATEST names; None where that is damaged.
+        latest: LATEST; None if there is none, or none that can be read.
+        served: the manifest of the version that LATEST names; None if that is damaged.
         adopted: a finished version that LATEST does not name yet: the highest one.
         unfinished: the versions above LATEST, and above ``adopted``, that are not whole.
         deltas_above: the deltas to versions above ``adopted``, or LATEST if none is adopted: no
             daemon makes one before LATEST names its version.
-        outcomes: step → what became of its last save.
+        outcomes: step → the outcome of its last save.
         highest: the highest sequence that anything in the job has ever named.
     """
 
@@ -56,9 +56,9 @@ def look_back(job: Job) -> FoundVersions:
 
     Raises:
         ProtocolMismatchError: LATEST or the saves on record are of a newer protocol.
-        OSError: storage does not answer, which says nothing about what is there.
+        OSError: storage does not answer, so the state of the job is unknown.
     """
-    # What this client remembers of these may be older than the take-over.
+    # This client's cached view of these may be older than the take-over.
     for folder in (job.layout.state, job.layout.published, job.layout.leases):
         job.storage.refresh(folder)
     for folder in (job.layout.explorers, job.layout.requests, job.layout.deltas):

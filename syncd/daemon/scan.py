@@ -39,10 +39,10 @@ class Known:
 
     Attributes:
         latest: LATEST's sequence, 0 before the first.
-        full_bytes: of LATEST's files; None where that is not known.
+        full_bytes: of LATEST's files; None if unknown.
         delta_base: the version that a delta is made from now.
         published_save: the identity of the save that LATEST was made from.
-        outcomes: step → what became of its last save.
+        outcomes: step → the outcome of its last save.
         served_request: the request that LATEST is the result of.
     """
 
@@ -155,8 +155,8 @@ class Scanner:
     def is_needed(self, step: int) -> bool:
         """Whether a pointer names a step, or its trainer has announced it or one below it.
 
-        Asked when the step is out of sight already, of the server. Each file is opened twice: on
-        storage whose first open may be of what was replaced, the second one is not.
+        Used when the step's folder is out of sight already; asks the server. Each file is opened
+        twice, because on some storage the first open may return a replaced file.
         """
         for folder in (self._job.layout.root, self._job.layout.state):
             self._job.storage.refresh(folder)

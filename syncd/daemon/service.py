@@ -41,8 +41,8 @@ from syncd.storage.watch import Watcher
 log = logging.getLogger(__name__)
 
 
-#: A first look may be of what was replaced: nothing is left to publish when two rounds say so that
-#: began when nobody was there any more.
+#: A look may show replaced files. So nothing is left to publish only if this many rounds say so
+#: that began after all participants had gone.
 _QUIET: Final = 2
 
 
@@ -113,7 +113,7 @@ class Service:
                 ),
             )
         self._participants = self._participants_of_job()
-        self._watcher = Watcher({})  # to be woken; what it watches is for run() to begin and to end
+        self._watcher = Watcher({})  # to be woken; run() adds and removes its watches
 
     def stop(self) -> None:
         """Ask :meth:`run` to return. May be called from a signal handler or any thread."""
@@ -167,7 +167,7 @@ class Service:
                 except SyncdError as error:
                     self._say(f"paused: {error}", error)
                 except OSError as error:
-                    # Whatever storage says, nothing is concluded from it and nothing deleted.
+                    # After any error of storage nothing is concluded, and nothing deleted.
                     self._say(f"paused: {error}", error, change=f"paused: {error.strerror}")
                     if error.errno in NO_ROOM and self._gave_up_reserve():
                         continue
@@ -183,7 +183,7 @@ class Service:
     def _tick(self) -> float:
         """Seconds between two looks: often enough for the stopwatches of liveness too.
 
-        And for whoever would take a daemon with nothing to do for one that hangs.
+        And often enough that an idle daemon does not seem to hang.
         """
         return min(self._config.tick, self._lease_time / 4, self._config.hang_time / 4)
 
@@ -237,14 +237,16 @@ class Service:
     def _is_made_anew(self) -> bool:
         """Whether a trainer without hooks has begun another job: a pointer, but no ``.syncd``.
 
-        A job that is being deleted is the same folder to its end: nothing is made in that. Nor is
-        anything on another device: there the storage is not mounted, whatever may lie below it.
+        A job that is being deleted stays the same folder to its end, so nothing is created in it.
+        Nor in a folder on another device: there the storage is not mounted.
         """
         layout, storage = self._job.layout, self._job.storage
         folder, pointer = storage.status(layout.root), layout.root / self._config.pointer
         if folder is None or not storage.exists(pointer):
             if folder is None or not storage.exists(layout.published):
-                self._inode = None  # what comes is another job: an inode may be used again
+                self._inode = (
+                    None  # a folder that appears now is another job, even with the same inode
+                )
             return False
         return folder.st_dev == self._device and folder.st_ino != self._inode
 
@@ -262,7 +264,7 @@ class Service:
             why = "another daemon is working on this job"
             self._say(f"standing by: {why}", why, event=Event.DAEMON_STANDS_BY)
             self._look_for_participants()
-            self._quiet_rounds = _QUIET  # what is left to publish is that one's to do
+            self._quiet_rounds = _QUIET  # the other daemon publishes the rest
             self._wait()
         return False
 
@@ -307,8 +309,8 @@ class Service:
         """Run one round; if storage refuses something for now, the epoch goes on."""
         quiet, self._quiet_rounds = self._quiet_rounds, 0
         try:
-            # In this order: whoever is gone now had written all that it ever will. What a round saw
-            # while someone was there says nothing about what they wrote last.
+            # In this order: participants that are gone now have written everything. A round that
+            # saw one of them tells nothing about its last writes.
             self._look_for_participants()
             self._look_at_rights()
             loop.config = self._config  # which any thread may replace in the middle of a round
@@ -367,7 +369,7 @@ class Service:
     ) -> None:
         """Log each change; repeat an unchanged state now and then.
 
-        ``change`` is what counts as one, where names in the message are new ones each time.
+        ``change`` identifies the state, if names in the message differ each time.
         """
         self._notice.status(what)
         if isinstance(why, Exception):

@@ -27,7 +27,7 @@ class Steering:
     def pause(self) -> Pause | None:
         """The pause in force, if any; a damaged record counts as a pause."""
         path = self._job.layout.paused
-        # Someone meant something by it, and what happens meanwhile cannot be undone.
+        # Someone wanted a pause, and actions in the meantime could not be undone.
         damaged = Pause(id="", by=f"{path.name} (unreadable)", time=0.0)
         return self._job.read(Pause, path, self._policy, unreadable=damaged)
 
@@ -39,8 +39,8 @@ class Steering:
     def rollbacks(self) -> tuple[RollbackRequest, ...]:
         """The unanswered requests, always in the same order.
 
-        What the daemon may not answer is left out: it would be found unanswered for ever, and
-        nothing else be published.
+        Requests that this daemon may not answer are left out. Otherwise it would find them
+        unanswered forever, and publish nothing else.
         """
         if not self.asked():
             return ()

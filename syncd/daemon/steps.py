@@ -35,12 +35,12 @@ from syncd.storage.step_folders import step_folders
 
 #: How many step folders one look is into: the rest wait for the next ones.
 _AT_A_TIME: Final = 64
-#: Seconds after which what did not change is looked at again.
+#: Seconds after which an unchanged folder is read again.
 LOOK_AGAIN: Final = 60.0
 
 
 class Steps:
-    """Which step folders are due, and what is in them.
+    """The step folders that are due, and their content.
 
     Args:
         job: the job.
@@ -120,18 +120,18 @@ class Steps:
             self._due = deque(dict.fromkeys([*newest, *self._due]))
         else:
             self._due = deque(ordered)
-        # Some of a round that goes on were looked at before whatever moved: one more round.
+        # This cycle may have read some folders before the move: one more cycle.
         self._again = len(self._due) != len(ordered)
         self._key, self._at = key, now
 
     def _note_passed(self, pointer: Pointer, steps: set[int], *, is_time: bool) -> None:
         """Note which folders were there when the pointer was seen to move.
 
-        A trainer without our hook that resumes at a lower step announces nothing: what it writes
-        below the pointer, before it moves that back, is not a save that was skipped.
+        A trainer without syncd's hook that resumes at a lower step does not announce it. Its writes
+        below the pointer, before it moves the pointer back, are no skipped saves.
         """
         if pointer.step is None:
-            return  # it is being written: where it moves from is known still
+            return  # it is being written: the position before the move is still known
         before, self._pointed = self._pointed, pointer.step
         if before is not None and before < pointer.step:
             self._passed = frozenset(steps)
@@ -159,21 +159,21 @@ def look_at_step(
     retired, full = RETIRED in names, FULL in names
     is_dcp = any(map(is_dcp_file, actor_names))
     beside = any(is_resumable_state(name) and not is_dcp_file(name) for name in actor_names) or (
-        # What else such trainers leave may say where to resume from.
+        # Other files of such trainers may be needed to resume.
         (is_dcp or REMOTE_PATH in names)
         and not names <= {REMOTE_PATH, RETIRED, PINNED, ACTOR, CRITIC, FULL, SAVING}
     )
     if is_dcp:  # an optimizer's own folder, say
         told = {HUGGINGFACE, LORA_ADAPTER, FULL_STATE_DICT, RECEIPTS}
         beside = beside or any(not is_dcp_file(name) and name not in told for name in actor_names)
-    # What DCP writes says only in a pickle what it is: it counts as all there is, in any doubt.
+    # DCP writes the kind only in a pickle: in any doubt the save counts as complete.
     unread = is_dcp and not beside and outcome.model_only is None
     resumable = beside or (is_dcp and not outcome.model_only)
     # A save that failed leaves the folder, and nothing in it.
     critic = CRITIC in names and bool(storage.names(folder / CRITIC))
     kept = full or SAVING in names or PINNED in names
     protected = kept or (((resumable and not unread) or critic) and not retired)
-    # A protected folder stays whatever is in it: its files need no look.
+    # A protected folder stays in any case, so its files need no look.
     found = None if protected else look_at_weights(storage, folder, step).identity
     return StepSeen(
         step=step,

@@ -13,19 +13,19 @@ from syncd.storage.judge import Clock
 #: Seconds without a sign of life after which a job counts neither as one that merges nor as one
 #: that waits. A loop asks once a tick, and a tick is a minute at most.
 PATIENCE: Final = 90.0
-#: What a save waits for that could be merged now.
+#: The reason of a save that waits, although it could be merged now.
 OTHERS_FIRST: Final = "other jobs are merged first: no more at a time than concurrent_merges"
 #: A merge is late after so many times its fair time,
 FAIR_TIMES: Final = 20
 #: but never before so many seconds.
 LEAST: Final = 120.0
-#: Seconds between two looks of a late merge at those who wait, and at its trainer's pointer.
+#: Seconds between two checks of a late merge: for waiting jobs, and its trainer's pointer.
 _LOOK: Final = 1.0
-#: Bytes a second that merges are taken to do before any was measured, and at most: where blocks
-#: are shared a merge does any number, which says nothing about the next one that has to copy.
+#: The assumed rate in bytes a second before the first measurement, and its upper bound: a merge
+#: that shares blocks is arbitrarily fast, which tells nothing about a later one that must copy.
 _FIRST_RATE: Final = 100e6
 _BEST_RATE: Final = 1e9
-#: What smaller merges take says nothing about bytes.
+#: The time of smaller merges does not show a rate in bytes.
 _MEASURED: Final = 64 * 1024 * 1024
 
 
@@ -40,7 +40,7 @@ class Turn:
         """Whether the job may merge now. Never waits: ask again when woken, or at the next tick.
 
         Args:
-            save: the identity of what is to be merged.
+            save: the identity of the save.
         """
         del save
         return True
@@ -93,7 +93,7 @@ class _Known:
 
     Attributes:
         rate: bytes a second of its last merge that copied enough to tell.
-        put_off: the save whose merge was ended for those who waited.
+        put_off: the save whose merge was ended for waiting jobs.
         ended: how many merges in a row were ended.
     """
 
@@ -105,9 +105,9 @@ class _Known:
 class Turns:
     """Limits the number of jobs that merge at a time; first come, first served.
 
-    A job that merges again and again is behind all that asked meanwhile. One whose storage hangs,
-    in mid-merge or while it waits, keeps nobody waiting for longer than :data:`PATIENCE`; so for
-    as long as it takes to come back, and to end its merge, there may be one more than so many.
+    A job that merges again queues behind all that asked meanwhile. If a job's storage hangs, in
+    mid-merge or while it waits, the others wait for it at most :data:`PATIENCE`. So until it has
+    come back and ended its merge, one more job may merge.
 
     A merge is *late* after :data:`FAIR_TIMES` times as long as its tensors should take, and
     :data:`LEAST` seconds. The first that is late goes on beside the others, and does not count.
@@ -117,7 +117,7 @@ class Turns:
 
     A late merge also ends if its trainer has announced a newer save, for that one to be merged.
     Each end in a row doubles the time that the job's next merge has until then, so that a trainer
-    whose saves come faster than its merges is served all the same. A newer save ends no merge that
+    that saves faster than its merges is served nevertheless. A newer save ends no merge that
     is not late.
 
     Args:
@@ -236,7 +236,7 @@ class Turns:
         return self._known.setdefault(job, _Known())
 
     def _next_ones(self) -> list[_Waiting]:
-        """The jobs whose turn may have come."""
+        """The jobs that may get their turn now."""
         aside = [waiting for waiting in self._waiting.values() if waiting.aside]
         others = [waiting for waiting in self._waiting.values() if not waiting.aside]
         return aside[:1] + others[: self._most]

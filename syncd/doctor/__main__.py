@@ -14,15 +14,15 @@ from syncd.protocol.errors import SyncdError
 from syncd.protocol.names import printable
 from syncd.storage.fsio import Storage
 
-#: Seconds without a call after which whoever started this counts as gone.
+#: Seconds without a call after which the starting process counts as gone.
 _IDLE = 600.0
 
 
 def main() -> None:
     """Serve one run of doctor, until it ends."""
     job, room, number = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    parent = int(sys.argv[4])  # told, and not asked for: it may be gone by now
-    # Ctrl-C is for the process that was started by hand: it ends this one.
+    parent = int(sys.argv[4])  # given as an argument, because the parent may be gone by now
+    # Ignore Ctrl-C: it goes to the process that was started by hand, which then ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     storage = Storage(job)
     try:

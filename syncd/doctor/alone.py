@@ -1,4 +1,4 @@
-"""Probes that one process does by itself, in a folder of its own in the room."""
+"""Probes that one process does alone, in its own folder in the room."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from syncd.doctor.party import Here, error_name, put
 from syncd.doctor.party_calls import DONE
 from syncd.storage.fsio import Storage, signature
 
-#: How often something is done of which the median counts.
+#: How often an action is repeated to take the median.
 _TIMES: Final = 5
-#: What is copied: whole pages, for blocks to be shared.
+#: The content to copy: whole pages, because filesystems share whole blocks.
 _COPIED: Final = 64 * 1024
-#: Seconds between two looks at a file, touched or not: in this time a change shows, or none does.
+#: Seconds between two looks at a file, touched or not. A change must show within this time.
 _PAUSE: Final = 0.1
-#: Seconds between two touches, each time longer, until they can be told apart.
+#: Seconds between two touches, longer each time, until the file's marks differ.
 _STEPS: Final = (0.0, 0.01, 0.1, 0.5, 1.0, 2.0)
 
 
 def rename(here: Here) -> Finding:
-    """A rename replaces a file, and never a folder that holds something."""
+    """A rename replaces a file, and never a folder with content."""
     here.must("write", "old", text="old")
     here.must("write", "new", text="new")
     wrong = verdicts.expected("a rename over a file", here.attempt("rename", "new", "old"), DONE)
@@ -48,7 +48,7 @@ def rename(here: Here) -> Finding:
 
 
 def rmdir(here: Here) -> Finding:
-    """A folder that holds something stays; one that was removed takes nothing in."""
+    """A folder with content cannot be removed; a removed folder takes no new names."""
     here.must("mkdir", "leases")
     here.must("create", "leases/one")
     wrong = verdicts.full("rmdir of a folder that holds something", here.attempt("rmdir", "leases"))
@@ -98,7 +98,7 @@ def sync(storage: Storage, room: Path) -> Finding:
 
 
 def copying(storage: Storage, room: Path) -> Finding:
-    """How bytes may be copied."""
+    """The ways to copy bytes that work here."""
     put(storage, room / "source", bytes(_COPIED))
     source = storage.open_read(room / "source")
     try:
@@ -120,7 +120,7 @@ def _said(call: Callable[[], object]) -> str:
 
 
 def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
-    """A touch shows, and that there was none shows too."""
+    """A touch shows; an untouched file looks the same."""
     path = room / "heartbeat"
     put(storage, path, b"session")
 
@@ -145,7 +145,7 @@ def heartbeats(storage: Storage, room: Path, lease_time: float) -> Finding:
 
 
 def owner(storage: Storage, room: Path) -> Finding:
-    """What is made here is ours, with the rights that were asked for."""
+    """New files belong to this user, with the requested mode."""
     storage.mkdir(room / "ours")
     made = storage.status(room / "ours")
     if made is None:

@@ -1,4 +1,4 @@
-"""The channel between processes that measure together: files in their room, each written once."""
+"""The channel between processes that measure together: files in their room, never rewritten."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 
 log = logging.getLogger(__name__)
 
-#: The folder of what is said, in the room.
+#: The folder of the messages, in the room.
 TALK: Final = "talk"
-#: Seconds between two looks for what the other says: from the first to the longest.
+#: Seconds between two looks for the other's message: the first and the longest pause.
 _SHORTEST: Final = 0.002
 _LONGEST: Final = 0.05
 
 
 class Channel:
-    """What one process says to another, and hears from it.
+    """The messages from one process to another, and back.
 
     Args:
         storage: the shared storage.
-        room: the folder that both have in common; ``talk/`` is there.
-        me, other: the numbers of the two.
+        room: the folder of both, with ``talk/`` in it.
+        me, other: the numbers of the two processes.
     """
 
     def __init__(self, storage: Storage, room: Path, me: int, other: int) -> None:
@@ -43,7 +43,7 @@ class Channel:
         self._said = self._heard = 0
 
     def say(self, record: PartyAnswer | PartyRequest) -> None:
-        """Say something, whole at once."""
+        """Write a message, whole at once."""
         self._said += 1
         name = f"{self._mine}-{self._said}"
         draft = self._talk / f"{TEMPORARY}{name}"
@@ -51,20 +51,20 @@ class Channel:
         self._storage.rename(draft, self._talk / name)
 
     def hear(self, model: type[R], limit: float, given_up: Callable[[], bool] = lambda: False) -> R:
-        """Wait for what the other says next.
+        """Wait for the other's next message.
 
         Raises:
-            JobUnavailableError: it said nothing within ``limit`` seconds, or we are to give up.
+            JobUnavailableError: none came within ``limit`` seconds, or this process must give up.
         """
         path = self._talk / f"{self._others}-{self._heard + 1}"
         deadline, pause = time.monotonic() + limit, _SHORTEST
         while True:
             try:
-                # This client may remember that nothing was said.
+                # This client may remember that there was no message.
                 self._storage.refresh(self._talk)
                 said = parse(model, self._storage.read(path, LONG_RECORD_LIMIT), path)
             except RecordError:
-                # Where a rename is none, it may be there in part.
+                # If a rename is not atomic here, a part of the message may be there.
                 if time.monotonic() > deadline:
                     raise
             except OSError as error:
@@ -90,12 +90,12 @@ def _silent(path: Path, limit: float, *, ended: bool) -> str:
 
 
 class There(Party):
-    """Another process, which :func:`serve` is running in.
+    """Another process, which runs :func:`serve`.
 
     Args:
         channel: to it.
-        patience: seconds beyond what a call may take, until its answer is there.
-        has_ended: whether it is known to be gone.
+        patience: seconds to wait for its answer, in addition to the call's own time.
+        has_ended: returns whether the process is known to have ended.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class There(Party):
         self._owes = False
 
     def begin(self, call: PartyCall) -> None:
-        """Ask it."""
+        """Send it a call."""
         self._settle()
         self._limit = call.seconds + self._patience
         self._channel.say(PartyRequest(call=call))
@@ -118,7 +118,7 @@ class There(Party):
         """Wait for its answer."""
         answer = self._hear()
         if answer.failed is not None:
-            raise OSError(errno.EIO, f"the other process says {answer.failed}")
+            raise OSError(errno.EIO, f"the other process failed: {answer.failed}")
         return answer
 
     def _hear(self) -> PartyAnswer:
@@ -127,18 +127,18 @@ class There(Party):
         return answer
 
     def _settle(self) -> None:
-        """Hear the answer that a probe which failed has not waited for."""
+        """Read the answer to a call whose probe failed before it read it."""
         if self._owes:
             self._hear()
 
     def dismiss(self, findings: tuple[Finding, ...]) -> None:
-        """Tell it what was found, and that it is over; waits until it has heard that."""
+        """Send it the findings and the end; wait until it has received them."""
         try:
             self._settle()
             self._channel.say(PartyRequest(end=End(findings=findings)))
             self._channel.hear(PartyAnswer, self._patience, self._has_ended)
         except JobUnavailableError as error:
-            log.debug("%s", error)  # nothing more is wanted of it
+            log.debug("%s", error)  # it is not needed any more
 
 
 def serve(
@@ -149,20 +149,20 @@ def serve(
     given_up: Callable[[], bool] = lambda: False,
     begins: Callable[[float], object] = lambda _: None,
 ) -> tuple[Finding, ...]:
-    """Do what the other process asks for, until it says that it is over.
+    """Carry out the other process's calls until it ends the run.
 
     Args:
         channel: to the other.
-        here: what does it.
+        here: carries out the calls.
         idle: seconds without a call after which the other counts as gone.
-        given_up: whether to end at once.
-        begins: told of each call for how many seconds it may look.
+        given_up: returns whether to end at once.
+        begins: called at each call with the most seconds that it may take.
 
     Returns:
-        What was found.
+        The findings.
 
     Raises:
-        JobUnavailableError: the other is gone, or we are to give up.
+        JobUnavailableError: the other is gone, or this process must give up.
     """
     try:
         while True:

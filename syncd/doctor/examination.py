@@ -26,12 +26,12 @@ Found = Finding | list[Finding]
 
 
 class Deadlines(NamedTuple):
-    """How long what is waited for, in seconds.
+    """The limits of waits, in seconds.
 
     Attributes:
-        look: for what another process has changed to be seen.
-        answer: for another process to answer, beyond what it was asked to wait for.
-        meeting: for the other host.
+        look: until another process's change shows.
+        answer: until another process answers, in addition to the call's own time.
+        meeting: until the other host comes.
     """
 
     look: float = 30.0
@@ -40,12 +40,12 @@ class Deadlines(NamedTuple):
 
     @property
     def probe(self) -> float:
-        """For one probe, in both directions."""
+        """The limit of one probe, in both directions."""
         return 2 * (self.look + self.answer)
 
 
 class Watching:
-    """Hears of each probe when it begins, and of each finding when it is there."""
+    """Told when each probe begins, and of each finding."""
 
     def begins(self, what: str) -> None:
         """A probe begins."""
@@ -54,18 +54,18 @@ class Watching:
         """Something was found."""
 
 
-#: What storage says where this user may make nothing.
+#: The errors of storage on which this user may create nothing.
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM})
 
-#: Makes those with whom this process measures, in a room that is theirs.
+#: Makes the other processes of a measurement, in their common room.
 Company = Callable[[ProbeRoom], AbstractContextManager[Sequence[Party]]]
 
 
 class _HungError(Exception):
-    """Storage does not answer: nothing else can be asked of it.
+    """Raised when storage does not answer, so that no further probe makes sense.
 
     Attributes:
-        probe: which was being done.
+        probe: the probe that hangs.
     """
 
     def __init__(self, probe: str) -> None:
@@ -76,13 +76,13 @@ class _HungError(Exception):
 class Examination:
     """One run of all probes.
 
-    Promised: nothing of the job's own is changed, and nothing is left of this run, unless storage
-    refuses it, or the process is killed. Each probe ends within ``limits.probe``.
+    Promised: it changes nothing of the job's own, and leaves nothing behind unless storage refuses
+    the removal, or the process is killed. Each probe ends within ``limits.probe``.
 
     Args:
         job: the job.
-        watching: hears of the progress.
-        limits: how long what is waited for.
+        watching: told of the progress.
+        limits: the limits of waits.
     """
 
     def __init__(self, job: Job, watching: Watching, limits: Deadlines) -> None:
@@ -102,10 +102,10 @@ class Examination:
         )
 
     def with_peer(self) -> list[Finding]:
-        """Measure with the other host, which comes by :func:`join`.
+        """Measure with the other host, which calls :func:`join`.
 
         Raises:
-            JobUnavailableError: the job directory is not there, or nobody came.
+            JobUnavailableError: the job directory is not there, or no host came.
         """
         return self.run(self._received, two_hosts=True)
 
@@ -117,14 +117,14 @@ class Examination:
         peer.dismiss(tuple(self._findings))
 
     def run(self, company: Company, *, two_hosts: bool) -> list[Finding]:
-        """Measure with others.
+        """Measure with other processes.
 
         Args:
-            company: who makes them, and ends them.
-            two_hosts: whether they were asked to be on another host.
+            company: starts and ends them.
+            two_hosts: whether they should be on another host.
 
         Raises:
-            JobUnavailableError: the job directory is not there, or those others are gone.
+            JobUnavailableError: the job directory is not there, or the others are gone.
         """
         storage, layout = self._job.storage, self._job.layout
         try:
@@ -153,9 +153,9 @@ class Examination:
 
     @contextmanager
     def _in_room(self, name: str, facts: Facts) -> Iterator[ProbeRoom | None]:
-        """A room while it is open; None where this user may make none, which is a finding."""
+        """A room while it is open; None if this user may create none, which is a finding."""
         storage = self._job.storage
-        if job_verdicts.is_read_only(facts):  # which was found already
+        if job_verdicts.is_read_only(facts):  # this is a finding already
             yield None
             return
 
@@ -201,7 +201,7 @@ class Examination:
         *,
         two_hosts: bool,
     ) -> None:
-        """Do all probes that write, in a room."""
+        """Run all probes that write, in a room."""
         storage, limit, path = self._job.storage, self._limits.look, room.path
 
         def here(name: str) -> Here:
@@ -240,18 +240,18 @@ class Examination:
         room.beat()
         self._job.storage.mkdir(room.path / name)
         found = probe()
-        room.beat()  # a room that was removed meanwhile says nothing about storage
+        room.beat()  # fail here if the room was removed, instead of blaming storage
         return found
 
     def _leave(self, room: ProbeRoom) -> None:
-        """Remove the room, and say so where that cannot be done."""
+        """Remove the room; add a finding if that fails."""
         try:
             self._bounded("cleanup", room.remove)
         except OSError as error:
             self._note(job_verdicts.left_behind(str(room.path), str(error)))
 
     def _probe(self, name: str, probe: Callable[[], Found]) -> None:
-        """Do one probe, and let an error of storage be what was found."""
+        """Run one probe; an error of storage becomes its finding."""
         self._watching.begins(name)
         try:
             found = self._bounded(name, probe)
@@ -265,23 +265,23 @@ class Examination:
         self._watching.found(finding)
 
     def _bounded(self, name: str, work: Callable[[], T]) -> T:
-        """Do something in a thread: a call of storage that hangs cannot be ended, but left.
+        """Call something in a thread, because a call that hangs in storage cannot be ended.
 
         Raises:
-            _HungError: it took longer than any probe may.
+            _HungError: it took longer than a probe may.
         """
         until = time.monotonic() + self._limits.probe
         return _bounded(name, work, lambda: until)
 
 
 def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
-    """As :meth:`Examination._bounded`, until a time that may be put off meanwhile."""
+    """As :meth:`Examination._bounded`, until a deadline that can be moved meanwhile."""
     done: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 
     def do() -> None:
         try:
             done.put((work(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             done.put((None, error))
 
     threading.Thread(target=do, name="syncd-doctor", daemon=True).start()
@@ -297,12 +297,12 @@ def _bounded(name: str, work: Callable[[], T], until: Callable[[], float]) -> T:
 
 
 def join(job: Job, watching: Watching, limits: Deadlines) -> list[Finding]:
-    """Be the other host: do what the one that examines asks for; returns what it has found.
+    """Be the other host: carry out the calls of the examining process; return its findings.
 
-    Where storage does not answer this host, that is all that is found.
+    If storage does not answer this host, that is the only finding.
 
     Raises:
-        JobUnavailableError: nobody examines this job, or ended in the middle.
+        JobUnavailableError: no process examines this job, or it ended half-way.
     """
     watching.begins("the other host, which is waited for")
     until = time.monotonic() + limits.meeting + limits.probe

@@ -15,7 +15,7 @@ from syncd.doctor.party_calls import Facts
 
 
 class Mount(NamedTuple):
-    """How the kernel has a folder mounted; empty texts where that is not known."""
+    """The kernel's mount of a folder; empty texts if it is unknown."""
 
     kind: str
     source: str
@@ -23,7 +23,7 @@ class Mount(NamedTuple):
 
 
 def facts_of(job: Path) -> Facts:
-    """What this process says of itself."""
+    """The facts about this process and its host."""
     mount = mount_of(job)
     return Facts(
         host=socket.gethostname(),
@@ -43,7 +43,7 @@ def facts_of(job: Path) -> Facts:
 
 
 def mount_of(path: Path) -> Mount:
-    """The mount that a folder is on: the last one of the longest mount point above it."""
+    """The mount of a folder: of the mounts at the longest mount point above it, the last one."""
     best, found = -1, Mount("", "", "")
     where = path.resolve()
     for line in Path("/proc/self/mountinfo").read_text(errors="surrogateescape").splitlines():
@@ -52,19 +52,19 @@ def mount_of(path: Path) -> Mount:
         kind, source, more = after.split(" ", 2)
         above = _unescaped(point)
         if where.is_relative_to(above) and len(above) >= best:
-            # Those of the mount, and those of its filesystem; some are both.
+            # The options of the mount and of its filesystem; some are in both.
             both = dict.fromkeys([*options.split(","), *more.split(",")])
             best, found = len(above), Mount(kind, _unescaped(source), ",".join(both))
     return found
 
 
 def _unescaped(text: str) -> str:
-    """Blanks and the like are octal numbers there."""
+    """Decode a path in which blanks and the like are octal numbers."""
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
 
 
 def _umask() -> str:
-    """Asked for by umask(2) it would be changed."""
+    """The umask, read from /proc, because umask(2) would change it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return line.split()[1]

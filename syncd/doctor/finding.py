@@ -1,4 +1,4 @@
-"""A probe's finding: measured, judged, and said in words. Pure."""
+"""A probe's finding: its measurements, verdict and words. Pure."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from enum import Enum
 
 from pydantic import BaseModel, ConfigDict
 
-#: A number, a word, or nothing where it could not be measured; and lists of these by name.
+#: A number, a word, or None if it could not be measured; and lists of these by name.
 Measured = bool | int | float | str | None | list[str] | dict[str, float | str | None]
 
 
 class Severity(Enum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
-    #: Nothing is lost by it, but someone should know.
+    #: Nothing is lost, but an operator should know.
     WARN = "warn"
-    #: A promise of syncd's cannot hold.
+    #: A promise of syncd cannot hold.
     FAIL = "fail"
 
 
 class Finding(BaseModel):
-    """What one probe has found.
+    """The result of one probe.
 
     Attributes:
         name: the probe's, as in ``docs/doctor.md``.
-        verdict: how bad it is.
-        words: what was seen, for people.
-        advice: what to do about it; empty where there is nothing to do.
+        verdict: the severity.
+        words: the observation, for people.
+        advice: the remedy; empty if none is needed.
         measured: the numbers behind it. Times in seconds, sizes in bytes.
     """
 
@@ -46,7 +46,7 @@ def ok(name: str, words: str, **measured: Measured) -> Finding:
 
 
 def warn(name: str, words: str, advice: str, **measured: Measured) -> Finding:
-    """Someone should know."""
+    """An operator should know."""
     return Finding(name=name, verdict=Severity.WARN, words=words, advice=advice, measured=measured)
 
 

@@ -24,12 +24,12 @@ from syncd.storage.step_folders import step_folders
 
 #: Seconds between two looks at the daemon's heartbeat.
 _PAUSE: Final = 0.2
-#: How many step folders are looked at: one trainer's are alike.
+#: The number of step folders to look at: those of one trainer are alike.
 _FEW: Final = 4
 
 
 def format_of(job: Job) -> tuple[Finding, float]:
-    """The format, and the lease time: the one that a new job would have where there is none."""
+    """The format and the lease time; if there is no job yet, those that a new one would get."""
     default = Format().lease_time
     try:
         if not job.storage.exists(job.layout.format):
@@ -41,7 +41,7 @@ def format_of(job: Job) -> tuple[Finding, float]:
 
 
 class DaemonProbe:
-    """Watches the daemon's heartbeat, from the beginning to the end of all the other probes.
+    """Watches the daemon's heartbeat, from the first probe to the last.
 
     Args:
         job: the job.
@@ -54,18 +54,18 @@ class DaemonProbe:
         self._failed: OSError | None = None
         try:
             self._first = self._look()
-        except OSError as error:  # a finding, when it is asked for
+        except OSError as error:  # reported as a finding by find()
             self._failed = error
 
     def find(self, lease_time: float, longest: float) -> Finding:
-        """Whether it moves: waits for that, at most until a lease time has passed.
+        """Whether the heartbeat moves; waits for that at most a lease time.
 
         Args:
             lease_time: of the job.
-            longest: seconds since the beginning after which it is not watched any more.
+            longest: the end of the watch, in seconds since its beginning.
 
         Raises:
-            OSError: it cannot be looked at, now or when this began.
+            OSError: the heartbeat cannot be read, now or when the watch began.
         """
         if self._failed is not None:
             raise self._failed
@@ -86,7 +86,7 @@ class DaemonProbe:
 
     def _moved(self) -> bool:
         found = self._look()
-        # Gone for a moment while it is renewed, or for good: then there is none to be seen.
+        # The file is missing for a moment when it is renewed; or for good, then no daemon runs.
         return found is not None and found != self._first
 
     def _look(self) -> object:
@@ -102,30 +102,30 @@ class DaemonProbe:
 
 
 def room(job: Job) -> Finding:
-    """Free space and inodes."""
+    """Whether space and inodes are left."""
     free = job.storage.free(job.layout.root)
     return job_verdicts.room(free.bytes, free.inodes, _newest(job))
 
 
 def _newest(job: Job) -> int | None:
-    """Bytes of the newest version that can be read."""
+    """Bytes of the newest version with a readable manifest."""
     found = [parse_version_folder(name) for name in job.storage.names(job.layout.published)]
     for sequence in sorted((one for one in found if one is not None), reverse=True):
         try:
             manifest = read_manifest(job.storage, job.layout.version(sequence))
         except (OSError, RecordError):
-            continue  # pruned meanwhile, or one that explorers refuse
+            continue  # pruned meanwhile, or damaged
         return sum(file.size for file in manifest.files)
     return None
 
 
 def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
-    """Whether this user may write to the job, and delete what trainers made.
+    """Whether this user may write to the job, and delete the trainers' folders.
 
     Args:
         job: the job.
         facts: of this process.
-        refused: what storage said to the first folder that was to be made; None where it was made.
+        refused: the error at the first folder that this process made; None if there was none.
     """
     if refused is None:
         folder = unwritable(job)
@@ -135,7 +135,7 @@ def rights(job: Job, facts: Facts, refused: str | None) -> Finding:
 
 
 def others(job: Job) -> Finding:
-    """Whether anybody else may write to the job."""
+    """Whether other users may write to the job."""
     steps = reversed(step_folders(job)[-_FEW:])
     folders = [
         job.layout.root,
@@ -157,7 +157,7 @@ def others(job: Job) -> Finding:
 
 
 class ClockProbe:
-    """Watches whether the wall clock goes as the monotonic one does.
+    """Compares the wall clock with the monotonic one.
 
     Args:
         wall, monotonic: seconds.
@@ -172,11 +172,11 @@ class ClockProbe:
         self._first = wall(), monotonic()
 
     def find(self, storage: Storage, room: Path) -> Finding:
-        """What it did since; and how far storage's clock is from it, by the time of a new folder.
+        """The drift since the start, and the difference to storage's clock, by a new folder's time.
 
         Args:
             storage: the shared storage.
-            room: a folder to make it in.
+            room: the parent of that folder.
         """
         before = self._wall()
         storage.mkdir(room / "now")

@@ -9,23 +9,24 @@ from syncd.doctor.finding import Finding, Measured, fail, ok, warn
 from syncd.doctor.party_calls import Facts
 from syncd.protocol.names import printable
 
-#: Less than this, and no daemon can take over: bytes and inodes of its reserve.
+#: With less than this no daemon can take over: bytes and inodes of its reserve.
 _LEAST: Final = (1024 * 1024, 16)
-#: So many versions like the newest one should fit.
+#: The number of versions like the newest one that should fit.
 _VERSIONS: Final = 2
 _FEW_INODES: Final = 1000
-#: How far a clock may jump, or two clocks be apart, before a reader of logs would be misled.
+#: The most seconds that a clock may jump, or differ from another, before it misleads readers of
+#: logs.
 _JUMP: Final = 0.5
 _APART: Final = 60.0
 _OTHERS_WRITE: Final = 0o002
 _STICKY: Final = 0o1000
 _GROUP_WRITES: Final = 0o020
-#: What the hooks and the daemon's child that casts need of torch.
+#: The torch that the hooks and the daemon's casting child need.
 _TORCH: Final = (2, 6)
 
 
 def mount(facts: Facts, name: str = "mount") -> Finding:
-    """How the job is mounted on a host; the finding has a name of its own for the other one's."""
+    """A host's mount of the job; the other host's finding has another name."""
     words = f"{facts.filesystem or 'unknown'} from {facts.source or 'nowhere'} ({facts.options})"
     options = _options(facts)
     told: dict[str, Measured] = {"filesystem": facts.filesystem, "options": facts.options}
@@ -49,7 +50,7 @@ def mount(facts: Facts, name: str = "mount") -> Finding:
 
 
 def is_read_only(facts: Facts) -> bool:
-    """Whether nobody may write where a job is mounted."""
+    """Whether the job is on a read-only mount."""
     return "ro" in _options(facts)
 
 
@@ -58,7 +59,7 @@ def _options(facts: Facts) -> set[str]:
 
 
 def exported_read_only(why: str) -> Finding:
-    """Storage that is mounted rw, and takes no writes."""
+    """Storage that is mounted read-write, but refuses writes."""
     return fail(
         "mount",
         f"mounted rw, but its server refuses writes: {why}",
@@ -71,8 +72,8 @@ def format_of(lease_time: float | None, wrong: str | None) -> Finding:
     """Whether the job's format can be read.
 
     Args:
-        lease_time: None where the job was never served.
-        wrong: why it cannot be read.
+        lease_time: None if no daemon ever served the job.
+        wrong: the reason why it cannot be read.
     """
     if wrong is not None:
         return fail(
@@ -89,10 +90,10 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
     """Whether a daemon serves the job.
 
     Args:
-        beats: whether its heartbeat moved; None where there is no ``daemon.lock``.
-        said: what ``daemon.json`` says, for people; empty where there is none.
+        beats: whether its heartbeat moved; None if there is no ``daemon.lock``.
+        said: the content of ``daemon.json``, for people; empty if there is none.
         watched: seconds for which the heartbeat was watched.
-        lease_time: within which it should have moved.
+        lease_time: the heartbeat should move within this time.
         job: the job directory.
     """
     if beats:
@@ -116,12 +117,12 @@ def daemon(beats: bool | None, said: str, watched: float, lease_time: float, job
 
 
 def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
-    """Whether there is room.
+    """Whether space and inodes are left.
 
     Args:
-        free: bytes that are left to this user; None where the filesystem does not say.
-        inodes: likewise.
-        version: bytes of the newest version; None where there is none.
+        free: free bytes for this user; None if the filesystem does not report them.
+        inodes: free inodes; None likewise.
+        version: bytes of the newest version; None if there is none.
     """
     words = ", ".join(
         said
@@ -143,14 +144,14 @@ def room(free: int | None, inodes: int | None, version: int | None) -> Finding:
 
 
 def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
-    """Whether the wall clock runs evenly, and as that of storage does.
+    """Whether the wall clock runs evenly, and agrees with storage's.
 
-    Nothing is decided by either; people read them.
+    syncd decides nothing by these clocks; people read them in logs.
 
     Args:
-        jumped: seconds by which the wall clock went another way than the monotonic one.
-        watched: for how many seconds.
-        ahead: seconds by which storage's clock is ahead of this host's; None where unknown.
+        jumped: the difference in seconds between the wall clock's time and the monotonic one's.
+        watched: seconds of the watch.
+        ahead: seconds by which storage's clock is ahead of this host's; None if unknown.
     """
     measured: dict[str, Measured] = {"jumped": jumped, "ahead": ahead}
     advice = "synchronize all hosts' clocks by NTP or chrony; syncd itself does not compare clocks"
@@ -175,7 +176,7 @@ def clock(jumped: float, watched: float, ahead: float | None) -> Finding:
 
 
 def software(facts: Facts) -> Finding:
-    """What is installed here."""
+    """The software that is installed on this host."""
     words = f"syncd {facts.syncd}, Python {facts.python}, Linux {facts.kernel}"
     if facts.torch is None:
         return ok("software", f"{words}; no torch: a daemon needs it only with --dtype")
@@ -193,9 +194,9 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
     """Whether this user may do what a daemon does.
 
     Args:
-        refused: why it may not write; None where it may.
-        kept: why it could not delete steps; None where there are none, empty where it could.
-        to_delete: what to do about that.
+        refused: the reason why it may not write; None if it may.
+        kept: the reason why it could not delete steps; None if there are none, empty if it could.
+        to_delete: the remedy for that.
         facts: of this process.
     """
     us = f"user {facts.user}, groups {_listed(facts.groups or (facts.group,))}, umask {facts.umask}"
@@ -212,10 +213,10 @@ def rights(refused: str | None, kept: str | None, to_delete: str, facts: Facts) 
 
 
 def others(writers: Sequence[tuple[str, int, int, int]]) -> Finding:
-    """Who else may write to the job.
+    """The other users who may write to the job.
 
     Args:
-        writers: of each folder that was looked at: its path, mode, user and group.
+        writers: path, mode, user and group of each folder that was read.
     """
     if not writers:
         return warn("others", "no folder of the job could be looked at", "look at its rights")
@@ -241,9 +242,9 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
     """Whether two hosts fit together.
 
     Args:
-        ours: what this process says of itself.
-        theirs: what the other one says.
-        answer: seconds until the other answered, the median.
+        ours: the facts of this process.
+        theirs: the facts of the other one.
+        answer: the median time in seconds until the other answered.
     """
     words = f"{ours.host} and {theirs.host}; an answer takes {1000 * answer:.0f} ms"
     if ours.client == theirs.client:
@@ -275,7 +276,7 @@ def hosts(ours: Facts, theirs: Facts, answer: float) -> Finding:
 
 
 def left_behind(room: str, why: str) -> Finding:
-    """That doctor's own room is still there."""
+    """The finding that doctor's own room is still there."""
     return warn(
         "cleanup",
         f"{printable(room)} could not be removed: {printable(why)}",
@@ -284,7 +285,7 @@ def left_behind(room: str, why: str) -> Finding:
 
 
 def broken(name: str, why: str) -> Finding:
-    """That storage failed where it should not."""
+    """The finding that storage failed unexpectedly."""
     return fail(
         name,
         f"this could not be measured: {printable(why)}",
@@ -293,7 +294,7 @@ def broken(name: str, why: str) -> Finding:
 
 
 def hung(name: str, seconds: float) -> Finding:
-    """That storage did not answer at all."""
+    """The finding that storage did not answer at all."""
     return fail(
         name,
         f"storage did not answer within {seconds:.0f} s; the remaining checks were skipped",

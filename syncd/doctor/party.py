@@ -1,4 +1,4 @@
-"""One of the processes that measure together: its actions in their room, and its view of it."""
+"""One of the processes that measure together: its actions in their room, and its observations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage, signature
 from syncd.storage.watch import Watcher
 
-#: Seconds between two looks for something that another process has changed.
+#: Seconds between two looks for another process's change.
 _PAUSE: Final = 0.005
-#: A file that is replaced while it is read is so many bytes long, and says one number all along.
+#: The size in bytes of the file that is replaced; it holds one number over and over.
 _BLOCK: Final = 8
 _BLOCKS: Final = 1024
 
@@ -27,21 +27,21 @@ _BLOCKS: Final = 1024
 class Party(ABC):
     """One of the processes.
 
-    Each method is done before it returns. :meth:`begin` and :meth:`end` are its two halves, for
-    what several processes do at the same time.
+    Each method has finished when it returns. :meth:`begin` and :meth:`end` are its two halves, for
+    actions of several processes at the same time.
     """
 
     @abstractmethod
     def begin(self, call: PartyCall) -> None:
-        """Ask for something."""
+        """Start an action."""
 
     @abstractmethod
     def end(self) -> PartyAnswer:
-        """Wait until what was asked for is done.
+        """Wait until the action is finished.
 
         Raises:
             OSError: storage failed.
-            JobUnavailableError: it does not answer.
+            JobUnavailableError: the process does not answer.
         """
 
     def _ask(self, call: PartyCall) -> PartyAnswer:
@@ -49,15 +49,15 @@ class Party(ABC):
         return self.end()
 
     def attempt(self, change: Change, name: str, other: str | None = None, text: str = "") -> str:
-        """Change something; returns ``done``, or the name of the error: ``EEXIST``."""
+        """Try a change; returns ``done``, or the name of the error, e.g. ``EEXIST``."""
         call = PartyCall(do="attempt", change=change, name=name, other=other, text=text)
         return self._ask(call).text
 
     def must(self, change: Change, name: str, other: str | None = None, text: str = "") -> None:
-        """Change something that a probe begins with.
+        """Make a change that a probe needs.
 
         Raises:
-            OSError: it was refused.
+            OSError: storage refused it.
         """
         said = self.attempt(change, name, other, text)
         if said != DONE:
@@ -65,23 +65,23 @@ class Party(ABC):
             raise OSError(code, f"{change} was refused: {os.strerror(code)}", name)
 
     def see(self, how: How, name: str) -> str:
-        """Look once; returns what is seen, or the name of an error after a ``!``."""
+        """Look once; returns the observation, or the name of an error after a ``!``."""
         return self._ask(PartyCall(do="see", how=how, name=name)).text
 
     def until_changed(self, looks: list[Look], limit: float) -> tuple[float | None, ...]:
-        """Look until each shows something else; seconds for each, None where it is not within."""
+        """Look until each look changes; returns each one's seconds, None if it did not in time."""
         return self._ask(PartyCall(do="until", looks=tuple(looks), seconds=limit)).after
 
     def listen(self, folder: str, name: str) -> None:
-        """Begin to wait for an event of a name in a folder."""
+        """Start to wait for an event of a name in a folder."""
         self._ask(PartyCall(do="listen", name=folder, text=name))
 
     def heard(self, limit: float) -> float | None:
-        """Wait for it; the seconds that it took from now on, None where none came."""
+        """Wait for that event; the seconds from this call on, None if none came."""
         return self._ask(PartyCall(do="heard", seconds=limit)).after[0]
 
     def tell(self) -> Facts:
-        """What it says of itself."""
+        """The facts about this process."""
         found = self._ask(PartyCall(do="tell")).facts
         if found is None:
             raise JobUnavailableError("the other process does not identify itself")
@@ -93,8 +93,8 @@ class Here(Party):
 
     Args:
         storage: its storage.
-        room: the folder that all have in common.
-        tell: what it says of itself.
+        room: the common folder of all processes.
+        tell: returns the facts about this process.
     """
 
     def __init__(self, storage: Storage, room: Path, tell: Callable[[], Facts]) -> None:
@@ -105,22 +105,22 @@ class Here(Party):
         self._watcher: Watcher | None = None
 
     def begin(self, call: PartyCall) -> None:
-        """Keep in mind what is to be done."""
+        """Remember the call."""
         self._call = call
 
     def end(self) -> PartyAnswer:
-        """Do it."""
-        assert self._call is not None  # noqa: S101 # a slip of ours, not of the user's
+        """Carry it out."""
+        assert self._call is not None  # noqa: S101 # a bug if it fails, not a user's error
         call, self._call = self._call, None
         return self.perform(call)
 
     def close(self) -> None:
-        """Wait for no event any more."""
+        """Stop waiting for events."""
         if self._watcher is not None:
             self._watcher.close()
 
     def perform(self, call: PartyCall) -> PartyAnswer:
-        """Do what is asked for."""
+        """Carry out a call."""
         path, answer = self._path(call.name), PartyAnswer()
         match call.do:
             case "attempt" if call.change is not None:
@@ -166,7 +166,7 @@ class Here(Party):
                     storage.rename(path, other)
                 case "unlink":
                     storage.unlink(path)
-                case "touch":  # of a folder it is what lets this client ask the server anew
+                case "touch":  # touching a folder makes this client ask the server again
                     storage.refresh(path)
                 case "write":
                     put(storage, path, call.text.encode())
@@ -208,11 +208,11 @@ class Here(Party):
             time.sleep(_PAUSE)
 
     def _race(self, change: Change, call: PartyCall) -> PartyAnswer:
-        """Try to be the one who makes each of many names."""
+        """Race to create each of many names first."""
         won: list[int] = []
         counts: dict[str, int] = {}
         for number in range(call.count):
-            # What is linked is each one's own file, and the new name what they race for.
+            # Each process links its own file to the new name for which they race.
             is_link = change == "link"
             target = f"{call.other}-{number}"
             name, other = (call.name, target) if is_link else (target, None)
@@ -240,7 +240,7 @@ class Here(Party):
             except OSError as error:
                 if not is_gone(error):
                     raise
-                # Replaced again at each of several opens: whoever reads looks again.
+                # Replaced again at each of several opens: the caller looks again.
                 counts["stale" if error.errno == errno.ESTALE else "missing"] += 1
                 continue
             if len(found) != _BLOCK * _BLOCKS or found != found[:_BLOCK] * _BLOCKS:
@@ -257,24 +257,24 @@ class Here(Party):
 
 
 def _block(number: int) -> bytes:
-    """What a file that is replaced holds: the same number all along."""
+    """The content of a replaced file: the same number all along."""
     return number.to_bytes(_BLOCK, "little") * _BLOCKS
 
 
 def put(storage: Storage, path: Path, data: bytes) -> None:
-    """Write a new file that needs to survive nothing."""
+    """Write a new file without fsync."""
     fd = storage.create(path)
     with storage.closing(fd):
         storage.write_all(fd, data)
 
 
 def _replace(storage: Storage, path: Path, data: bytes) -> None:
-    """Replace a file by a rename, that needs to survive nothing either."""
+    """Replace a file by a rename without fsync."""
     draft = path.with_name(f"{TEMPORARY}{path.name}-{time.monotonic_ns()}")
     put(storage, draft, data)
     storage.rename(draft, path)
 
 
 def error_name(error: OSError) -> str:
-    """``EEXIST`` for number 17."""
+    """The name of an error number: ``EEXIST`` for 17."""
     return errno.errorcode.get(error.errno or 0, str(error))

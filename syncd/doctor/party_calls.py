@@ -9,19 +9,19 @@ from pydantic import BaseModel, ConfigDict, Field
 from syncd.doctor.finding import Finding
 from syncd.protocol.records import Record, RelativePath, Seconds
 
-#: What can be tried on names in the room.
+#: The changes of names in the room that can be tried.
 Change = Literal[
     "mkdir", "rmdir", "create", "link", "rename", "unlink", "touch", "write", "replace"
 ]
-#: How a name can be looked at: ``mark`` is how a heartbeat is, by opening it and its fstat.
+#: The ways to look at a name. ``mark`` is a heartbeat's: open the file, and fstat it.
 How = Literal["open", "mark", "status", "listing", "exists"]
 
-#: What :meth:`Party.attempt` says where it was done; else it is the name of an error.
+#: The result of :meth:`Party.attempt` after success; otherwise it is the name of an error.
 DONE = "done"
 
 
 class Look(BaseModel):
-    """A way to look at a name, and what was seen the last time."""
+    """A way to look at a name, and the observation of the last time."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,11 +31,11 @@ class Look(BaseModel):
 
 
 class PartyCall(Record):
-    """What one process asks another to do in their room.
+    """A call of one process to another, about their room.
 
     Attributes:
         name, other: paths in the room.
-        count, seconds: how often, or for how long at most.
+        count, seconds: how often, or at most how long.
     """
 
     do: Literal["attempt", "see", "until", "race", "rewrite", "reread", "listen", "heard", "tell"]
@@ -50,7 +50,7 @@ class PartyCall(Record):
 
 
 class End(Record):
-    """That it is over, and what was found."""
+    """The end of the run, with the findings."""
 
     findings: tuple[Finding, ...]
 
@@ -63,13 +63,13 @@ class PartyRequest(Record):
 
 
 class Facts(Record):
-    """What a process says of itself and its host.
+    """A process's facts about itself and its host.
 
     Attributes:
-        boot: of the host, different after each start.
+        boot: the id of the host's boot.
         umask: as octal text.
-        filesystem, options: of the job, as the kernel has it mounted; empty where it is not known.
-        torch: the version that is installed; None where none is.
+        filesystem, options: of the job's mount; empty if unknown.
+        torch: the installed version; None if there is none.
     """
 
     host: str
@@ -88,19 +88,19 @@ class Facts(Record):
 
     @property
     def client(self) -> tuple[str, str, str]:
-        """What remembers what it was told of the job: two mounts of one host may be two clients."""
+        """The host's cache of the job's filesystem: two mounts on one host may have two caches."""
         return self.boot, self.source, self.options
 
 
 class PartyAnswer(Record):
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
-        text: ``done``, or what was seen, or the name of an error after a ``!``.
-        after: for each look, the seconds until something else was seen; None where nothing was.
-        won: of a race, the rounds in which this process was the one.
+        text: ``done``, or the observation, or the name of an error after a ``!``.
+        after: for each look, the seconds until the observation changed; None if it did not.
+        won: of a race, the rounds that this process won.
         counts: how often something happened, by name.
-        failed: what storage said to a call that could not be done at all.
+        failed: the error of storage if the call could not be done at all.
     """
 
     text: str = ""

@@ -20,25 +20,25 @@ from syncd.storage.job import Job
 from syncd.storage.probe_room import ProbeRoom, rooms
 from syncd.storage.sessions import new_session_id
 
-#: How the names of rooms begin in which another host is waited for.
+#: The beginning of the names of rooms that wait for another host.
 _PEER: Final = "peer-"
-#: Who would like to measure in a room; and who was taken.
+#: The name of a visitor that wants to measure in a room; and of the one that was taken.
 _HELLO: Final = "hello"
 _WELCOME: Final = "welcome"
 _PAUSE: Final = 0.2
-#: How many processes beside this one.
+#: The number of helpers beside this process.
 _HELPERS: Final = 2
 _ENDING: Final = 10.0
 
 
 def new_name(*, for_peer: bool) -> str:
-    """A name for a room that nobody else has."""
+    """A new, unique name for a room."""
     return new_session_id(_PEER if for_peer else "")
 
 
 @contextmanager
 def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list[There]]:
-    """Processes of this host, which end with the block."""
+    """Processes of this host, which end with the ``with`` block."""
     with ExitStack() as stack:
         yield [
             There(
@@ -52,9 +52,9 @@ def helpers(storage: Storage, room: ProbeRoom, patience: float) -> Iterator[list
 
 @contextmanager
 def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
-    """One of them; gives whether it has ended."""
+    """One helper; yields a function that returns whether it has ended."""
     told = [str(room.job), str(room.path), str(number), str(os.getpid())]
-    process = subprocess.Popen(  # noqa: S603 - our own, by our own interpreter
+    process = subprocess.Popen(  # noqa: S603 - syncd itself, by this interpreter
         [sys.executable, "-m", "syncd.doctor", *told]
     )
     try:
@@ -64,7 +64,7 @@ def _helper(room: ProbeRoom, number: int) -> Iterator[Callable[[], bool]]:
         try:
             process.wait(_ENDING)
         except subprocess.TimeoutExpired:
-            pass  # in a call of storage that hangs: it ends with that
+            pass  # it hangs in storage, and ends with that call
 
 
 def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) -> There:
@@ -72,12 +72,12 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
 
     Args:
         storage: the shared storage.
-        room: where, named by :func:`new_name`.
+        room: the room, named by :func:`new_name`.
         limit: seconds.
-        patience: of what is returned.
+        patience: of the returned process.
 
     Raises:
-        JobUnavailableError: nobody came within ``limit`` seconds.
+        JobUnavailableError: no host came within ``limit`` seconds.
     """
     storage.mkdir(room.path / _HELLO)
     deadline = time.monotonic() + limit
@@ -89,23 +89,23 @@ def receive(storage: Storage, room: ProbeRoom, limit: float, patience: float) ->
             return There(Channel(storage, room.path, 0, 1), patience)
         if time.monotonic() > deadline:
             raise JobUnavailableError(
-                f"nobody came within {limit:.0f} s: run 'syncd doctor {room.job} --peer 1' on the "
-                "other host at the same time; if it runs, that host has another folder there, or "
-                "may not write to this one"
+                f"no other host came within {limit:.0f} s: run 'syncd doctor {room.job} --peer 1' "
+                "there at the same time; if it runs, that host sees another folder at this path, "
+                "or may not write to this one"
             )
         time.sleep(_PAUSE)
 
 
 def visit(job: Job, limit: float) -> tuple[Path, Channel]:
-    """Find a room in which another host waits, and be taken.
+    """Find a room that waits for a host, and join it.
 
-    Rooms of runs that were killed may be there too: whoever answers is alive.
+    Rooms of killed runs may be there too: only a live process answers.
 
     Returns:
-        The room, and the way to talk in it.
+        The room, and the channel in it.
 
     Raises:
-        JobUnavailableError: nobody answered within ``limit`` seconds.
+        JobUnavailableError: no room answered within ``limit`` seconds.
     """
     me = new_session_id()
     greeted: set[Path] = set()
@@ -132,7 +132,7 @@ def visit(job: Job, limit: float) -> tuple[Path, Channel]:
 
 
 def _waiting(job: Job) -> list[Path]:
-    """The rooms in which another host is waited for."""
+    """The rooms that wait for another host."""
     try:
         job.storage.refresh(job.layout.state)
         job.storage.refresh(job.layout.doctor)

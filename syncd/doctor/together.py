@@ -1,7 +1,7 @@
-"""Probes that several processes do together: what one changes, and another sees of it.
+"""Probes of several processes: one changes something, and another observes it.
 
-The stopwatch is always that of the process that looks, and starts once it was told that the change
-is done: no clocks are compared.
+The observing process measures the time, from the moment when it is told that the change is done. So
+no clocks are compared.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from syncd.doctor.finding import Finding
 from syncd.doctor.party import Party
 from syncd.doctor.party_calls import DONE, Change, Look, PartyCall
 
-#: How many names each way of making one is raced for.
+#: The number of names for each kind of race.
 _ROUNDS: Final = 200
 _WAYS: Final[tuple[Change, ...]] = ("mkdir", "create", "link")
 #: Seconds for which a file is replaced while others read it.
 _CHURN: Final = 0.7
-#: What a client may remember is waited for no longer than this: nothing hangs on it.
+#: The longest wait in seconds for caches to expire; no promise depends on the result.
 _MEMORY: Final = 10.0
 _EVENT: Final = 3.0
-#: How often the other process is asked, to know how long an answer takes.
+#: The number of calls to measure the time of an answer.
 _ANSWERS: Final = 5
 
 
@@ -45,13 +45,13 @@ def hosts(pair: tuple[Party, Party]) -> list[Finding]:
 
 
 def exclusive(parties: Sequence[Party], room: str) -> Finding:
-    """Of several processes that make one name, one is the one."""
+    """If several processes create one name, exactly one succeeds."""
     won: dict[str, list[tuple[int, ...]]] = {}
     errors: dict[str, int] = {}
     for number in range(len(parties)):
         parties[0].must("create", f"{room}/source-{number}")
     for way in _WAYS:
-        # This process last: it does its part only when it is asked for its answer, and first.
+        # This process last, because it only acts when its answer is read, and then first.
         for number, party in reversed(list(enumerate(parties))):
             call = PartyCall(
                 do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60
@@ -66,12 +66,12 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
 
 
 def replaced(parties: Sequence[Party], room: str) -> Finding:
-    """Who reads a file that is being replaced finds it whole."""
+    """A reader of a file that is being replaced finds it whole."""
     parties[0].begin(PartyCall(do="rewrite", name=f"{room}/file", seconds=0.01))
     parties[0].end()
     counts = []
     for writer in parties:
-        # This process last: it does its part only when it is asked for its answer, and first.
+        # This process last, because it only acts when its answer is read, and then first.
         for party in parties[::-1]:
             do, seconds = ("rewrite", _CHURN + 0.2) if party is writer else ("reread", _CHURN)
             party.begin(PartyCall(do=do, name=f"{room}/file", seconds=seconds))
@@ -81,7 +81,7 @@ def replaced(parties: Sequence[Party], room: str) -> Finding:
 
 
 def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) -> list[Finding]:
-    """How late an open by name, and a look at a heartbeat, show what the other has done."""
+    """The delay until an open, and a look at a heartbeat, show another process's change."""
     late = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         replaced_file, heartbeat = f"{room}/latest-{number}", f"{room}/heartbeat-{number}"
@@ -101,7 +101,7 @@ def seen(pair: tuple[Party, Party], room: str, limit: float, lease_time: float) 
 
 
 def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
-    """How late a client's own memory may be: a status, a listing, a name that was not there."""
+    """The delay of a client's caches: a status, a listing, a missing name."""
     late: dict[str, list[float | None]] = {"a status": [], "a listing": [], "a new name": []}
     limit = min(limit, _MEMORY)
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
@@ -127,7 +127,7 @@ def remembered(pair: tuple[Party, Party], room: str, limit: float) -> Finding:
 
 
 def asked(pair: tuple[Party, Party], room: str) -> Finding:
-    """What a change of one's own in a folder makes a client ask the server: that is relied on."""
+    """A client's own change in a folder makes it ask the server again; syncd relies on that."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -148,7 +148,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
         wrong += verdicts.full("rmdir of a full folder that was not there before", said)
         said = onlooker.see("exists", f"{here}/name")
         wrong += verdicts.expected("a new name", said, "True")
-        onlooker.see("open", f"{here}/file")  # late by one look, it does no harm
+        onlooker.see("open", f"{here}/file")  # a delay of one look does no harm
         said = onlooker.see("open", f"{here}/file")
         wrong += verdicts.expected("a replaced file", said, "new")
         said = onlooker.see("listing", here)
@@ -160,7 +160,7 @@ def asked(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def fence(pair: tuple[Party, Party], room: str) -> Finding:
-    """Nothing comes out of a folder, and nothing into one, that another has removed."""
+    """After another process removed a folder, no file can be read from it or made in it."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -168,7 +168,7 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
             actor.must("mkdir", folder)
         actor.must("create", f"{here}/room/version/file")
         onlooker.must("touch", room)
-        # It comes to know all of these, and keeps what its client remembers of them.
+        # It looks at all of these, so that its client caches them.
         onlooker.see("listing", f"{here}/room")
         onlooker.see("listing", f"{here}/room/version")
         onlooker.see("exists", f"{here}/room/version/file")
@@ -190,7 +190,7 @@ def fence(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def leases(pair: tuple[Party, Party], room: str) -> Finding:
-    """A folder in which another has just made a file cannot be removed."""
+    """A folder cannot be removed after another process has created a file in it."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -205,7 +205,7 @@ def leases(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def shared(pair: tuple[Party, Party], room: str) -> Finding:
-    """Each may change what the other makes."""
+    """Each process may change the files of the others."""
     wrong = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"
@@ -228,7 +228,7 @@ def shared(pair: tuple[Party, Party], room: str) -> Finding:
 
 
 def events(pair: tuple[Party, Party], room: str) -> Finding:
-    """Whether events of what the other does come."""
+    """Whether filesystem events of another process's changes arrive."""
     heard = []
     for number, (actor, onlooker) in enumerate((pair, pair[::-1])):
         here = f"{room}/{number}"

@@ -1,6 +1,6 @@
 """Verdicts on measured storage. Pure: each function judges the findings of one probe.
 
-``docs/doctor.md`` says what each probe does, and which promise depends on it.
+``docs/doctor.md`` describes each probe, and the promise that depends on it.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import Final
 from syncd.doctor.finding import Finding, fail, ok, warn
 from syncd.doctor.party_calls import DONE
 
-#: What a folder that is not empty may be called.
+#: The errors for a folder that is not empty.
 _FULL: Final = frozenset({"ENOTEMPTY", "EEXIST"})
-#: What may be said of a name, or of a folder on its way, that is gone.
+#: The errors for a name that is gone, or whose parent folder is.
 _GONE: Final = frozenset({"ENOENT", "ESTALE"})
 _ELSEWHERE: Final = (
     "put the job on storage with POSIX semantics: a local disk, NFS 4 (vers=4.1 or 4.2), "
     "CephFS, Lustre, WekaFS"
 )
 _MOUNT: Final = "mount it without nocto, and with a shorter attribute cache (actimeo=3)"
-#: A replaced file may be found so many seconds late before someone should know.
+#: A delay in seconds of replaced files above which the finding is a warning.
 _SLOW: Final = 5.0
-#: A sync that takes longer than this many seconds makes each version wait for several of them.
+#: If a sync takes longer than this many seconds, each version waits for several of them.
 _SLOW_SYNC: Final = 1.0
-#: How often a delay fits into the lease time where that is well above it.
+#: A delay is fine if it fits so many times into the lease time.
 _WELL_ABOVE: Final = 6
 
 
 def compare(name: str, promise: str, wrong: Sequence[str], advice: str = _ELSEWHERE) -> Finding:
-    """Whether all that was tried did what it should."""
+    """Whether all attempts had the right results."""
     if wrong:
         return fail(name, f"{'; '.join(wrong)}", advice, wrong=list(wrong))
     return ok(name, promise)
 
 
 def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
-    """Nothing, or one sentence: what was tried did not say what it should."""
+    """Empty, or one sentence: an attempt had a wrong result."""
     if said in ({wanted} if isinstance(wanted, str) else wanted):
         return []
     shown = "was done" if said == DONE else f"said {said!r}"
@@ -45,12 +45,12 @@ def expected(what: str, said: str, wanted: str | frozenset[str]) -> list[str]:
 
 
 def full(what: str, said: str) -> list[str]:
-    """Of a call that a folder with something in it must refuse."""
+    """The attempt must fail, because the folder has content."""
     return expected(what, said, _FULL)
 
 
 def gone(what: str, said: str) -> list[str]:
-    """Of a call that must not find what another has removed."""
+    """The attempt must not find a name that another process has removed."""
     return expected(what, said, _GONE)
 
 
@@ -74,9 +74,9 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
     """Whether files and folders can be made durable, and how long it takes.
 
     Args:
-        file: seconds, the median of several; None where it was refused.
+        file: seconds, the median of several; None if it failed.
         folder: likewise.
-        said: what was refused → the error.
+        said: the call that failed → its error.
     """
     if file is None or folder is None:
         told = ", ".join(f"fsync of a {what}: {error}" for what, error in said.items())
@@ -96,19 +96,19 @@ def sync(file: float | None, folder: float | None, said: Mapping[str, str]) -> F
 
 
 def copying(copies: str, shares: str) -> Finding:
-    """How a merge's bytes may travel: none of the ways is needed."""
+    """The ways to copy a merge's bytes; syncd needs none of them."""
     kernel = "by the kernel" if copies == DONE else f"through this process ({copies})"
     blocks = "whole blocks can be shared" if shares == DONE else f"blocks are copied ({shares})"
     return ok("copying", f"files are copied {kernel}; {blocks}", copies=copies, shares=shares)
 
 
 def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) -> Finding:
-    """Whether a heartbeat shows, and stillness too.
+    """Whether a touch of a heartbeat shows, and an untouched one stays the same.
 
     Args:
-        still: whether a file that nobody touches looks the same twice.
-        touched: whether one that was touched looks different.
-        step: seconds between two touches that could be told from each other; None where none were.
+        still: whether an untouched file looks the same twice.
+        touched: whether a touched file looks different.
+        step: the shortest seconds between two touches that look different; None if none did.
         lease_time: of the job.
     """
     if not still:
@@ -131,11 +131,11 @@ def marks(*, still: bool, touched: bool, step: float | None, lease_time: float) 
 
 
 def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
-    """Whether what is made here is ours.
+    """Whether new files belong to this user.
 
     Args:
-        made: the user, and the mode's rights of the owner, of a new folder.
-        us: the user that we are, and the rights that we asked for.
+        made: the user and the owner's permissions of a new folder.
+        us: this user, and the requested permissions.
     """
     if made[0] != us[0]:
         return warn(
@@ -158,12 +158,12 @@ def owner(made: tuple[int, int], us: tuple[int, int]) -> Finding:
 def race(
     change: Mapping[str, Sequence[Sequence[int]]], rounds: int, errors: Mapping[str, int]
 ) -> Finding:
-    """Whether of several processes that make one name exactly one is the one.
+    """Whether exactly one of several processes creates a name.
 
     Args:
-        change: how the name is made → for each process, the rounds that it won.
-        rounds: how many there were of each.
-        errors: other answers than yes and no, and how often each came.
+        change: the way to create the name → for each process, the rounds that it won.
+        rounds: the number of rounds of each.
+        errors: unexpected answers, and how often each came.
     """
     wrong = []
     for how, winners in change.items():
@@ -189,11 +189,11 @@ def race(
 
 
 def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
-    """Whether who reads a file that is being replaced finds it whole.
+    """Whether a reader of a file that is being replaced finds it whole.
 
     Args:
-        counts: of each who read: ``read``, and of these ``missing`` (the name was not there),
-            ``torn``, ``stale`` (to be opened anew, which does no harm), and ``different`` from the
+        counts: of each reader: ``read``, and of these ``missing`` (the name was not there),
+            ``torn``, ``stale`` (to be opened again, which does no harm), and ``different`` from the
             one before.
     """
     kinds = ("read", "missing", "torn", "stale", "different")
@@ -220,10 +220,10 @@ def seen(
     limit: float,
     lease_time: float,
 ) -> list[Finding]:
-    """How late one process sees what another has changed: a replaced file, and a heartbeat.
+    """The delay until one process sees another's change: a replaced file, and a heartbeat.
 
     Args:
-        changed: seconds, in both directions, until an open by name gives the new file.
+        changed: seconds, in both directions, until an open by name returns the new file.
         touched: seconds until an open and its fstat show that a file was touched.
         limit: None stands for longer than this.
         lease_time: of the job.
@@ -272,10 +272,10 @@ def _lease(touched: Sequence[float | None], limit: float, lease_time: float) -> 
 
 
 def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Finding:
-    """How late a client's own memory is: nothing is decided by it.
+    """The delay of a client's caches; syncd decides nothing by them.
 
     Args:
-        late: what was looked at → seconds, in both directions.
+        late: the kind of look → seconds, in both directions.
         limit: None stands for longer than this.
     """
     longest = {what: _longest(seconds) for what, seconds in late.items()}
@@ -287,7 +287,7 @@ def remembered(late: Mapping[str, Sequence[float | None]], limit: float) -> Find
 
 
 def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
-    """Whether events of what another process does come: they only shorten a wait."""
+    """Whether events of another process's changes arrive: they only shorten a wait."""
     late = _longest(heard)
     if late is not None:
         return ok("events", f"events come {_late(late)}", seconds=late)
@@ -302,7 +302,7 @@ def events(heard: Sequence[float | None], *, two_hosts: bool) -> Finding:
 
 
 def _longest(seconds: Sequence[float | None]) -> float | None:
-    """The longest; None where one never came."""
+    """The longest; None if one never came."""
     found = [one for one in seconds if one is not None]
     return max(found, default=0.0) if len(found) == len(seconds) else None
 

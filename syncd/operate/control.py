@@ -1,7 +1,7 @@
 """Steering a job from any host: pause, resume, roll back. Each request is a file first.
 
-Nothing here needs a daemon: what is asked is durable, and whichever daemon works on the job keeps
-to it. Where one does, its word is waited for.
+Nothing here needs a daemon: each request is durable, and any daemon that works on the job later
+obeys it. If one works now, its answer is waited for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from syncd.storage.judge import Clock, Judge, Liveness
 from syncd.storage.record_files import SILENT
 from syncd.storage.sessions import new_session_id
 
-#: Seconds between two looks for a daemon's word.
+#: Seconds between two looks for a daemon's answer.
 _POLL: Final = 0.1
 
 
@@ -32,13 +32,13 @@ class Control:
 
     Args:
         job: the job.
-        timeout: seconds that a working daemon's word is waited for.
+        timeout: seconds to wait for a working daemon's answer.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for records that people read.
         sleep: waits for so many seconds.
 
     Raises:
-        JobUnavailableError: this is no job that syncd has served.
+        JobUnavailableError: syncd has served no job here.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Control:
         deadline = self._clock() + self._timeout
         while not done():
             if not self.working():
-                # It may have answered as the last thing that it did.
+                # It may have answered just before it ended.
                 return "" if done() else "no daemon runs on this job now; the next one will"
             if self._clock() >= deadline:
                 return f"the daemon has not answered within {self._timeout:g} s, but will"

@@ -26,13 +26,13 @@ class Live:
 
     Attributes:
         explorer: its name.
-        time: when the daemon saw it, at its next tick: seconds since the epoch; None where it did
-            not, and only the explorer says so.
-        seconds: since LATEST named the version; None where nobody knows when that was.
-        pause: seconds for which its engine did not serve while it loaded it, as the explorer says;
-            None where it does not.
-        delta_bytes: the bytes of the deltas that it read instead of the version's files; None where
-            it read the files, or nobody knows.
+        time: when the daemon noticed it, at a tick: seconds since the epoch; None if only the
+            explorer reports it.
+        seconds: since LATEST named the version; None if that time is unknown.
+        pause: the seconds of the load in which its engine did not serve, as the explorer reports
+            it; None if it does not.
+        delta_bytes: the bytes of the deltas that it read instead of the version's files; None if it
+            read the files, or this is unknown.
     """
 
     explorer: str
@@ -44,13 +44,13 @@ class Live:
 
 @dataclass(slots=True)
 class DeltaHistory:
-    """What became of the delta to a version.
+    """The outcome of the delta to a version.
 
     Attributes:
         base: the version that it leads from.
-        bytes, changed, seconds: its size, the part of the elements that differ, and how long it
-            took; None where there is no delta.
-        why: why there is none.
+        bytes, changed, seconds: its size, the part of the elements that differ, and the time to
+            make it; None if there is no delta.
+        why: the reason why there is none.
     """
 
     base: int | None
@@ -65,17 +65,17 @@ class VersionHistory:
     """One version. Times are seconds since the epoch by the daemon's clock; None: not known.
 
     Attributes:
-        version, step: which.
-        kind, bytes: what it is.
+        version, step: of the version.
+        kind, bytes: its kind and size.
         saved: when the daemon first saw the whole save.
-        merge_seconds: how long it was merged, to LATEST.
+        merge_seconds: from the start of the merge to LATEST.
         published: when LATEST began to name it.
         latency_seconds: from ``saved`` to ``published``.
-        of, by: of which version it is the republication, and who asked for it.
-        delta: of the delta to it; None where none was to be made.
-        live: the explorers that serve it, or did, in this order.
-        pruned, pruned_why: when it was deleted, and why.
-        on_disk: whether it is there.
+        of, by: the version that it republishes, and the user who asked for it.
+        delta: the outcome of the delta to it; None if none was to be made.
+        live: the explorers that serve or served it, in this order.
+        pruned, pruned_why: when and why it was deleted.
+        on_disk: whether it is on disk.
         latest: whether LATEST names it.
     """
 
@@ -97,22 +97,22 @@ class VersionHistory:
     latest: bool = False
 
 
-#: Of a thousand explorers there are a hundred thousand of :class:`Live`: ``asdict`` takes seconds.
+#: Not ``asdict``: with a thousand explorers there are 100,000 of :class:`Live`, which take seconds.
 _VERSIONS: Final = TypeAdapter(list[VersionHistory])
 
 
 def history(job: Job, limit: int) -> list[VersionHistory]:
     """The newest versions, oldest first, including pruned ones.
 
-    The daemon keeps a bounded journal (:mod:`.journal_file`): what is older is only there for as
-    long as the version is on disk, and without times.
+    The daemon keeps a bounded journal (:mod:`.journal_file`). An older version is listed only while
+    it is on disk, and without times.
 
     Args:
         job: the job.
-        limit: how many.
+        limit: the number of versions.
 
     Raises:
-        JobUnavailableError: this is no job that syncd has served, or it cannot be looked at.
+        JobUnavailableError: syncd has served no job here, or it cannot be looked at.
     """
     check_is_job(job)
     try:
@@ -129,11 +129,11 @@ def told(job: Job, limit: int) -> dict[str, Any]:
 
 def _history(job: Job, limit: int) -> list[VersionHistory]:
     found: dict[int, VersionHistory] = {}
-    seen: set[tuple[int, str | None]] = set()  # who serves what: of a thousand explorers each
+    seen: set[tuple[int, str | None]] = set()  # version and explorer of each load
     for line in read_journal(job):
         if line.event == "live" and line.version is not None:
             if (line.version, line.explorer) in seen:
-                continue  # a daemon that came later saw it again
+                continue  # a later daemon noticed it again
             seen.add((line.version, line.explorer))
         if line.version is not None:
             _add(found.setdefault(line.version, VersionHistory(line.version)), line)
@@ -164,7 +164,7 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
             line.of, line.delta_bytes, line.changed, line.seconds, line.why
         )
         return
-    if version.published is None:  # else this one tells of the same, by a daemon that came later
+    if version.published is None:  # else a later daemon recorded the same publication again
         version.published = line.time
     version.step = line.step if version.step is None else version.step
     version.kind = version.kind or line.kind
@@ -178,16 +178,16 @@ def _add(version: VersionHistory, line: JournalLine) -> None:
 
 
 def _finite(seconds: float) -> float | None:
-    """A difference of times that others wrote, or None if infinite, which JSON cannot hold."""
+    """A difference of foreign times, or None if infinite, which JSON cannot hold."""
     return seconds if math.isfinite(seconds) else None
 
 
 def _add_deletions(job: Job, found: dict[int, VersionHistory]) -> None:
-    # Not the deletions of steps and leases, which are many.
+    # Without the deletions of steps and leases, which are many.
     lines = (line for line in last_lines(job.storage, job.layout.audit) if b'"version"' in line)
     for line in readable_lines(AuditLine, lines, job.layout.audit):
         version = found.get(parse_version_folder(line.name) or 0)
-        # What was found half deleted by a daemon that came later is on record again.
+        # A later daemon records a half-deleted version again.
         if line.what == "version" and version is not None and version.pruned is None:
             version.pruned, version.pruned_why = line.time, line.why
 

@@ -25,8 +25,8 @@ from syncd.storage.fsio import Storage
 from syncd.storage.job import Job, no_folder
 from syncd.storage.record_files import IF_ANY, readable_lines
 
-#: How many of the last events there are, and as many that explorers went live besides: else those
-#: of a large fleet would be all. And the most bytes that are read for them of each file.
+#: The number of last events, and of loads by explorers in addition, which would otherwise fill the
+#: list in a large fleet. And the most bytes to read of each file for them.
 _EVENTS: Final = 50
 _TAIL: Final = 128 * 1024
 
@@ -34,13 +34,13 @@ _TAIL: Final = 128 * 1024
 def look(job: Job) -> dict[str, Any]:
     """The state of a job; this only reads.
 
-    Of what others wrote, what cannot be read is None, or left out.
+    Records of others that cannot be read are None, or left out.
 
     Returns:
         ``docs/cli.md`` lists the keys.
 
     Raises:
-        JobUnavailableError: this is no job that syncd has served.
+        JobUnavailableError: syncd has served no job here.
     """
     seen = _look(job)
     seen["memory"] = _memory(seen["daemon"])
@@ -58,10 +58,10 @@ def look_anyway(folder: Path) -> dict[str, Any]:
 def jobs_at(folder: Path) -> list[Path]:
     """The folder itself if it is a job, else the jobs in it; the folder if there are none.
 
-    What this user may not look into, such as ``lost+found``, is none.
+    A folder that this user may not look into, such as ``lost+found``, is no job.
 
     Raises:
-        JobUnavailableError: it cannot be looked at.
+        JobUnavailableError: the folder cannot be read.
         OSError: it cannot be listed.
     """
     if is_job(Job.at(folder)):
@@ -82,7 +82,7 @@ def is_job(job: Job) -> bool:
     """Whether syncd has served a job in this folder.
 
     Raises:
-        JobUnavailableError: it cannot be looked at.
+        JobUnavailableError: the folder cannot be read.
     """
     try:
         return job.is_there()
@@ -94,7 +94,7 @@ def check_is_job(job: Job) -> None:
     """Check that syncd has served a job in this folder.
 
     Raises:
-        JobUnavailableError: it has not, or that cannot be seen.
+        JobUnavailableError: it has not, or the folder cannot be read.
     """
     if not is_job(job):
         if not job.storage.exists(job.layout.root):
@@ -153,8 +153,8 @@ def _look(job: Job) -> dict[str, Any]:
 def _explorer(report: ExplorerReport, latest: Latest | None) -> dict[str, Any]:
     """An explorer's report, and its lag behind LATEST; in steps too if it serves a version.
 
-    One that evaluates a step follows nothing, and is behind nothing. One that waits for its engine
-    has the status ``starting``.
+    An explorer that evaluates a step has no lag. One that waits for its engine has the status
+    ``starting``.
     """
     told = report.model_dump()
     if report.starting is not None:
@@ -175,7 +175,7 @@ def _memory(daemon: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"unseen": f"{folder} of host {daemon['host']}"}
     try:
         return _look(Job.at(folder))
-    except (JobUnavailableError, ValueError) as error:  # ValueError: no path has a null character
+    except (JobUnavailableError, ValueError) as error:  # ValueError: a path with a null character
         return {"unseen": str(error)}
 
 
@@ -223,12 +223,12 @@ def _events(job: Job) -> list[dict[str, Any]]:
         journal = read_journal(job, _TAIL)
         audit = last_lines(job.storage, job.layout.audit, _TAIL)
     except OSError:
-        return []  # the rest is worth showing
+        return []  # the rest is still worth showing
     found = [line.model_dump(exclude_none=True, exclude={"protocol"}) for line in journal]
     for line in readable_lines(AuditLine, audit, job.layout.audit):
         kept = line.model_dump(include={"time", "what", "name", "why"})
         found.append({**kept, "event": "pruned"})
-    # Of two in one moment the order is that of their file.
+    # Events of the same moment keep the order of their file.
     found.sort(key=lambda event: float(event["time"]))
     left = {True: _EVENTS, False: _EVENTS}
     shown = []

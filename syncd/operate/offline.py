@@ -41,14 +41,14 @@ def would_prune(job: Job, config: DaemonConfig) -> list[Pruning]:
     """The deletions that a daemon would do now; changes nothing.
 
     Raises:
-        JobUnavailableError: this is no job that syncd has served.
+        JobUnavailableError: syncd has served no job here.
     """
     lease_time = job.lease_time()
     known = _known(job)
     outcomes = dict(known.outcomes)
     scanner = Scanner(job, config.pointer, Judge(job.storage, lease_time))
     found: dict[Pruning, None] = {}
-    # A save that would first be put on record as skipped could go right after that.
+    # A daemon first records skipped saves, and may then delete them.
     while True:
         seen = scanner.scan(replace(known, outcomes=outcomes), config)
         decision = decide(seen, config)
@@ -71,15 +71,15 @@ def prune_now(
     """Take over as a daemon would, prune, and leave.
 
     Returns:
-        What was deleted.
+        The deleted names.
 
     Raises:
-        JobUnavailableError: a daemon is working on this job, or this is none.
+        JobUnavailableError: a daemon is working on this job, or there is no job.
     """
     try:
         return _prune(job, config, sleep)
     except OSError as error:
-        # A full disk must not keep out who would make room on it.
+        # A full disk must not stop the command that makes room on it.
         if error.errno not in NO_ROOM or not Reserve(job).give_up():
             raise
     return _prune(job, config, sleep)
@@ -138,7 +138,7 @@ def _take_lock(job: Job, lease_time: float, sleep: Callable[[float], None]) -> D
                 judge.lease_time,
                 extra=Event.WATCHING(path=job.layout.daemon_lock, seconds=judge.lease_time),
             )
-        # A lock that cannot be read neither beats nor dies.
+        # A lock that cannot be read shows no heartbeat.
         if judge.saw_beat(job.layout.daemon_lock) or waited > 2 * judge.lease_time:
             raise JobUnavailableError(
                 f"a daemon is working on {job.layout.root}, and prunes by itself: set its --keep, "

@@ -21,7 +21,7 @@ from syncd.protocol.errors import InvalidSettingsError
 #: The unit of a daemon, and that of an explorer.
 DAEMON: Final = "syncd@.service"
 FOLLOWER: Final = "syncd-follow@.service"
-#: What the daemon's template calls the command that is installed.
+#: The placeholder in the daemon's template for the path of the installed command.
 _PROGRAM: Final = "/usr/bin/syncd"
 _MARK: Final = "# Written by 'syncd unit'; of what follows the blake2s is "
 #: Folders that ``ProtectHome=yes`` hides, and those that ``PrivateTmp=yes`` does.
@@ -32,20 +32,20 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9_./+:,@=-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """What is one unit's own.
+    """The settings of one unit.
 
     Attributes:
-        name: what stands behind the ``@``.
-        user: who it runs as, by name or number.
+        name: the part after the ``@``.
+        user: the user that it runs as, by name or number.
         group: its group.
         needs: folders that must be mounted before it starts.
-        writes: folders that it may write, besides nothing.
+        writes: the only folders that it may write to.
         reads: files and folders that it must see.
         groups: more groups.
-        command: what syncd is told instead of what the template says.
-        check: what it is told before a reload.
+        command: syncd's arguments, in place of the template's.
+        check: syncd's arguments before a reload.
         template: the name of its template.
-        hang_time: seconds after which it ends itself; None for what the template reckons with.
+        hang_time: seconds of hanging after which the daemon ends itself; None for the template's.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Instance:
 
 
 def unit_files(instance: Instance) -> dict[str, str]:
-    """The files of a unit: where, below systemd's folder, → what."""
+    """The files of a unit: the path below systemd's folder → the content."""
     template = resources.files("syncd.units").joinpath(instance.template).read_text("utf-8")
     called = " ".join(map(quoted, program()))
     return {
@@ -77,7 +77,7 @@ def unit_files(instance: Instance) -> dict[str, str]:
 
 
 def is_untouched(text: str) -> bool:
-    """Whether a file is one of ours as we wrote it, whichever release of ours that was."""
+    """Whether a file is exactly as syncd wrote it, in this release or another one."""
     mark, _, rest = text.partition("\n")
     return mark == _MARK + _digest(rest)
 
@@ -89,7 +89,7 @@ def program() -> tuple[str, ...]:
 
 
 def owner_of(folder: Path) -> tuple[str, str]:
-    """Whose a folder is: user and group, by name where they have one."""
+    """The owner of a folder: user and group, by name if they have one."""
     status = folder.stat()
     try:
         user = pwd.getpwuid(status.st_uid).pw_name
@@ -103,7 +103,7 @@ def owner_of(folder: Path) -> tuple[str, str]:
 
 
 def quoted(word: object) -> str:
-    """A word as unit files take it: no specifier, no variable, one word whatever is in it.
+    """A word as unit files take it: no specifier, no variable, always one word.
 
     Raises:
         InvalidSettingsError: it has characters that no unit file can hold.
@@ -118,7 +118,7 @@ def quoted(word: object) -> str:
 
 
 def _drop_in(instance: Instance) -> str:
-    """What is the job's own, behind what the template says."""
+    """The job's own settings, which follow the template's."""
     lines = ["[Unit]", f"RequiresMountsFor={_list(instance.needs)}", "", "[Service]"]
     if instance.command:
         lines += ["ExecStart=", f"ExecStart={_called(instance.command)}"]
@@ -129,9 +129,9 @@ def _drop_in(instance: Instance) -> str:
     if instance.groups:
         lines.append(f"SupplementaryGroups={_list(instance.groups)}")
     if instance.hang_time is not None:
-        # The daemon first, which says where every thread stands: a tenth later, as in the template.
+        # The daemon ends first, and logs the stack of every thread; systemd waits a tenth longer.
         lines.append(f"WatchdogSec={ceil(instance.hang_time + instance.hang_time / 10)}s")
-    # One that is missing is the daemon's to name: systemd would say no more than 226/NAMESPACE.
+    # A missing folder is left to the daemon's message: systemd only reports 226/NAMESPACE.
     lines.append("ReadWritePaths=" + " ".join(quoted(f"-{path}") for path in instance.writes))
     executed = Path(program()[0])
     seen = (*instance.writes, *instance.reads, executed, executed.resolve())
@@ -143,7 +143,7 @@ def _drop_in(instance: Instance) -> str:
 
 
 def _called(words: tuple[str, ...]) -> str:
-    # In a command line a $ is a variable's, quoted or not.
+    # In a command line a $ begins a variable, quoted or not.
     return _list((*program(), *words)).replace("$", "$$")
 
 

@@ -1,6 +1,6 @@
 """The jobs that the page shows, and the state of each, as JSON.
 
-Storage is read once for all who ask, in threads of its own: storage that hangs delays nobody for
+Storage is read once for all visitors, in separate threads: storage that hangs delays no visitor for
 long.
 """
 
@@ -22,27 +22,27 @@ from syncd.storage.job import Job
 
 T = TypeVar("T")
 
-#: Seconds between two readings, at least: somewhat less than the page waits between two questions.
+#: The least seconds between two reads: somewhat less than the page's own interval.
 EVERY: Final = 1.5
-#: How much longer than it took the next reading is put off: it costs a fifth of the time at most.
+#: The next read waits this many times as long as the last one took: at most a fifth of the time.
 _REST: Final = 4.0
-#: Seconds that it is put off at most: storage that hung for hours is looked at once it is back.
+#: The longest such wait in seconds, so that storage that hung for hours is soon read again.
 _LONGEST_REST: Final = 30.0
-#: Seconds after which a reading counts as one that is not answered.
+#: Seconds after which a read counts as unanswered.
 PATIENCE: Final = 2.0
 
 
 class Jobs:
     """The jobs in some folders, as they come and go.
 
-    Nothing is read before someone asks, and each job in threads of its own: one whose storage does
-    not answer is ``silent_since``, and the others are shown.
+    Nothing is read before a visitor asks. Each job is read in its own threads: if its storage does
+    not answer, it has ``silent_since``, and the others are shown.
 
     Args:
         folders: jobs, or folders of jobs.
-        limit: how many versions a history has, the newest.
-        every: seconds between two readings of the same.
-        patience: seconds after which a reading counts as not answered.
+        limit: the number of versions in a history, the newest ones.
+        every: seconds between two reads of the same job.
+        patience: seconds after which a read counts as unanswered.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Jobs:
         self._numbers = count()
 
     def overview(self) -> dict[str, Any]:
-        """All jobs that there are.
+        """All jobs.
 
         Returns:
             ``now`` (seconds since the epoch), and ``jobs``, each with its ``id``, its ``job``
@@ -93,11 +93,11 @@ class Jobs:
 
         Args:
             number: the job's id.
-            had: when the one was ``read`` that who asks has already: it may be megabytes, and is
-                null where it would be that one again.
+            had: the ``read`` time of the history that the visitor has already. If it has not
+                changed, the history is null, because it may be megabytes.
 
         Returns:
-            None where no job has this id.
+            None if no job has this id.
         """
         with self._changing:
             job = self._numbered.get(number)
@@ -155,7 +155,7 @@ class _Folder:
         try:
             found = jobs_at(self.path)
         except (JobUnavailableError, OSError):
-            return self._found  # each says itself that it is away
+            return self._found  # each of them shows that its storage does not answer
         if found != [self.path]:
             self._found = found
         return self._found
@@ -183,9 +183,9 @@ class LastRead(Generic[T]):
     """The last data read. Times are seconds since the epoch.
 
     Attributes:
-        found: it; None before the first reading has ended.
-        read: when that reading began; None likewise.
-        silent_since: when the one began that has not been answered in time; None where all is well.
+        found: the data; None before the first read has ended.
+        read: when that read began; None before the first has ended.
+        silent_since: when the unanswered read began; None if all is well.
     """
 
     found: T | None
@@ -200,16 +200,15 @@ class _Reading:
 
 
 class SharedLook(Generic[T]):
-    """Reads something in a thread of its own, when someone asks and it is time.
+    """Reads something in its own thread, when a visitor asks and the last read is old enough.
 
-    Promised: never two readings at a time, however many ask and however long one hangs. Not
-    promised: that a reading which hangs ever ends; its thread stays until storage answers, or the
-    process ends.
+    Promised: never two reads at a time, however many ask and however long one hangs. Not promised:
+    that a read that hangs ever ends; its thread stays until storage answers, or the process ends.
 
     Args:
-        look: reads it; what it raises ends its thread, and what was found before stays.
-        every: seconds between two readings.
-        patience: seconds after which one counts as not answered.
+        look: reads the data; an error ends its thread, and the old data stay.
+        every: seconds between two reads.
+        patience: seconds after which a read counts as unanswered.
         clock: seconds, monotonic.
     """
 
@@ -238,7 +237,7 @@ class SharedLook(Generic[T]):
             if self._reading is not None or now < self._due:
                 return
             reading = _Reading(now, time.time())
-            # Not to be waited for at the end: storage may never answer.
+            # A daemon thread, because storage may never answer.
             threading.Thread(target=self._go, args=(reading,), daemon=True).start()
             self._reading = reading
 

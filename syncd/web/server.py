@@ -1,4 +1,4 @@
-"""The page's server: a few fixed files and two kinds of JSON, on loopback, for reading alone."""
+"""The page's server: a few fixed files and two kinds of JSON, on loopback, read-only."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncd.daemon.loopback import HOST, LoopbackRequest, LoopbackServer
 from syncd.protocol.errors import InvalidSettingsError
 from syncd.web.jobs import Jobs
 
-#: How many connections there are at a time.
+#: The most connections at a time.
 _MOST: Final = 64
 _PAGE: Final = "page.html"
 _FILES: Final = (
@@ -39,8 +39,8 @@ _JSON: Final = "application/json"
 _HISTORY: Final = re.compile(
     r"/jobs/([0-9]{1,6})/history\.json(?:\?had=([0-9]{1,15}(?:\.[0-9]{1,9})?))?"
 )
-#: What this page is called by who sits on this host, or came through a tunnel; the tunnel's port is
-#: its own. A name of another site that leads here (DNS rebinding) is none of these.
+#: The host names of requests from this host, or through a tunnel (with any port). A name of another
+#: site that leads here (DNS rebinding) is refused.
 _OURS: Final = re.compile(r"(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 _HEADERS: Final = {
     "Content-Security-Policy": (
@@ -59,11 +59,11 @@ class Server(LoopbackServer):
     """Serves the page of some jobs.
 
     Args:
-        jobs: what is shown.
-        port: on 127.0.0.1; 0 for one that is free.
+        jobs: the jobs to show.
+        port: on 127.0.0.1; 0 for a free one.
 
     Raises:
-        InvalidSettingsError: the port cannot be had.
+        InvalidSettingsError: the port cannot be used.
     """
 
     def __init__(self, jobs: Jobs, port: int) -> None:
@@ -81,7 +81,7 @@ class Server(LoopbackServer):
         except OSError as error:
             raise InvalidSettingsError(
                 f"port {port} cannot be used: {error.strerror}. Give another by --port, or 0 for "
-                "one that is free"
+                "a free one"
             ) from error
 
     @property

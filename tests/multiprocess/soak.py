@@ -38,7 +38,8 @@ _DISK: Final = "192m"
 #: Longer than all that an explorer is silent for: a pause, and a job that is away.
 _GRACE: Final = 30.0
 _OPTIONS: Final = (
-    "--keep", "1", "--dead-reader-grace", str(_GRACE), "--leftover-grace", str(2 * LEASE_TIME),
+    "--keep", "1", "--deltas", "on", "--dead-reader-grace", str(_GRACE),
+    "--leftover-grace", str(2 * LEASE_TIME),
 )  # fmt: skip
 #: A namespace of its own: whatever becomes of this process, its mounts go with it.
 _INSIDE: Final = "SYNCD_SOAK_INSIDE"

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import nn
 
 from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
@@ -20,6 +21,7 @@ from syncd.protocol.layout import JobLayout
 from syncd.protocol.names import FULL, RETIRED
 from tests.multiprocess.processes import (
     DEADLINE,
+    LEASE_TIME,
     Daemon,
     wait_for_step,
     wait_until,
@@ -27,6 +29,7 @@ from tests.multiprocess.processes import (
 from tests.rank_programs import ENVIRONMENT, ROOT
 from tests.stored_job import Model
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
+from trainer_hooks.settings import SyncDtype
 
 #: The commit that stands for the release before; ``tests/stored_job.py`` made the job with it.
 BEFORE: Final = "361c29a"
@@ -78,6 +81,18 @@ print(json.dumps({
 """
 
 
+#: A trainer that would resume, and may not; run by the release before.
+REFUSED_BEFORE = """
+import sys
+from trainer_hooks import load_checkpoint
+from torch import nn
+try:
+    load_checkpoint(sys.argv[1], nn.Linear(2, 2))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """The stored job; its last save is not yet published."""
@@ -118,7 +133,7 @@ def said(*arguments: object) -> str:
     return done.stdout.strip()
 
 
-def save(job: Path, step: int) -> None:
+def save(job: Path, step: int, sync_dtype: SyncDtype | None = None) -> None:
     """A trainer of this release resumes, saves one full checkpoint, keeps no older and ends."""
     model = Model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -130,7 +145,7 @@ def save(job: Path, step: int) -> None:
         model,
         optimizer=optimizer,
         settings=SyncSettings(sync_interval=1, save_interval=1),
-        saving=SaveSettings(max_to_keep=1),
+        saving=SaveSettings(max_to_keep=1, sync_dtype=sync_dtype),
     ) as hook:
         model.fill(step)
         hook.after_step(step)
@@ -179,6 +194,61 @@ def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
     assert [one["version"] for one in again["versions"]] == [*range(1, 8)]
 
 
+def sparse(job: Path, step: int) -> None:
+    """A save of this release's trainer in which one element in a hundred is another one."""
+    model = nn.Linear(100, 100, bias=False)
+    with torch.no_grad():
+        model.weight.zero_()
+        model.weight[0] = step
+    with TrainerHook(job, model, settings=SyncSettings(sync_interval=1)) as hook:
+        hook.after_step(step)
+
+
+def test_two_daemons_of_which_one_knows_no_deltas_serve_one_job(
+    tmp_path: Path, before: Path
+) -> None:
+    layout = JobLayout(tmp_path / "job")
+    layout.root.mkdir()
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
+    old_syncd = [sys.executable, "-P", "-m", "syncd"]
+    old_run = [*old_syncd, "run", str(layout.root), *DAEMON, "--lease-time", str(LEASE_TIME)]
+
+    def publish(step: int, base: int | None) -> None:
+        sparse(layout.root, step)
+        assert wait_for_step(layout.root, step).delta_from == base
+        if base is not None:
+            wait_until(layout.delta(step).exists, f"the delta to version {step}")
+
+    with Daemon(layout.root, *DAEMON, "--deltas", "on") as daemon:
+        for step, base in ((1, None), (2, 1), (3, 2)):
+            publish(step, base)
+        with subprocess.Popen(old_run, env=environment, stderr=subprocess.DEVNULL) as old:
+            try:
+                # Killed with a draft in its room: the release before takes over.
+                daemon.kill()
+                (room,) = layout.epochs.iterdir()
+                (room / "building" / "d000004").mkdir()
+                (room / "building" / "d000004" / "blocks").write_bytes(b"half")
+                deltas = files(layout.deltas)
+                publish(4, None)
+                wait_until(lambda: not any(layout.epochs.glob("*/*/*")), "no draft is left")
+                assert files(layout.deltas) == deltas
+                old.terminate()
+                assert old.wait(DEADLINE) == 0
+            finally:
+                old.kill()
+    with Daemon(layout.root, *DAEMON, "--deltas", "on") as daemon:
+        publish(5, 4)
+        assert daemon.terminate() == 0
+    # Its commands know neither the lines nor the records of deltas, and do their work.
+    for command in ("status", "history", "verify"):
+        done = subprocess.run(
+            [*old_syncd, command, str(layout.root)],
+            env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+
+
 def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path) -> None:
     layout = JobLayout(job)
     with Daemon(job, *DAEMON) as daemon:
@@ -221,3 +291,51 @@ def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path)
     after = json.loads(layout.saves.read_bytes())["steps"]
     assert {step: after[step] for step in "1234567"} == json.loads(outcomes)["steps"]
     assert journal(job)[: len(lines)] == lines
+
+
+def test_weights_that_are_cast_go_on_where_the_release_before_kept_the_models_dtype(
+    job: Path,
+) -> None:
+    model = Model(0)
+    with (
+        ExplorerHook(job, "fp32", TorchModule(model, cast=True)) as explorer,
+        Daemon(job, *DAEMON) as daemon,
+    ):
+        wait_for_step(job, 6)
+        for step in (7, 8):  # one that resumes from the release before, and one from this one
+            save(job, step, "bf16")
+            version = explorer.pull(DEADLINE)
+            assert version.step == step
+            latest = json.loads(said("status", job, "--json"))["latest"]
+            assert (latest["step"], latest["dtype"]) == (step, "BF16")
+            assert model.lm_head.weight[0, 0] == -step
+        assert daemon.terminate() == 0
+
+
+def test_the_release_before_serves_cast_weights_and_does_not_resume_from_them(
+    job: Path, before: Path
+) -> None:
+    with Daemon(job, *DAEMON) as daemon:
+        wait_for_step(job, 6)
+        assert daemon.terminate() == 0
+    save(job, 7, "bf16")
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
+    run = [sys.executable, "-P", "-m", "syncd", "run", str(job), *DAEMON]
+    with subprocess.Popen(run, env=environment, stderr=subprocess.DEVNULL) as old:
+        try:
+            wait_for_step(job, 7)
+            with Reader(job, "checker") as reader:
+                version = reader.next_version(6, DEADLINE)
+                version.verify()
+                assert {tensor.dtype for tensor in version.manifest.tensors} == {"BF16"}
+                version.release()
+            old.terminate()
+            assert old.wait(DEADLINE) == 0
+        finally:
+            old.kill()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", REFUSED_BEFORE, str(job)],
+        env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("CheckpointError"), done.stderr
+    assert "is in none of the receipts of its save" in done.stdout

@@ -188,7 +188,7 @@ def test_a_killed_rank_costs_its_save_alone(job: Path, tmp_path: Path) -> None:
             second.answer()
             assert pointed(job) == 2
             second.tell("step", 4)
-            assert "rank 0 did not say what to save" in second.refusal()
+            assert "rank 0 did not send its decision about what to save" in second.refusal()
         assert sorted(path.name for path in layout.actor(3).glob("*.pt")) == [
             f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1)
         ]

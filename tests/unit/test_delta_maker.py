@@ -8,25 +8,29 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from syncd.checkpoint.version import read_manifest
+from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.delta_maker import DeltaWork, on_a_thread
 from syncd.daemon.loop import Loop
 from syncd.deltas.delta_folder import read_delta, verify_delta
 from syncd.deltas.ends import NoDeltaError, content_of
+from syncd.protocol.errors import SupersededError, VerificationError
 from syncd.protocol.records import encode, parse
-from syncd.protocol.reports import DeltaProgress, ExplorerReport
+from syncd.protocol.reports import DeltaProgress, ExplorerReport, Load, Reload
 from syncd.protocol.requests import RollbackRequest
+from tests.crash.invariants import check, leftovers, look, restart
 from tests.jobs import LEASE_TIME, SmallJob
 from tests.lagging import Hosts
 from tests.made_deltas import quick, work
-from tests.storages import Clock, RuledStorage, refuse
+from tests.storages import CHANGES, Clock, RuledStorage, refuse
 
 ON = DaemonConfig(deltas="on", keep=99)
 #: A guard against a thread that hangs, in seconds.
@@ -244,8 +248,8 @@ def test_a_newer_version_ends_the_work_and_does_not_wait_for_it(job: SmallJob) -
         publish(job, loop, 3)  # while the work goes on
         held.threads[0].join(_HANGS)
         assert not held.threads[0].is_alive()
+        held.finish()
         loop.run_once()
-        held.may_go_on.set()
         publish(job, loop, 4)
         held.join()
     assert "d000002" not in deltas(job)
@@ -350,11 +354,11 @@ def test_signs_of_life_come_while_the_work_advances_and_only_then(job: SmallJob)
     assert signs == [0, 1, 2, 3, 3]
 
 
-def report(job: SmallJob, name: str, *, base: int | None, status: Any = "running") -> None:
-    told = ExplorerReport(
-        name=name, session=f"{name}-session", status=status, sequence=1, step=1, time=0.0,
-        delta_base=base,
-    )  # fmt: skip
+def report(job: SmallJob, name: str, *, base: int | None, **more: Any) -> None:
+    usual = {"status": "running", "sequence": 1, "step": 1, "time": 0.0}
+    told = ExplorerReport.model_validate(
+        {"name": name, "session": f"{name}-session", "delta_base": base, **usual, **more}
+    )
     job.put(job.layout.explorer(name), encode(told))
 
 
@@ -499,3 +503,107 @@ def test_the_journal_and_the_counters_tell_of_each(job: SmallJob) -> None:
     lines = map(json.loads, filter(None, job.layout.journal.read_bytes().splitlines()))
     told = [(one["event"], one["version"], one["of"]) for one in lines if "delta" in one["event"]]
     assert told == [("delta", 2, 1), ("no_delta", 3, 2)]
+
+
+class TakeOver:
+    """Another daemon takes over before the k-th change of storage once LATEST names step 2."""
+
+    def __init__(self, job: SmallJob, moment: int) -> None:
+        self._job = job
+        self.left = moment
+
+    def __call__(self, method: str, _: tuple[Any, ...]) -> None:
+        if method in CHANGES and self._job.latest.step == 2:
+            self.left -= 1
+            if self.left == 0:
+                self._job.take_over()
+
+
+def test_whichever_call_a_take_over_comes_before_there_is_a_whole_delta_or_none(
+    tmp_path: Path, hosts: Hosts
+) -> None:
+    made, moment, going_on = [], 0, True
+    while going_on:
+        moment += 1
+        storage = hosts.ruled()
+        job = SmallJob(tmp_path / f"{moment}", storage, hosts=hosts)
+        other = TakeOver(job, moment)
+        with suppress(SupersededError), job.daemon(ON, deltas=work()) as loop:
+            publish(job, loop, 1)
+            storage.rules.append(other)
+            publish(job, loop, 2)
+        storage.rules.clear()
+        going_on = other.left <= 0
+        check(job, look(job))
+        made.append(bool(deltas(job)))
+        restart(job, Clock(), rounds=2)
+        assert (job.latest.sequence, job.latest.step) == (2, 2)
+        assert leftovers(job) == []
+    assert moment > 10
+    # Once it is there it stays, whoever comes.
+    assert made == sorted(made)
+    assert set(made) == {False, True}
+
+
+def test_status_history_verify_and_the_dry_run_show_deltas(job: SmallJob) -> None:
+    fails = [False, False, True]
+
+    def make(*given: Any, **more: Any) -> Any:
+        if fails.pop(0):
+            raise NoDeltaError("95 % of the elements differ")
+        return quick(*given, **more)
+
+    with job.daemon(ON, deltas=work(make)) as loop:
+        for step in (1, 2, 3, 4):
+            publish(job, loop, step)
+    root = str(job.layout.root)
+    told = json.loads(said("status", root, "--json"))
+    size = told["deltas"][0]["bytes"]
+    expected = [{"sequence": n, "base": n - 1, "bytes": size, "changed": 1 / 3} for n in (2, 3)]
+    assert told["deltas"] == expected
+    assert told["delta_progress"]["state"] == "none"
+    assert told["latest"]["delta_from"] == 3
+    text = " ".join(said("status", root).split())
+    newest = f"deltas v2 to v3: {size} B, 33.33% of the elements"
+    assert f"{newest}; 1 older: {size} B; none to v4" in text
+    assert "made the delta from v1 to v2" in text
+    assert "no delta from v3 to v4: 95 % of the elements differ" in text
+    versions = json.loads(said("history", root, "--json"))["versions"]
+    assert [one["delta"] and one["delta"]["bytes"] for one in versions] == [None, size, size, None]
+    assert versions[3]["delta"]["why"] == "95 % of the elements differ"
+    table = [line.split() for line in said("history", root).splitlines()]
+    assert "delta" in table[0]
+    assert "none" in table[4]
+    assert f"d000003: delta from version 2, whole ({size} B, 33.33% of the elements)" in said(
+        "verify", root
+    )
+    dry = said("prune", root, "--dry-run", "--keep", "9", "--keep-deltas", "1", "--no-prune-steps")
+    assert dry.strip() == "would delete delta d000002: not among the newest 1"
+    (job.layout.delta(2) / "blocks").write_bytes(b"other")
+    done = CliRunner().invoke(cli, ["verify", root])
+    assert isinstance(done.exception, VerificationError)
+    assert "d000002" in str(done.exception)
+
+
+def said(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_an_explorer_that_read_a_delta_is_marked(job: SmallJob) -> None:
+    with job.daemon(ON, deltas=work()) as loop:
+        publish(job, loop, 1)
+        publish(job, loop, 2)
+        job.lease(2, "a-session", "a")
+        job.layout.session("a-session").touch()
+        reload = Reload(sequence=2, step=2, staged=True, full_bytes=0, delta_bytes=77)
+        loads = (Load(sequence=2, time=0.0, delta_bytes=77),)
+        report(job, "a", base=2, sequence=2, step=2, reload=reload, loads=loads)
+        job.hosts.settle()
+        loop.run_once()
+    root = str(job.layout.root)
+    live = json.loads(said("history", root, "--json"))["versions"][1]["live"]
+    assert [(one["explorer"], one["delta_bytes"]) for one in live] == [("a", 77)]
+    assert "a +0 ms, delta" in said("history", root)
+    assert "staged by delta" in said("status", root)

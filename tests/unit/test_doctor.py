@@ -611,7 +611,7 @@ def test_a_call_that_fails_elsewhere_leaves_the_next_one_its_own_answer(tmp_path
 
     with company(FastStorage(), Failing(), tmp_path) as (here, there):
         there.begin(PartyCall(do="reread", name="file", seconds=0.1))
-        with pytest.raises(OSError, match="the other process says"):
+        with pytest.raises(OSError, match="the other process failed"):
             there.end()
         there.begin(
             PartyCall(do="reread", name="file", seconds=0.1)

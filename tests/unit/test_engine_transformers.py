@@ -105,7 +105,7 @@ def test_a_generation_config_that_is_none_is_refused(tmp_path: Path) -> None:
     version = make_version(
         tmp_path / "v1", packed(model.state_dict()), files={"generation_config.json": b"[1"}
     )
-    with pytest.raises(EngineMismatchError, match=r"generation_config\.json is no JSON"):
+    with pytest.raises(EngineMismatchError, match=r"generation_config\.json is not JSON"):
         TransformersModel(model).check(version)
 
 
@@ -170,7 +170,7 @@ def test_one_of_several_adapters_is_replaced(tmp_path: Path) -> None:
     found = bits_of(get_peft_model_state_dict(model, adapter_name="default"))
     lora = {name for name in default if "lora" in name}
     assert all(found[name] == default[name] for name in lora)
-    with pytest.raises(EngineMismatchError, match="no adapter 'third' but 'default', 'other'"):
+    with pytest.raises(EngineMismatchError, match="no adapter 'third', only 'default', 'other'"):
         TransformersModel(model, adapter="third")
 
 
@@ -249,7 +249,7 @@ def test_an_adapter_for_another_base_model_is_refused_where_both_are_known(
     for _ in range(2):
         engine.check(versions["/data/one"])
     (record,) = caplog.records
-    assert "whether these are the same is not known" in record.getMessage()
+    assert "cannot tell whether these are the same" in record.getMessage()
     TransformersModel(model, base_model="/data/one").check(versions["/data/one"])
     with pytest.raises(EngineMismatchError, match="is an adapter for org/one, not for /data/one"):
         TransformersModel(model, base_model="/data/one").check(versions["org/one"])

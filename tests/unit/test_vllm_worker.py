@@ -98,7 +98,7 @@ def test_all_workers_hold_what_was_sent_before_one_loads_it(model: nn.Module, fo
             assert torch.equal(worker.served[name], value)
     engine.workers.leave()
     engine.workers.leave()
-    with pytest.raises(EngineBrokenError, match="has received no weights"):
+    with pytest.raises(EngineBrokenError, match="has no received weights"):
         engine.workers.load(DEADLINE)
 
 
@@ -110,7 +110,7 @@ def test_what_does_not_fit_the_folder_is_sent_to_nobody(folder: Path) -> None:
             engine.workers.receive(rendezvous, 1, DEADLINE)
         assert isinstance(refused.value.__cause__, EngineMismatchError)
         assert isinstance(trainer.exception(), BroadcastError)
-    with pytest.raises(EngineBrokenError, match="has received no weights"):
+    with pytest.raises(EngineBrokenError, match="has no received weights"):
         engine.workers.load(DEADLINE)
 
 
@@ -122,7 +122,7 @@ def test_what_one_worker_fails_to_load_is_not_served(model: nn.Module, folder: P
         trainer.result()
     with pytest.raises(EngineBrokenError, match="no memory"):
         engine.workers.load(DEADLINE)
-    with pytest.raises(BroadcastError, match="must load a version first"):
+    with pytest.raises(BroadcastError, match="must load a version from files first"):
         engine.workers.receive(rendezvous, 1, DEADLINE)
 
 

@@ -1,6 +1,6 @@
 """Filling a state dict's tensors from files that other ranks, on another mesh, may have written.
 
-Each rank reads the bytes of its own part alone, wherever they lie.
+Each rank reads only the bytes of its own part, from any of the files.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from syncd.coordination.dtensor import local_box
 from syncd.protocol.errors import CheckpointError, SyncdError
 from trainer_hooks.resuming.saved_files import ADVICE, Held, SavedFiles
 
-#: How many bytes are read at a time.
+#: The number of bytes to read at a time.
 _BITE: Final = 64 * 1024 * 1024
 
 
 class Goal(NamedTuple):
-    """A local tensor that is to be filled.
+    """A local tensor to fill.
 
     Attributes:
         name: in the state dict.
         tensor: the local one, on any device; it is changed in place.
-        box: which part of the whole tensor it is.
+        box: its part of the whole tensor.
         shape: of the whole tensor.
     """
 
@@ -43,15 +43,15 @@ class Goal(NamedTuple):
 
 
 class BoxRead(NamedTuple):
-    """What is to be read: a part of what a file holds, into a goal.
+    """A read of a part of a file into a goal.
 
     Attributes:
-        goal: where to.
+        goal: the tensor to fill.
         file: by the rank that wrote it.
         dtype: in the file.
-        held: the box that the file has, and where in it.
-        part: what of it is to be read.
-        compares: nothing is filled: the goal must have these bytes already.
+        held: the box in the file, and its position there.
+        part: the part of that box to read.
+        compares: fill nothing: the goal must have these bytes already.
     """
 
     goal: Goal
@@ -63,7 +63,7 @@ class BoxRead(NamedTuple):
 
 
 def goals_of(state: Mapping[str, Any]) -> list[Goal]:
-    """The local tensors of a sharded state dict; values that are no tensors are passed over.
+    """The local tensors of a sharded state dict; other values are skipped.
 
     Raises:
         PlacementError: a DTensor has a placement that is neither Shard nor Replicate.
@@ -100,14 +100,14 @@ def plan(
 ) -> list[BoxRead]:
     """Plan the bytes and files to fill the goals from. Opens the files that it needs.
 
-    Where the same number of ranks goes on, a rank's own file comes first, and mostly is enough: its
-    plain tensors are this rank's, and no other file is opened.
+    With the same number of ranks, a rank's own file comes first, and usually is enough: its plain
+    tensors are this rank's, and no other file is opened.
 
     Args:
         goals: on this rank.
         files: of all ranks that saved.
-        own: the number of this rank's own file; None where another number of ranks saved.
-        optional: the names of those that stay as they are where no file has them.
+        own: the number of this rank's own file; None if another number of ranks saved.
+        optional: the names of goals that stay as they are if no file has them.
 
     Raises:
         CheckpointError: a tensor is in no file, or not all of it; it has another shape; or its
@@ -137,12 +137,12 @@ def plan(
 def _plan(
     goals: Sequence[Goal], files: SavedFiles, numbers: Iterable[int], optional: Container[str]
 ) -> tuple[list[BoxRead], list[tuple[Goal, list[Box]]]]:
-    """The copies, and what is left of which goals."""
+    """The copies, and the parts of goals that no file has."""
     copies: list[BoxRead] = []
     left = {number: [goal.box] if goal.box.size else [] for number, goal in enumerate(goals)}
     seen: set[str] = set()
-    # By the goal and the box that a file has: of which mesh it is. What two ranks of one mesh have
-    # of the same box is the same; of two meshes it need not be, experts of two ranks say.
+    # By the goal and the file's box, which depends on the mesh. Two ranks of one mesh have the
+    # same values in the same box; on two meshes they may differ, e.g. experts of two ranks.
     meshes: dict[tuple[int, Box], int | None] = {}
     for file in numbers:
         tensors = files[file].tensors
@@ -181,29 +181,29 @@ def _plan(
 
 
 def _place(goal: Goal) -> tuple[object, ...]:
-    """Where in memory a goal is: the same for tied tensors."""
+    """The memory address of a goal: the same for tied tensors."""
     tensor = goal.tensor
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, goal.box
 
 
 def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
-    """The dtype in a file, where what the file has can become the goal."""
+    """The dtype in a file, after a check that its tensor can become the goal."""
     if held.shape != goal.shape:
         raise CheckpointError(
             f"{path} has '{shown(goal.name)}' of shape {held.shape}, and here it has {goal.shape}: "
-            "it is of another model or optimizer"
+            "the file is of another model or optimizer"
         )
     dtype = held.torch_dtype
     if dtype is None or not _becomes(dtype, goal.tensor.dtype):
         raise CheckpointError(
             f"{path} has '{shown(goal.name)}' as {held.dtype}, which does not become "
-            f"{goal.tensor.dtype}: it is of another model or optimizer"
+            f"{goal.tensor.dtype}: the file is of another model or optimizer"
         )
     return dtype
 
 
 def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Floating values become floating ones as torch casts them, integers integers; fp8 stays."""
+    """Floating values are cast to floating ones, integers to integers; fp8 stays."""
     if saved == wanted:
         return True
     kinds = {_kind(saved), _kind(wanted)}
@@ -212,7 +212,7 @@ def _becomes(saved: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _kind(dtype: torch.dtype) -> str:
     if dtype.itemsize == 1 and dtype.is_floating_point:
-        return str(dtype)  # a quantization: it means nothing without the scales beside it
+        return str(dtype)  # a quantization: it needs the scales beside it
     if dtype.is_floating_point:
         return "floating"
     return str(dtype) if dtype is torch.bool or dtype.is_complex else "integer"
@@ -225,8 +225,8 @@ def fill(copies: Sequence[BoxRead], files: SavedFiles, *, checked: Sequence[int]
     Args:
         copies: from :func:`plan`.
         files: the same.
-        checked: the files of which this rank checks all bytes by their CRC-32; where each file is
-            one of these on some rank, all that is read on any rank is checked.
+        checked: the files whose bytes this rank checks by their CRC-32. If each file is one of
+            these on some rank, every byte that any rank reads is checked.
 
     Returns:
         The bytes that were read for the goals.
@@ -286,7 +286,7 @@ def _copy(
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether the bits are the same once the other is cast as the one was."""
+    """Whether the bits are the same after the other value is cast to the dtype of the first."""
     cast = torch.empty(one.shape, dtype=one.dtype)
     cast.copy_(other)
     here = one.cpu().reshape(-1).contiguous().view(torch.uint8)

@@ -26,14 +26,14 @@ from trainer_hooks.writing.model_files import adapters_of
 
 
 class Loading(ABC):
-    """What is resumed by itself; the calls come in this order.
+    """A thing that is resumed by itself; call the methods in this order.
 
-    ``prepare`` and ``load`` may be collective, and are called on all ranks or on none; the others
+    ``prepare`` and ``load`` may be collective, so call them on all ranks or on none; the others
     involve no other rank.
 
     Args:
         files: of all ranks that saved.
-        whose: what takes them, for messages.
+        whose: the object to fill, for messages.
     """
 
     def __init__(self, files: SavedFiles, whose: str) -> None:
@@ -43,39 +43,39 @@ class Loading(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Find out what there is to be filled."""
+        """Find the tensors to fill."""
 
     @abstractmethod
     def plan(self, own: int | None) -> None:
-        """Find out what fills it; raises where something does not fit."""
+        """Find the data to fill them with; raises if some do not fit."""
 
     @abstractmethod
     def taken(self) -> set[str]:
-        """The names in the files that this rank takes."""
+        """The names in the files that this rank uses."""
 
     def unused(self) -> set[str]:
-        """Names that were found in the files, and that this rank does not take."""
+        """The names in the files that this rank does not use."""
         return set(names_in(self.files.opened)) - self.taken()
 
     def too_many(self, names: Sequence[str]) -> CheckpointError:
-        """The error for names that no rank takes."""
+        """The error for names that no rank uses."""
         return CheckpointError(
             f"{self.files.paths[0]} and the files beside it have {told_names(names)}, which "
             f"{self.whose} has not: they are of another model or optimizer"
         )
 
     def fill(self, checked: Sequence[int]) -> None:
-        """Fill it, and check all bytes of these files, as far as there are so many."""
+        """Fill it, and check all bytes of these files that exist."""
         there = [number for number in checked if number < len(self.files)]
         fill(self._copies, self.files, checked=there)
 
     @abstractmethod
     def load(self) -> None:
-        """Let the model or the optimizer have what was filled."""
+        """Load the filled tensors into the model or the optimizer."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Undo ``prepare``, where loading has failed before ``load``."""
+        """Undo ``prepare``, if loading failed before ``load``."""
 
 
 class ModelLoading(Loading):
@@ -87,7 +87,7 @@ class ModelLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Collective for FSDP1, which makes copies; all else is filled where it is."""
+        """Collective for FSDP1, which makes copies; all other tensors are filled in place."""
         try:
             self._state = get_model_state_dict(self._model)
         except AttributeError as error:
@@ -100,7 +100,7 @@ class ModelLoading(Loading):
             self._state[name] = self._state[first]
 
     def plan(self, own: int | None) -> None:
-        """Every tensor of the model is to be filled, but the frozen base of adapters need not."""
+        """Fill every tensor of the model; only the frozen base of adapters may be missing."""
         if own is not None and own >= len(self.files):
             own = None  # rank 0 has written the weights of all
         optional: frozenset[str] = frozenset()
@@ -109,7 +109,7 @@ class ModelLoading(Loading):
         self._copies = plan(goals_of(self._state), self.files, own=own, optional=optional)
 
     def taken(self) -> set[str]:
-        """All of the model's."""
+        """All names of the model."""
         return set(self._state)
 
     def load(self) -> None:
@@ -118,7 +118,7 @@ class ModelLoading(Loading):
         self._state = {}
 
     def forget(self) -> None:
-        """There is nothing to undo."""
+        """Do nothing."""
         self._state = {}
 
 
@@ -136,11 +136,11 @@ class OptimizerLoading(Loading):
         self._state: dict[str, Any] = {}
 
     def prepare(self) -> None:
-        """Collective for FSDP1. A new optimizer is made to have a state, by a step of zeros."""
+        """Collective for FSDP1. A new optimizer gets its state from a step with zero gradients."""
         self._state = torch_optimizer_state(self._model, self._optimizer, flatten=False)
 
     def plan(self, own: int | None) -> None:
-        """The options are taken at once; tensors, among the options too, are to be filled."""
+        """Set the options at once; tensors, also among the options, are filled later."""
         names, options = self._saved(own)
         self._is_empty = not any(name.startswith(f"{STATE}.") for name in names)
         found: dict[str, Any] = {}
@@ -148,14 +148,14 @@ class OptimizerLoading(Loading):
             for parameter, state in self._state[STATE].items():
                 prefix = f"{STATE}.{parameter}."
                 if not any(name in names for name in _names(prefix, state)):
-                    state.clear()  # it never had a gradient, and so has no state yet
+                    state.clear()  # without any gradient it has no state yet
                 found.update(self._take(prefix, state, names))
         for group in self._state[GROUPS]:
             found.update(self._take_options(group, options))
         self._copies = plan(goals_of(found), self.files, own=own)
 
     def taken(self) -> set[str]:
-        """The state that there is here, and all options of this rank's parameters."""
+        """The present state, and all options of this rank's parameters."""
         parameters = {name for group in self._state[GROUPS] for name in group["params"]}
         options = {
             name
@@ -175,15 +175,15 @@ class OptimizerLoading(Loading):
         self._state = {}
 
     def forget(self) -> None:
-        """A state that was made up would count as a step."""
+        """Drop the state that ``prepare`` made, which would count as a step."""
         if self._was_empty:
             self._optimizer.state.clear()
         self._state = {}
 
     def _saved(self, own: int | None) -> tuple[dict[str, object], dict[str, dict[str, object]]]:
-        """What the files have: values by name (of tensors: :class:`Held`), and the options.
+        """The content of the files: values by name (:class:`Held` for tensors), and the options.
 
-        Options are by the name of the parameter, then by their own.
+        Options are by the name of the parameter, then by their own name.
         """
         wanted = {name for group in self._state[GROUPS] for name in group["params"]}
         names: dict[str, object] = {}
@@ -207,7 +207,7 @@ class OptimizerLoading(Loading):
     def _take(
         self, prefix: str, state: dict[str, Any], names: Mapping[str, object]
     ) -> dict[str, Any]:
-        """The tensors that are to be filled, by name; other values are set at once."""
+        """The tensors to fill, by name; other values are set at once."""
         found: dict[str, Any] = {}
         for key, value in state.items():
             name = f"{prefix}{key}"
@@ -227,7 +227,7 @@ class OptimizerLoading(Loading):
     def _take_options(
         self, group: dict[str, Any], options: Mapping[str, Mapping[str, object]]
     ) -> dict[str, Tensor]:
-        """Set the options of a group of parameters; those that are tensors are to be filled."""
+        """Set the options of a group of parameters; tensors among them are filled later."""
         first: str | None = None
         for name in group["params"]:
             if name not in options:
@@ -257,7 +257,7 @@ class OptimizerLoading(Loading):
 
 
 class RawOptimizerLoading(Loading):
-    """Something else that has ``load_state_dict``: each rank takes what it saved itself."""
+    """Any other object with ``load_state_dict``: each rank loads its own saved state."""
 
     def __init__(self, optimizer: Any, files: SavedFiles, own: int) -> None:
         super().__init__(files, type(optimizer).__name__)
@@ -266,10 +266,10 @@ class RawOptimizerLoading(Loading):
         self._state: Any = None
 
     def prepare(self) -> None:
-        """There is nothing to be known of it."""
+        """Do nothing: its tensors are unknown."""
 
     def plan(self, own: int | None) -> None:  # noqa: ARG002 - it was told before
-        """All of it is read, and checked, at once."""
+        """Read and check all of it at once."""
         found = self.files.loaded(self._own)
         if not isinstance(found, dict) or found.keys() != {RAW}:
             raise CheckpointError(
@@ -279,22 +279,22 @@ class RawOptimizerLoading(Loading):
         self._state = found[RAW]
 
     def taken(self) -> set[str]:
-        """Its file is not looked into."""
+        """Nothing: its file is opaque."""
         return set()
 
     def fill(self, checked: Sequence[int]) -> None:
-        """It was checked when it was read."""
+        """Do nothing: it was checked when it was read."""
 
     def load(self) -> None:
-        """It takes what it gave."""
+        """Load its own saved state."""
         self._optimizer.load_state_dict(self._state)
 
     def forget(self) -> None:
-        """Nothing was changed."""
+        """Do nothing: nothing was changed."""
 
 
 def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
-    """The names of all that a parameter's state has, which may be nested."""
+    """The names of all values in a parameter's state, which may be nested."""
     found: set[str] = set()
     for key, value in state.items():
         if isinstance(value, dict):
@@ -305,14 +305,14 @@ def _names(prefix: str, state: Mapping[str, Any]) -> set[str]:
 
 
 def _option(name: str) -> tuple[str, str] | None:
-    """The parameter and the option that a name says; None of another name."""
+    """The parameter and the option in a name; None for any other name."""
     kind, _, rest = name.partition(".")
     parameter, dot, option = rest.rpartition(".")
     return (parameter, option) if kind == GROUPS and dot else None
 
 
 def _comparable(options: Mapping[str, object]) -> dict[str, object]:
-    """Options that two parameters can be asked to have alike: of tensors not where they are."""
+    """Options in a comparable form: tensors by their values, not by their memory."""
     return {
         key: (value.dtype, value.shape) if isinstance(value, Held) else value
         for key, value in options.items()

@@ -1,7 +1,7 @@
 """The choice of the full checkpoint to resume from, by the files on storage.
 
-The order in which a full save is written (:mod:`~trainer_hooks.writing.writer`), and what a crash
-before each of its steps leaves::
+The order in which a full save is written (:mod:`~trainer_hooks.writing.writer`), and the checkpoint
+that counts after a crash before each step::
 
     .saving made, .full_checkpoint removed    the step that was there before
     every rank's files replaced, receipts     no .full_checkpoint: cut off
@@ -12,14 +12,14 @@ before each of its steps leaves::
     .saving removed                           whole and pointed to
 
 So a step is **whole** if it has ``.full_checkpoint`` and the full receipts of all ranks, of one
-save. The receipts are needed too: where a step is saved twice, one rank may have begun the second
+save. The receipts are needed too: if a step is saved twice, one rank may have begun the second
 save when another makes the mark of the first. A save of another trainer (no receipts) is whole if
 all shards are there, without ``.saving``, and a mark or the pointer says that it can be resumed
 from.
 
-What counts is the step that the checkpoint pointer names, if it is whole. If it is not, which takes
-that the step was being saved again, or was deleted, the newest whole one counts. A file that is
-missing from a whole step is damage, and not a crash: nothing else is taken in its place unasked.
+The step that the checkpoint pointer names counts if it is whole. If it is not, because it was being
+saved again or was deleted, the newest whole step counts. A file that is missing from a whole step
+is damage, not a crash: then no other step is chosen silently.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class FullCheckpoint:
     """A whole full checkpoint.
 
     Attributes:
-        step: whose folder it is in.
-        world_size: how many ranks have written it.
-        save_id: which save it is; None of another trainer's.
+        step: the step of its folder.
+        world_size: the number of ranks that wrote it.
+        save_id: the id of the save; None for another trainer's.
         weights: the files that hold the actor's weights, by name inside ``actor/``.
-        vouched: for each folder of the step what the receipts say of each file, by its name inside
-            that folder; without an entry where there are no receipts.
+        vouched: for each folder of the step, the receipts' data of each file, by its name inside
+            that folder; without an entry if there are no receipts.
     """
 
     step: int
@@ -89,8 +89,8 @@ class FoundSteps(NamedTuple):
     """The full checkpoints found in a job.
 
     Attributes:
-        checkpoint: the one to resume from; None where there is none.
-        reasons: why those do not count that were looked at before it.
+        checkpoint: the one to resume from; None if there is none.
+        reasons: the reasons why the ones before it do not count.
     """
 
     checkpoint: FullCheckpoint | None
@@ -100,20 +100,20 @@ class FoundSteps(NamedTuple):
 def latest_checkpoint(job_dir: str | Path, *, storage: Storage | None = None) -> int | None:
     """The step to resume from: a complete full checkpoint, never one that a crash interrupted.
 
-    It is the one that ``latest_checkpointed_iteration.txt`` names, also where a newer one is whole;
-    the newest whole one where that one is not.
+    It is the step that ``latest_checkpointed_iteration.txt`` names, even if a newer one is whole;
+    if that step is not whole, the newest whole one.
 
-    On one rank, or on each by itself: :func:`~trainer_hooks.resuming.resume.load_checkpoint` agrees
-    on one.
-    Not promised: that its files are all there and undamaged; loading it tells.
+    For one rank, or each rank by itself: :func:`~trainer_hooks.resuming.resume.load_checkpoint`
+    agrees on one step for all.
+    Not promised: that its files are all there and undamaged; loading checks that.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
         storage: the seam for tests.
 
     Returns:
-        The step, or None where nothing can be resumed from. Where that is so although something was
-        saved, the log says why.
+        The step, or None if nothing can be resumed from. If something was saved nevertheless, the
+        log has the reason.
 
     Raises:
         JobUnavailableError: the job directory is not there.
@@ -152,7 +152,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
     Args:
         job: the job.
-        step: which.
+        step: the step.
         is_pointed: whether the checkpoint pointer names it.
     """
     folder, actor = job.layout.step(step), job.layout.actor(step)
@@ -175,9 +175,9 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 
 
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
-    """The files of the weights: shards, unless the receipts tell of one full state dict alone.
+    """The files of the weights: shards, unless the receipts name one full state dict alone.
 
-    Of a rank that has cast its shard for explorers: the other file, in the model's dtype.
+    If a rank has cast its weights for explorers: the file of those in the model's dtype.
     """
     masters = [master_name(world_size, rank) for rank in range(world_size)]
     shards = tuple(
@@ -236,8 +236,8 @@ def _identity(receipt: Receipt) -> tuple[int, str]:
 
 
 def _by_folder(receipts: list[Receipt]) -> dict[str, dict[str, ReceiptFile]]:
-    """What receipts say, whose names are those inside ``actor/``, the critic's aside."""
-    # Without a critic too: a folder of an earlier save of this step is not this one's.
+    """The data of receipts, whose names are those inside ``actor/``, except the critic's."""
+    # Also without a critic: its folder may be left from an earlier save of this step.
     folders: dict[str, dict[str, ReceiptFile]] = {ACTOR: {}, CRITIC: {}}
     for file in (file for receipt in receipts for file in receipt.files):
         folder, _, name = file.name.partition("/")

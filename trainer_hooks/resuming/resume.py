@@ -1,4 +1,4 @@
-"""Resuming: a full checkpoint onto the same ranks, or onto others, on the same mesh or another."""
+"""Resuming: load a full checkpoint onto the same ranks or others, on the same mesh or another."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Resumable(Protocol):
-    """An optimizer or a scheduler, for our purposes."""
+    """The part of an optimizer or a scheduler that is needed here."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state needed to resume."""
@@ -64,12 +64,13 @@ class Resumed:
     """The checkpoint that was resumed from.
 
     Attributes:
-        step: that was saved: training goes on with the one after it.
-        user_state: as it was given to the hook; None where none was. After another number of ranks
-            it is rank 0's on all of them.
-        save_id: of the save; None of another trainer's.
-        world_size: how many ranks had saved it.
-        is_exact: whether as many ranks go on, so that also the random number generators do.
+        step: the saved step; training goes on with the one after it.
+        user_state: as it was given to the hook; None if there was none. With another number of
+            ranks it is rank 0's on all of them.
+        save_id: of the save; None for another trainer's.
+        world_size: the number of ranks that saved it.
+        is_exact: whether the number of ranks is the same, so that the random number generators
+            continue, too.
     """
 
     step: int
@@ -92,40 +93,40 @@ def load_checkpoint(
 ) -> Resumed | None:
     """Load a full checkpoint that :class:`~trainer_hooks.TrainerHook` has saved.
 
-    Call it on every rank alike, with models that are wrapped and optimizers that are made as for
-    training, before the first step. Each rank reads the bytes of its own part of each tensor, from
-    whichever files they are in: the number of ranks and the mesh may be others than those that
-    saved (FSDP1, FSDP2, with tensor parallelism or without, DDP, one process). Floating values are
-    cast to the dtype that they have here, integers likewise.
+    Call it on every rank alike, before the first step, with models wrapped and optimizers made as
+    for training. Each rank reads only the bytes of its own part of each tensor, from any of the
+    files. So the number of ranks and the mesh may differ from those of the save (FSDP1, FSDP2, with
+    or without tensor parallelism, DDP, one process). Floating values are cast to the dtype of the
+    present model, integers likewise.
 
-    Promised: what is loaded is all of one save, and of the bytes that were written: every file is
-    checked against its receipt, and every byte of it against its CRC-32 on some rank (not those of
-    ``model.safetensors``, nor of a trainer that switched CRC-32 off). All ranks return, or all
-    raise. With as many ranks on the same mesh, training goes on as if it had never stopped.
+    Promised: all loaded data are of one save, and are the bytes that were written: every file is
+    checked against its receipt, and every byte of it against its CRC-32 on some rank (except
+    ``model.safetensors``, and files of a trainer that switched CRC-32 off). All ranks return, or
+    all raise. With as many ranks on the same mesh, training goes on as if it had never stopped.
 
-    Not promised: that model and optimizer are untouched where this raises: a file may turn out to
-    be damaged when half of it is loaded. Nor that a module's own ``get_extra_state`` is resumed: it
-    stays as it is. After another number of ranks the random number generators stay as they are, and
-    user state and scheduler are rank 0's; that is warned of.
+    Not promised: that model and optimizer are untouched after an error, because a damaged file may
+    be found when half of it is loaded. Nor that a module's own ``get_extra_state`` is resumed: it
+    stays as it is. With another number of ranks the random number generators stay as they are, and
+    user state and scheduler are rank 0's; that is logged as a warning.
 
     Args:
         job_dir: the job directory; nothing in it is changed.
         model: takes the actor's weights, in place.
-        optimizer: a ``torch.optim.Optimizer`` of this model, takes its state; anything else that
-            has ``load_state_dict`` does with the same number of ranks only. None leaves what was
-            saved of it.
-        scheduler: of the learning rate; None leaves what was saved.
+        optimizer: a ``torch.optim.Optimizer`` of this model, which takes its state; any other
+            object with ``load_state_dict`` needs the same number of ranks. None ignores the saved
+            state.
+        scheduler: of the learning rate; None ignores the saved one.
         critic: another model, takes the weights in ``critic/``.
         critic_optimizer: of that model.
-        step: which; by default what :func:`latest_checkpoint` says.
+        step: the step; by default the result of :func:`latest_checkpoint`.
         storage: the seam for tests.
 
     Returns:
-        What was resumed from; None where nothing was ever saved, and no ``step`` is given.
+        The checkpoint; None if nothing was ever saved, and no ``step`` is given.
 
     Raises:
         CheckpointError: a file of the step is missing or damaged, or is not of this model or
-            optimizer; the message names it. Or there were full checkpoints, and none is whole.
+            optimizer; the message names it. Or there were full checkpoints, but none is whole.
         JobUnavailableError: the job directory is not there.
         OSError: it cannot be read now.
     """
@@ -162,7 +163,7 @@ def load_checkpoint(
             return extra
 
         extra = ranks.together(open_parts)
-        # From here on the collectives of FSDP1 stand between what each rank does by itself.
+        # From here on FSDP1's collectives run between each rank's own work.
         undo = stack.enter_context(ExitStack())
         for part in parts:
             undo.callback(part.forget)
@@ -242,7 +243,7 @@ def _optimizer_part(
 
 
 def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
-    """Raise where something was saved that no rank takes: a model of more layers, say."""
+    """Raise if the save has values that no rank takes, e.g. of a model with more layers."""
     unused = ranks.gathered([part.unused() for part in parts])
     if not any(any(names) for names in unused):
         return
@@ -255,7 +256,7 @@ def _all_is_used(ranks: Ranks, parts: list[Loading]) -> None:
 
 
 def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str, Any]:
-    """A rank's own extra state; of another number of ranks, rank 0's."""
+    """A rank's own extra state; with another number of ranks, rank 0's."""
     name = extra_state_name(chosen.world_size, own or 0)
     folder = job.layout.actor(chosen.step)
     found = SavedFiles(job.storage, folder, [name], chosen.vouched.get(ACTOR)).loaded(0)
@@ -267,7 +268,7 @@ def _extra_state(job: Job, chosen: FullCheckpoint, own: int | None) -> dict[str,
 
 
 def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> None:
-    """Raise where adapters were saved without their base model, and here it is another one."""
+    """Raise if adapters were saved without their base model, and the present one differs."""
     saved, here = extra.get(BASE_MODEL), None
     if adapters_of(model):
         here = base_name(unwrapped(model))
@@ -276,13 +277,13 @@ def _check_base(extra: Mapping[str, Any], model: nn.Module, folder: Path) -> Non
     differs = are_two_models(saved, here)
     if differs:
         raise CheckpointError(
-            f"{folder} holds adapters that were trained on {shown(saved)}, and not that model, and "
-            f"here they are on {shown(here)}: make the model on the same base"
+            f"{folder} holds adapters that were trained on {shown(saved)}, without that model, but "
+            f"the present ones are on {shown(here)}: use the same base model"
         )
     if differs is None:
         log.warning(
-            "%s holds adapters that were trained on %s, and here they are on %s: whether these are "
-            "the same is not known",
+            "%s holds adapters that were trained on %s, and the present ones on %s: cannot tell "
+            "whether these are the same",
             folder,
             shown(saved),
             shown(here),

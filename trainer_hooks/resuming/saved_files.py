@@ -1,4 +1,4 @@
-"""The files of one kind that all ranks of a save have written, opened as far as they are needed."""
+"""The files of one kind that all ranks of a save have written, opened when they are needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from syncd.protocol.records import ReceiptFile
 from syncd.storage.errnos import is_gone
 from syncd.storage.fsio import Storage
 
-#: What every message about a part that is missing or damaged ends with.
+#: The end of every message about a part that is missing or damaged.
 ADVICE: Final = (
     "bring it back, or resume from an older full checkpoint by load_checkpoint(..., step=N)"
 )
@@ -37,12 +37,12 @@ _DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one file holds of a tensor.
+    """The content of one file for one tensor.
 
     Attributes:
-        dtype: safetensors' name.
+        dtype: the name in safetensors.
         shape: of the whole tensor.
-        parts: where in the file which boxes of it are.
+        parts: the boxes in the file, and their positions there.
     """
 
     dtype: str
@@ -51,12 +51,12 @@ class Held:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """Torch's own; None where this torch has none."""
+        """Torch's dtype; None if this torch lacks it."""
         return _DTYPES.get(self.dtype)
 
     @classmethod
     def of(cls, value: Local | Chunks) -> Held:
-        """As the parser of the merge found it."""
+        """Made from the result of the merge's parser."""
         if isinstance(value, Chunks):
             return cls(value.dtype, value.global_shape, tuple(map(_placed, value.locals)))
         box, _ = placed = _placed(value)
@@ -76,7 +76,7 @@ class OpenFile:
 
     Attributes:
         path, fd, has_crc, records: as ``Source`` has them.
-        tensors: what it holds, by the names of the tensors.
+        tensors: its content, by the names of the tensors.
         plain: its values that are no tensors, of an optimizer's file.
     """
 
@@ -91,14 +91,14 @@ class OpenFile:
 class SavedFiles:
     """The files of one kind in one folder; each is checked against its receipt as it is opened.
 
-    A context manager: it closes what was opened.
+    A context manager, which closes the opened files.
 
     Args:
-        storage: what they are read through.
-        folder: where they are.
+        storage: reads them.
+        folder: the folder of the files.
         names: inside the folder, in rank order; or one ``model.safetensors``.
-        vouched: what the receipts say; None where there are none.
-        is_optimizer: whether they are an optimizer's, in which values may be that are no tensors.
+        vouched: the data of the receipts; None if there are none.
+        is_optimizer: whether they are an optimizer's, and may have values that are no tensors.
     """
 
     def __init__(
@@ -129,15 +129,15 @@ class SavedFiles:
 
     @property
     def opened(self) -> dict[int, OpenFile]:
-        """Those that are open, by rank."""
+        """The open files, by rank."""
         return self._open
 
     def __getitem__(self, number: int) -> OpenFile:
         """One of the files, by the rank that wrote it.
 
         Raises:
-            CheckpointError: it is missing, or not the one that its receipt vouches for, or holds
-                what cannot be read.
+            CheckpointError: it is missing, or differs from its receipt, or has content that cannot
+                be read.
             OSError: it cannot be read now.
         """
         if number not in self._open:
@@ -156,12 +156,12 @@ class SavedFiles:
                 raise _differs(path, f"has {status.st_size} bytes instead of {told.size}")
 
     def loaded(self, number: int) -> Any:
-        """What ``torch.load(weights_only=True)`` makes of one of the files, all its bytes checked.
+        """The result of ``torch.load(weights_only=True)`` for a file, all its bytes checked.
 
-        For what holds no tensors of the model's.
+        For files without tensors of the model.
 
         Raises:
-            CheckpointError: it is missing, damaged, or not one that can be loaded.
+            CheckpointError: it is missing, damaged, or cannot be loaded.
             OSError: it cannot be read now.
         """
         path = self.paths[number]
@@ -182,16 +182,16 @@ class SavedFiles:
         except (pickle.UnpicklingError, RuntimeError) as error:
             first = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{path} cannot be loaded ({first}): it is not one that trainer_hooks has written; "
+                f"{path} cannot be loaded ({first}): trainer_hooks has not written this file; "
                 f"{ADVICE}"
             ) from error
 
     def reader(self, checked: Sequence[int]) -> tuple[SourceReader, dict[int, int]]:
-        """What the open files are read through, and under which number each is there.
+        """The reader of the open files, and each file's number there.
 
         Args:
-            checked: those of which all of the bytes are to be checked; they are opened. A file of a
-                trainer that switched CRC-32 off, or a safetensors file, has nothing to check by.
+            checked: the files whose bytes are all checked; they are opened. A file of a trainer
+                that switched CRC-32 off, or a safetensors file, has no CRC-32.
         """
         for number in checked:
             _ = self[number]

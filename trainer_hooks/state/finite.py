@@ -34,10 +34,10 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 class Looked:
-    """Tensors that were looked at, each on its device and its current stream.
+    """Tensors to check, each on its device and its current stream.
 
-    No call but :meth:`nonfinite` needs the result, so none waits for a device. A look reads each
-    element once, and makes two scalars; of fp8, whose bits are copied, 4 MiB besides.
+    Only :meth:`nonfinite` needs the result, so no other call waits for a device. A check reads each
+    element once, and makes two scalars; fp8 needs 4 MiB more, because its bits are copied.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Looked:
 
     @torch.no_grad()
     def add(self, key: Hashable, tensor: Tensor) -> None:
-        """Look at a strided tensor. It may be freed or changed by its stream afterwards."""
+        """Check a strided tensor. Its stream may free or change it afterwards."""
         dtype = tensor.dtype
         if not tensor.numel() or dtype not in _BY_VALUE | _BY_BITS:
             return
@@ -60,7 +60,7 @@ class Looked:
             scalars += [(key, (block & _NO_SIGN).amax()) for block in blocks]
 
     def fetch(self) -> set[torch.device]:
-        """Copy what was found to the host.
+        """Copy the results to the host.
 
         Returns:
             The devices on whose current streams the copies are.
@@ -76,7 +76,7 @@ class Looked:
         return devices
 
     def nonfinite(self) -> set[Hashable]:
-        """The keys of the tensors that hold NaN or Inf; once all that was fetched has come."""
+        """The keys of the tensors that hold NaN or Inf; call it after all copies have arrived."""
         return {
             key
             for keys, memory, dtype in self._fetched
@@ -88,7 +88,7 @@ class Looked:
 
 
 class LookedAtBytes:
-    """One tensor that is looked at as its bytes come, in parts of any size.
+    """One tensor that is checked as its bytes come, in parts of any size.
 
     Args:
         dtype: of the tensor.
@@ -103,7 +103,7 @@ class LookedAtBytes:
         self._begun = b""
 
     def add(self, part: memoryview) -> None:
-        """Look at the next bytes, writable memory that may change afterwards."""
+        """Check the next bytes: writable memory that may change afterwards."""
         size = self._dtype.itemsize
         if self._begun:  # a part has ended inside an element
             missing = size - len(self._begun)

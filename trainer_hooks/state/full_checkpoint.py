@@ -1,7 +1,7 @@
-"""A full checkpoint's parts beside the weights: the optimizer, and all else for resuming.
+"""A full checkpoint's parts beside the weights: the optimizer, and all else needed to resume.
 
-Files are read without running what is in them (``torch.load(weights_only=True)``, and the parser of
-the merge), so what could not be read that way is refused here, when it is saved.
+Files are read without running code in them (``torch.load(weights_only=True)``, and the parser of
+the merge). So a save refuses values that could not be read that way.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from syncd.checkpoint.torch_files.pieces import is_plain
 from syncd.protocol.errors import InvalidSettingsError
 
-#: What begins the names of an optimizer's file: tensors of parameters, and options of their groups.
+#: The prefixes of names in an optimizer's file: tensors of parameters, and options of their groups.
 STATE: Final = "state"
 GROUPS: Final = "param_groups"
-#: The one key in the file of an optimizer that is not torch's.
+#: The only key in the file of an optimizer that is not torch's.
 RAW: Final = "state_dict"
 #: The keys of the extra state; the first two are verl's.
 SCHEDULER: Final = "lr_scheduler"
 RNG: Final = "rng"
 USER_STATE: Final = "user_state"
-#: Beside them: what the frozen base model, which is in no file, was loaded from.
+#: And the name of the frozen base model, which is in no file.
 BASE_MODEL: Final = "base_model"
 
-#: What weights_only loads, beside containers of it. A DTensor would need its process group.
+#: The types that weights_only loads, beside containers. A DTensor would need its process group.
 _VALUES: Final = frozenset(
     {
         type(None),
@@ -53,30 +53,30 @@ _NESTED: Final = 50
 
 
 class Stateful(Protocol):
-    """An optimizer or a scheduler, for our purposes."""
+    """The part of an optimizer or a scheduler that is needed here."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to resume."""
+        """The state needed to resume."""
 
 
 def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
     """This rank's part of an optimizer's state. Nothing is copied. Collective for FSDP1.
 
     Args:
-        model: whose parameters the optimizer updates.
-        optimizer: before ``zero_grad`` or after; its state and the gradients stay as they are, also
+        model: its parameters are those that the optimizer updates.
+        optimizer: before or after ``zero_grad``; its state and the gradients stay unchanged, also
             before the first step.
 
     Returns:
         For a ``torch.optim.Optimizer``, by names of parameters as in the plain model (P):
         ``state.P.exp_avg`` and the like, each a Tensor, DTensor or ShardedTensor, and the options
         of its group, ``param_groups.P.lr`` and the like, each a value as is_plain() takes it.
-        For anything else ``{"state_dict": optimizer.state_dict()}``, which can be resumed from by
-        the same number of ranks only.
+        For any other object ``{"state_dict": optimizer.state_dict()}``, from which only the same
+        number of ranks can resume.
 
     Raises:
-        InvalidSettingsError: something in it could not be read again, or the optimizer has
-            parameters that the model has not.
+        InvalidSettingsError: a value could not be read again, or the optimizer has parameters that
+            the model lacks.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         return {RAW: checked(optimizer.state_dict(), f"{type(optimizer).__name__}.state_dict()")}
@@ -89,7 +89,7 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
         elif not isinstance(value, Tensor | ShardedTensor) and not is_plain(value):
             raise InvalidSettingsError(
                 f"{kind} has a {type(value).__name__} as {name}, which cannot be saved: keep it to "
-                "tensors, numbers, text, and tuples of such"
+                "tensors, numbers, text, and tuples of these"
             )
     return flat
 
@@ -97,10 +97,10 @@ def optimizer_state(model: nn.Module, optimizer: Stateful) -> dict[str, Any]:
 def torch_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, flatten: bool
 ) -> dict[str, Any]:
-    """``get_optimizer_state_dict``, whose errors say what to do.
+    """``get_optimizer_state_dict``, with errors that name the remedy.
 
     Raises:
-        InvalidSettingsError: torch does not flatten something in it, or the optimizer has
+        InvalidSettingsError: torch cannot flatten a value in it, or the optimizer has
             parameters that the model has not.
     """
     kind = type(optimizer).__name__
@@ -120,19 +120,19 @@ def torch_optimizer_state(
 def extra_state(
     *, scheduler: Stateful | None, user_state: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What resuming needs beside model and optimizer; nothing is copied but what changes in place.
+    """The state needed to resume beside model and optimizer; copied only if it changes in place.
 
     Args:
         scheduler: of the learning rate.
-        user_state: the trainer's own; each rank may have another one.
+        user_state: the trainer's own; it may differ between ranks.
 
     Returns:
         ``rng``: the states of the random number generators of torch (``cpu``, and the accelerator's
-        by its name where it is in use: uint8 tensors), ``random`` (Python's) and ``numpy`` (the
-        global one's); ``lr_scheduler`` and ``user_state``, where given.
+        by its name if it is in use: uint8 tensors), ``random`` (Python's) and ``numpy`` (the global
+        one's); ``lr_scheduler`` and ``user_state``, if given.
 
     Raises:
-        InvalidSettingsError: ``torch.load(weights_only=True)`` would not load something in it.
+        InvalidSettingsError: ``torch.load(weights_only=True)`` would not load a value in it.
     """
     extra: dict[str, Any] = {RNG: rng_state()}
     if scheduler is not None:
@@ -144,18 +144,20 @@ def extra_state(
 
 
 def checked(value: Any, where: str, depth: int = 0) -> Any:
-    """A value, its mappings plain dicts and numpy's scalars plain numbers.
+    """A value with mappings as plain dicts and numpy's scalars as plain numbers.
 
     Raises:
-        InvalidSettingsError: it has something else than tensors, numbers, text, bytes, and lists,
-            tuples, sets and mappings of such; the message says where.
+        InvalidSettingsError: it has other values than tensors, numbers, text, bytes, and lists,
+            tuples, sets and mappings of these; the message says where.
     """
     kind = type(value)
     if kind in _VALUES:
         return value
     if depth < _NESTED:
         if isinstance(value, np.generic):
-            return checked(value.item(), where, depth + 1)  # of a longdouble it is one again
+            return checked(
+                value.item(), where, depth + 1
+            )  # for a longdouble item() returns a longdouble again
         if isinstance(value, Mapping):
             return {
                 checked(key, f"a key of {where}", depth + 1): checked(
@@ -190,9 +192,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(states: Mapping[str, Any]) -> None:
-    """Let the random number generators go on from what :func:`rng_state` said.
+    """Set the random number generators to the states of :func:`rng_state`.
 
-    The accelerator's is left as it is where there is none, or none was in use when it was saved.
+    The accelerator's stays as it is if there is none, or none was in use at the save.
     """
     torch.set_rng_state(states["cpu"])
     version, numbers, gauss = states["random"]
@@ -205,20 +207,20 @@ def set_rng_state(states: Mapping[str, Any]) -> None:
 
 
 def _accelerator() -> tuple[str, Any]:
-    """The accelerator in use, and torch's module for it; None where there is none, or none yet."""
+    """The accelerator in use, and torch's module for it; None if there is none yet."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         return "", None
     module = torch.get_device_module(device)
-    in_use = getattr(module, "is_initialized", lambda: True)()  # to ask a GPU would claim it
+    in_use = getattr(module, "is_initialized", lambda: True)()  # asking a GPU would claim it
     return (device.type, module) if in_use else (device.type, None)
 
 
 @contextmanager
 def _uninitialized(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from taking a step of zero gradients to make up a state where there is none.
+    """Keep torch from taking a step with zero gradients to create a missing state.
 
-    Bias corrections would count that step. It is not taken where some parameter has a gradient.
+    Bias corrections would count that step. It is not taken if some parameter has a gradient.
     """
     parameters = [
         parameter

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 LIMIT: Final = 256 * 1024 * 1024
-#: How many pieces that is, so that some are filled while others are written.
+#: The number of pieces: some are filled while others are written.
 _PIECES: Final = 8
 _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
     told: getattr(torch, name) for name, (told, _) in DTYPES.items()
@@ -44,7 +44,7 @@ _TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = {
 
 
 class OneFile(NamedTuple):
-    """Weights that are to be one file.
+    """Weights for one file.
 
     Attributes:
         state, derived, tied, name, cast: as :class:`FullStateStream` takes them.
@@ -61,13 +61,13 @@ class FullStateStream:
     """The full state dict of one save, tensor by tensor, from all ranks into rank 0's file.
 
     On every rank the training thread calls :meth:`gather`; on rank 0 a writer thread calls
-    :meth:`write` meanwhile, once. Between them are at most ``limit`` bytes; besides these, rank 0
-    has one whole tensor in memory at a time, on the device of the collectives (under FSDP1 without
-    a mesh twice: its parts, and whole).
+    :meth:`write` meanwhile, once. Between them are at most ``limit`` bytes. In addition, rank 0 has
+    one whole tensor in memory at a time, on the device of the collectives (under FSDP1 without a
+    mesh twice: its parts, and whole).
 
-    Promised: what is written is the state as it was during :meth:`gather`; neither call waits for
-    the other after that one has failed, or after :meth:`abort`. Not promised: that a stream can be
-    written twice; make another one for another attempt.
+    Promised: the state is written as it was during :meth:`gather`. Neither call waits for the other
+    after that one has failed, or after :meth:`abort`. Not promised: that a stream can be written
+    twice; make another one for another attempt.
 
     Args:
         state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it; the same
@@ -76,10 +76,10 @@ class FullStateStream:
         rank: this rank.
         limit: bytes of host memory between the two threads.
         tied: whether the model's config says that the output embedding is the input embedding (see
-            :func:`ties_embeddings`): then it is left out, as the merge of shards does.
-        derived: by name, what is written in place of a tensor of ``state``, which has its dtype and
-            shape.
-        name: of the file, as the receipt tells of it.
+            :func:`ties_embeddings`): then it is left out, as in the merge of shards.
+        derived: by name, tensors to write in place of those of ``state``; they have the same dtype
+            and shape.
+        name: of the file, as in the receipt.
         cast: the dtype that floating tensors are written in; None for their own. Each is cast
             before it is gathered, a derived one once it is computed.
     """
@@ -107,12 +107,12 @@ class FullStateStream:
     def gather(self) -> None:
         """Gather every tensor, and hand it to the writer on rank 0. Collective.
 
-        Waits for the writer where it is slower. Where it has failed, goes on without it: that error
-        is the writer's to report.
+        Waits for a slower writer. If the writer has failed, it goes on without it: the writer
+        reports that error itself.
 
         Raises:
-            SaveFailedError: on every rank: the ranks do not have the same tensors, or there is one
-                that cannot be written; or a collective failed.
+            SaveFailedError: on every rank: the ranks' tensors differ, or one cannot be written; or
+                a collective failed.
         """
         try:
             plan = agree_on_plan(
@@ -124,7 +124,7 @@ class FullStateStream:
             )
             self._pipe.announce(plan)
             for name in plan.in_order():
-                # By no name here: that would hold it while the next one is gathered.
+                # Without a variable, which would keep it in memory while the next one is gathered.
                 self._hand_over(self._whole(name))
             if self._rank == 0:
                 self._pipe.flush()
@@ -138,7 +138,7 @@ class FullStateStream:
             self._state, self._derived = {}, {}
 
     def _whole(self, name: str) -> Tensor | None:
-        """A tensor as it is written, on rank 0. Collective."""
+        """A tensor in the form in which rank 0 writes it. Collective."""
         derived, held = self._derived.get(name), self._state[name]
         dtype = cast_to(held.dtype, self._cast)
         if derived is None:
@@ -156,16 +156,16 @@ class FullStateStream:
     def write(self, draft: Draft) -> ReceiptFile:
         """Write the file, as its tensors come; neither finished nor committed.
 
-        The digest of the tensors is in the header, and that of the header in the receipt, so that
-        who compares headers has told one content from another.
+        The header holds the digest of the tensors, and the receipt the digest of the header. So
+        comparing headers tells contents apart.
 
         Returns:
-            What a receipt says of the file.
+            The file's data for the receipt.
 
         Raises:
             SaveFailedError: it was not gathered.
-            CoverageError: the output embedding is not the input embedding, and the config says so.
-            OSError: as the storage says.
+            CoverageError: the embeddings differ, although the config says that they are tied.
+            OSError: storage failed.
         """
         try:
             return self._write(draft, self._pipe.plan())
@@ -174,11 +174,11 @@ class FullStateStream:
             raise
 
     def abort(self, error: BaseException) -> None:
-        """Let neither side wait for the other any more; :meth:`write` raises."""
+        """End the waits of both sides; :meth:`write` raises."""
         self._pipe.abort(error)
 
     def _hand_over(self, whole: Tensor | None) -> None:
-        """What fails here fails the file, and leaves no other rank alone in a collective."""
+        """Hand a tensor to the writer; an error fails the file, and leaves no rank waiting."""
         if whole is None:
             return
         try:
@@ -198,8 +198,8 @@ class FullStateStream:
             for copy in tensor.copies:
                 if self._digest(tensor) != digest:
                     raise CoverageError(
-                        f"{shown(copy.tied)} is not the same as {shown(tensor.name)}, and "
-                        "config.json says tie_word_embeddings: tie them, or say that they are not"
+                        f"{shown(copy.tied)} is not the same as {shown(tensor.name)}, but "
+                        "config.json has tie_word_embeddings: tie them, or set it to false"
                     )
         header = plan.header(content_digest(digests))
         draft.overwrite(header, 0)
@@ -212,7 +212,7 @@ class FullStateStream:
         )
 
     def _digest(self, tensor: PlannedTensor, *given_to: Callable[[memoryview], object]) -> bytes:
-        """Take a tensor's bytes, and give them to others too."""
+        """Add a tensor's bytes to a digest, and pass them on."""
         hasher = xxhash.xxh3_128()
         for part in self._pipe.take(tensor.length):
             hasher.update(part)
@@ -228,10 +228,10 @@ def ties_embeddings(model: nn.Module) -> bool:
 
 
 class BytePipe:
-    """The bytes of the tensors, end to end, from the thread that gathers to the one that writes.
+    """The bytes of the tensors, end to end, from the gathering thread to the writing thread.
 
     Args:
-        limit: how many bytes there may be between them.
+        limit: the most bytes between them.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -242,22 +242,22 @@ class BytePipe:
         self._unmade = max(1, limit // self._size)
         self._free: deque[HostMemory] = deque()
         self._ready: deque[tuple[HostMemory, int]] = deque()
-        # The gathering thread's own: what it fills, and how many bytes of that it has filled.
+        # Only for the gathering thread: the piece that it fills, and the number of bytes in it.
         self._filling: HostMemory | None = None
         self._filled = 0
         self._sources: set[torch.device] = set()
-        # The writing thread's own: what it reads, and what of that is left.
+        # Only for the writing thread: the piece that it reads, and the rest of it.
         self._reading: HostMemory | None = None
         self._rest = memoryview(b"")
 
     def announce(self, plan: FullPlan) -> None:
-        """Say what will come."""
+        """Announce the plan."""
         with self._changed:
             self._plan = plan
             self._changed.notify_all()
 
     def plan(self) -> FullPlan:
-        """Wait for what was announced."""
+        """Wait for the plan."""
         with self._changed:
             self._changed.wait_for(lambda: self._plan is not None or self._error is not None)
             if self._error is None and self._plan is not None:
@@ -265,13 +265,13 @@ class BytePipe:
         raise self._not_gathered()
 
     def abort(self, error: BaseException) -> None:
-        """Let neither side wait any more: what is put is dropped, and nothing is to be had."""
+        """End the waits of both sides: put() drops bytes, and take() raises."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def put(self, whole: Tensor) -> None:
-        """Copy a tensor's bytes; they are dropped where nobody reads any more."""
+        """Copy a tensor's bytes; drop them if the reader has gone."""
         flat = flat_bytes(whole)
         while flat.numel():
             if self._filling is None:
@@ -288,7 +288,7 @@ class BytePipe:
                 self.flush()
 
     def flush(self) -> None:
-        """Hand over what was put."""
+        """Hand over the last piece."""
         if self._filling is None:
             return
         wait_for_copies(self._sources)
@@ -298,7 +298,7 @@ class BytePipe:
         self._filling, self._filled = None, 0
 
     def take(self, count: int) -> Iterator[memoryview]:
-        """The next bytes; a part is whole until the next one is asked for."""
+        """The next bytes; a returned part stays valid until the next call."""
         while count:
             if not self._rest:
                 self._reading, filled = self._next_ready()
@@ -308,7 +308,7 @@ class BytePipe:
             yield part
 
     def _next_free(self, source: torch.device) -> HostMemory | None:
-        """Memory to fill, or None where nobody will read it."""
+        """Memory to fill, or None if the reader has gone."""
         with self._changed:
             if not self._free and self._error is None and self._unmade:
                 self._unmade -= 1
@@ -317,7 +317,7 @@ class BytePipe:
             return self._free.popleft() if self._error is None else None
 
     def _next_ready(self) -> tuple[HostMemory, int]:
-        """Memory to read; what was read before it is free again."""
+        """Memory to read; the piece before it is free again."""
         with self._changed:
             if self._reading is not None:
                 self._free.append(self._reading)

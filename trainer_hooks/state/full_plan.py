@@ -27,10 +27,10 @@ from trainer_hooks.state.host_buffers import memory_of
 
 @dataclass(frozen=True, slots=True)
 class FullPlan:
-    """The file of a full state dict, as it is to be.
+    """The plan of the file of a full state dict.
 
     Attributes:
-        file: its tensors, each with what it must be the same as.
+        file: its tensors, each with the tensors that it must be equal to.
     """
 
     file: PlannedFile
@@ -41,7 +41,7 @@ class FullPlan:
         return self.file.tensors
 
     def in_order(self) -> Iterator[str]:
-        """The names as they are gathered: the file's tensors, then what is only compared."""
+        """The names in the order of gathering: the file's tensors, then those only compared."""
         yield from (tensor.name for tensor in self.tensors)
         yield from (str(copy.tied) for tensor in self.tensors for copy in tensor.copies)
 
@@ -52,13 +52,13 @@ class FullPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """What a rank has, for the others to compare.
+    """A rank's tensors, for comparison with the other ranks'.
 
     Attributes:
         digest: of the names, kinds, dtypes and shapes, in order.
         count: of the tensors.
-        fault: why it cannot be gathered or written.
-        memory: for each tensor the number of the first one that is the same memory.
+        fault: the reason why they cannot be gathered or written.
+        memory: for each tensor the number of the first one with the same memory.
     """
 
     digest: str
@@ -77,19 +77,19 @@ def agree_on_plan(
 ) -> FullPlan:
     """The plan of the file; the same on all ranks. Collective.
 
-    Every rank takes part in every gathering, so that none may find out alone that it cannot.
+    Every rank takes part in every gathering, so no rank may stop alone.
 
     Args:
         state: this rank's sharded state dict, tensors alone.
         rank: this rank.
-        tied: whether the output embedding is left out where it is the input embedding.
-        derived: by name, the tensors that are not to be written as they are: where they lie in
-            memory says nothing of what is the same. What they are made of is gathered too, and must
-            be the same on all ranks.
+        tied: whether to leave out the output embedding if it is the input embedding.
+        derived: by name, the tensors that are replaced when they are written. Their memory does
+            not show which tensors are equal. Their parts are gathered too, and must be the same on
+            all ranks.
         cast: the dtype for floating tensors, which are cast before they are gathered.
 
     Raises:
-        SaveFailedError: on all ranks: they have not the same tensors, or some that cannot be saved.
+        SaveFailedError: on all ranks: their tensors differ, or one cannot be saved.
     """
     outline = _outline(state, rank, tied=tied, derived=derived)
     outlines = [outline]
@@ -102,8 +102,8 @@ def agree_on_plan(
             raise SaveFailedError(f"rank {number} cannot save its full state dict: {other.fault}")
         if other.digest != outlines[0].digest:
             raise SaveFailedError(
-                f"rank {number} has {other.count} tensors which are not the {outlines[0].count} of "
-                "rank 0 by name, kind, dtype and shape: of pipeline stages only shards can be saved"
+                f"rank {number} has {other.count} tensors that differ from the {outlines[0].count} "
+                "of rank 0 in name, kind, dtype or shape: pipeline stages can only save shards"
             )
     try:
         return FullPlan(_planned(state, outlines[0].memory, tied=tied, cast=cast))
@@ -131,13 +131,13 @@ def _outline(
 
 
 def _like(name: str, value: Tensor) -> object:
-    """What must be the same on all ranks."""
+    """The properties that must be the same on all ranks."""
     kind = "DTensor" if isinstance(value, DTensor) else type(value).__name__
     return name, kind, value.dtype, tuple(shape_of(value))
 
 
 def _fault(name: object, value: Tensor, rank: int) -> str | None:
-    """Why a tensor cannot be gathered or written, or None where it can."""
+    """The reason why a tensor cannot be gathered or written; None if it can."""
     fault = name_fault(name)
     if fault is None and _dtype(value) not in DTYPES:
         fault = f"has dtype {value.dtype}, which safetensors files do not have"
@@ -152,9 +152,9 @@ def _fault(name: object, value: Tensor, rank: int) -> str | None:
 def _planned(
     state: Mapping[str, Tensor], memory: tuple[int, ...], *, tied: bool, cast: Cast | None
 ) -> PlannedFile:
-    """The merge's own plan of one file, of a world of one rank that has it all.
+    """The merge's own plan of one file, for a world of one rank that has everything.
 
-    Tensors that are one memory have one offset: there is nothing to compare where they are tied.
+    Tensors with the same memory get the same offset, so tied tensors need no comparison.
     """
     tensors = {}
     for (name, value), offset in zip(state.items(), memory, strict=True):
@@ -171,5 +171,5 @@ def _dtype(value: Tensor) -> str:
 
 
 def shape_of(value: Tensor) -> torch.Size:
-    """The shape of the whole tensor that a rank has a part of."""
+    """The shape of the whole tensor, from a rank's part."""
     return value.metadata().size if isinstance(value, ShardedTensor) else value.shape

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_hooks.state.host_buffers import with_local
 
-#: What gloo does not move, and what of the same size it moves instead, bit for bit.
+#: Dtypes that gloo cannot move → the dtype of the same size that it moves instead, bit for bit.
 _MOVED_AS: Final = {
     torch.bool: torch.uint8,
     torch.float8_e4m3fn: torch.uint8,
@@ -30,12 +30,12 @@ _MOVED_AS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A tensor that is computed of whole tensors, of which each rank has a part.
+    """A tensor that is computed from whole tensors, of which each rank has a part.
 
     Attributes:
-        parts: what is gathered for it, by names of its own.
-        make: called on rank 0, with the parts whole, which it may not change: they may be the
-            model's own. Returns a tensor of the dtype and shape that were announced.
+        parts: the tensors to gather for it, by names of its own.
+        make: called on rank 0 with the whole parts, which it must not change, because they may be
+            the model's own. Returns a tensor of the announced dtype and shape.
     """
 
     parts: Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class Derived:
 def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -> Tensor | None:
     """The whole of one tensor of a state dict, on rank 0. Collective, unless it is a plain tensor.
 
-    The others' ranks of a DTensor's mesh have it for a moment, too: torch gathers to all.
+    The other ranks of a DTensor's mesh have it for a moment, too, because torch gathers to all.
 
     Args:
         value: this rank's part: Tensor, DTensor (without ``Partial``) or ShardedTensor.
@@ -54,11 +54,11 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
         dtype: each part is cast to it before it is moved; None to keep its own.
 
     Returns:
-        On rank 0 the whole tensor, on the device of the collectives, or the value itself where it
-        is plain: not copied, unless cast. None on the other ranks.
+        On rank 0 the whole tensor, on the device of the collectives, or a plain value itself: not
+        copied, unless cast. None on the other ranks.
 
     Raises:
-        RuntimeError: a collective failed, as torch says it.
+        RuntimeError: a collective of torch failed.
     """
     dtype = value.dtype if dtype is None else dtype
     if isinstance(value, ShardedTensor):
@@ -69,7 +69,7 @@ def full_tensor(value: Tensor, *, rank: int, dtype: torch.dtype | None = None) -
     moved_as = _MOVED_AS.get(dtype, dtype)
     device = value.device_mesh.device_type
     if moved_as != value.dtype or local.device.type != device:
-        # Where parameters are offloaded, the backend of the mesh does not see them.
+        # The backend of the mesh does not see offloaded parameters.
         moved = local.to(dtype).to(device).view(moved_as)
         whole = with_local(value, moved).full_tensor().view(dtype)
     else:
@@ -86,11 +86,11 @@ def flat_bytes(whole: Tensor) -> Tensor:
 
 
 def _gathered(value: ShardedTensor, dtype: torch.dtype) -> Tensor | None:
-    """``ShardedTensor.gather`` for any dtype, also where this rank's group does not have rank 0."""
+    """``ShardedTensor.gather`` for any dtype, even if this rank's group does not have rank 0."""
     group = value._process_group  # noqa: SLF001 - there is no other way to know it
     ranks = dist.get_process_group_ranks(group)
     if 0 not in ranks:
-        return None  # of HYBRID_SHARD's groups, each of which has all of it
+        return None  # with HYBRID_SHARD each group has all of it
     metadata = value.metadata()
     moved_as = _MOVED_AS.get(dtype, dtype)
     held = defaultdict(list)

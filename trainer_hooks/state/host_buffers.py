@@ -25,14 +25,14 @@ from trainer_hooks.state.finite import Looked, is_finite
 from trainer_hooks.state.state_dict import tensors_of
 from trainer_hooks.state.sync_dtype import cast_to
 
-#: Where a value is in a nesting of dicts, lists and tuples.
+#: The path of a value in a nesting of dicts, lists and tuples.
 Place = tuple[object, ...]
 
 
 def host_copy(value: Any) -> Any:
-    """Any nesting of dicts, lists and tuples with its tensors copied to host memory of their own.
+    """Any nesting of dicts, lists and tuples with its tensors copied to new host memory.
 
-    Sharded tensors stay sharded, their parts copied. What is no tensor is not copied.
+    Sharded tensors stay sharded, their parts copied. Other values are not copied.
     """
 
     def copied(_: Place, tensor: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ class HostCopy(dict[str, Any]):
     """A state that was copied to host memory.
 
     Attributes:
-        finite: name → whether this rank's part is without NaN and Inf, of the tensors that were
-            looked at before they were copied.
+        finite: name → whether this rank's part is without NaN and Inf, for the tensors that were
+            checked before they were copied.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -58,8 +58,8 @@ class HostCopy(dict[str, Any]):
 def nonfinite_names(state: Mapping[str, Any]) -> list[str]:
     """The names of the weights of which this rank's part holds NaN or Inf.
 
-    Reads each tensor that was not looked at yet. Of a tensor subclass or a sparse tensor nothing is
-    known: it counts as finite.
+    Reads each tensor that was not checked yet. A tensor subclass or a sparse tensor cannot be
+    checked: it counts as finite.
 
     Args:
         state: a state dict of Tensors, DTensors and ShardedTensors on the CPU.
@@ -80,10 +80,10 @@ class HostBuffers:
     """A set of host buffers that one state after the other is copied into.
 
     The first copy makes the buffers; later ones, of the same names, shapes and dtypes, touch no new
-    memory: on the CPU they are no slower than ``clone``, therefore. From an accelerator the buffers
+    memory, so on the CPU they are no slower than ``clone``. From an accelerator the buffers
     are pinned, and the copies are put on the current stream of each device, and waited for once.
 
-    Not promised: that a state that was copied before is still there: the next copy overwrites it.
+    Not promised: that an earlier copied state is still there: the next copy overwrites it.
     """
 
     def __init__(self) -> None:
@@ -93,14 +93,14 @@ class HostBuffers:
     def copy(self, state: Mapping[str, Any], cast: Cast | None = None) -> HostCopy:
         """The same state with each tensor copied to contiguous host memory, complete on return.
 
-        Tensors of a GPU are cast there, and looked at for NaN and Inf, before they are copied: one
+        Tensors of a GPU are cast there, and checked for NaN and Inf, before they are copied: one
         tensor at a time has a cast copy on the GPU. Others are cast as they are copied.
 
         DTensors and ShardedTensors stay such, with the same layout, their parts copied. Tensors
-        that are the same memory (tied weights) share one copy. What is no tensor is not copied.
+        are the same memory (tied weights) share one copy. Other values are not copied.
 
         Args:
-            state: nested dicts, lists and tuples of tensors and whatever can be pickled.
+            state: nested dicts, lists and tuples of tensors and any picklable values.
             cast: the dtype for the weights, bit for bit as ``Tensor.to`` casts them; None to keep
                 theirs. Integers, bool, fp8, tensor subclasses and ``_extra_state`` keep theirs.
         """
@@ -112,9 +112,8 @@ class HostBuffers:
 
         def copied(place: Place, tensor: Tensor) -> Tensor:
             old = before.pop(place, None)
-            is_weight = len(place) == 1 and place[0] in weights
-            dtype = cast_to(tensor.dtype, cast) if is_weight else tensor.dtype
-            kept = self._kept[place] = _kept(tensor, dtype, old, shared, looked)
+            to = cast if len(place) == 1 and place[0] in weights else None
+            kept = self._kept[place] = _kept(tensor, to, old, shared, looked)
             devices.update(buffer.source for buffer in kept.buffers)
             return kept.value
 
@@ -157,11 +156,11 @@ class _Buffer:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What a value was copied to.
+    """The copy of a value.
 
     Attributes:
         buffers: those of its parts.
-        layout: how a sharded tensor lies; compared.
+        layout: the layout of a sharded tensor, for comparison.
         value: the copy itself, over the buffers.
     """
 
@@ -171,45 +170,47 @@ class _Kept:
 
     @property
     def was_looked_at(self) -> bool:
-        """Whether all of it was looked at on its device."""
+        """Whether all of it was checked on its device."""
         return bool(self.buffers) and all(_looks_at(buffer.source) for buffer in self.buffers)
 
 
 def _looks_at(device: torch.device) -> bool:
-    """Whether tensors are looked at before they are copied: on a CPU that would stop training."""
-    return device.type == "cuda"  # other accelerators may not have aminmax of every dtype
+    """Whether tensors are checked before they are copied: on a CPU that would stop training."""
+    return device.type == "cuda"  # other accelerators may lack aminmax for some dtype
 
 
 def _kept(
     tensor: Tensor,
-    dtype: torch.dtype,
+    cast: Cast | None,
     old: _Kept | None,
     shared: dict[object, _Buffer],
     looked: Looked,
 ) -> _Kept:
-    """Copy one value, into what it was copied to the last time where that is possible."""
+    """Copy one value, into its last copy if that is possible."""
     parts = _parts(tensor)
     if not all(_is_ordinary(part) for part in parts):
         return _Kept((), None, _with_parts(tensor, [_moved(part) for part in parts], tensor.dtype))
     free = list(old.buffers) if old is not None else []
     buffers = []
     for number, part in enumerate(parts):
+        dtype = cast_to(part.dtype, cast)
         key = _memory(part), dtype
         buffer = shared.get(key) if part.numel() else None
         if buffer is None:
             buffer = free[number] if number < len(free) else None
-            # What was tied the last time need not be now.
+            # Tensors that were tied the last time need not be tied now.
             if buffer is None or buffer in shared or not buffer.takes(part, dtype):
                 buffer = _Buffer(part, dtype)
             shared[key] = shared[buffer] = buffer
             buffer.fill(part, looked)
         buffers.append(buffer)
     layout = _layout(tensor)
-    # Of a parameter it is the same object each time: comparing takes longer than a small copy.
-    # (Nobody may hold the parameter: one with a weak reference cannot be moved by model.to.)
+    # The same object each time for a parameter: comparing takes longer than a small copy.
+    # (No reference to the parameter: model.to cannot move one with a weak reference.)
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
-    return _Kept(buffers, layout, _with_parts(tensor, [one.copy for one in buffers], dtype))
+    copies = [buffer.copy for buffer in buffers]
+    return _Kept(buffers, layout, _with_parts(tensor, copies, cast_to(tensor.dtype, cast)))
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:
@@ -231,17 +232,17 @@ def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place)
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """What a rank has of a tensor, of any kind; without gradients being recorded."""
+    """A rank's parts of a tensor of any kind; no gradients are recorded."""
     if isinstance(tensor, ShardedTensor):
         return [shard.tensor for shard in tensor.local_shards()]
     if isinstance(tensor, DTensor):
-        # Of a parameter to_local makes another parameter, and takes longer than the copy.
-        return [tensor._local_tensor]  # noqa: SLF001 - what to_local gives without gradients
+        # For a parameter to_local makes another parameter, and takes longer than the copy.
+        return [tensor._local_tensor]  # noqa: SLF001 - the result of to_local without gradients
     return [tensor]
 
 
 def memory_of(tensor: Tensor) -> object | None:
-    """What is equal for tensors that are the same memory on this rank; None where it has none."""
+    """A key that is equal for tensors with the same memory on this rank; None without memory."""
     with torch.no_grad():
         held = tuple(_memory(part) for part in _parts(tensor) if part.numel())
     return held or None
@@ -252,19 +253,19 @@ def _memory(part: Tensor) -> object:
 
 
 def _is_ordinary(part: Tensor) -> bool:
-    """Whether its bytes are all that it is: no subclass that knows more, nothing sparse."""
+    """Whether its bytes are all its content: no subclass with more state, nothing sparse."""
     return type(part) in {Tensor, nn.Parameter} and part.layout is torch.strided
 
 
 def _moved(part: Tensor) -> Tensor:
-    """A copy of any tensor in host memory of its own."""
+    """A copy of any tensor in new host memory."""
     if _is_ordinary(part):
         return part.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return part.detach().to("cpu", copy=True)
 
 
 def _layout(tensor: Tensor) -> object:
-    """What says how a sharded tensor lies; equal where the same parts are the same tensor."""
+    """A sharded tensor's layout; equal if the same parts make the same tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.metadata()
     if isinstance(tensor, DTensor):
@@ -282,9 +283,9 @@ def _with_parts(tensor: Tensor, parts: Sequence[Tensor], dtype: torch.dtype) -> 
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """A DTensor of the same layout over another local tensor, wherever that is; of its dtype.
+    """A DTensor of the same layout over another local tensor, on any device; of that one's dtype.
 
-    ``DTensor.from_local`` would move it to the mesh's device, and not keep an order of the cuts.
+    ``DTensor.from_local`` would move it to the mesh's device, and lose the order of the cuts.
     """
     detached: Any = tensor.detach()
     attributes, context = detached.__tensor_flatten__()
@@ -300,7 +301,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def _retyped(told: Any, dtype: torch.dtype) -> Any:
-    """What a DTensor is made anew from, of another dtype: releases of torch differ in it."""
+    """The arguments for a DTensor of another dtype; releases of torch differ in them."""
     if isinstance(told, TensorMeta):
         return told._replace(dtype=dtype)
     if isinstance(told, DTensorSpec):
@@ -314,7 +315,7 @@ def _sharded_tensor(
 ) -> ShardedTensor:
     """A ShardedTensor of the same layout over other parts, on the CPU; no communication.
 
-    ``ShardedTensor.cpu`` makes parts of its own.
+    ``ShardedTensor.cpu`` would allocate new parts.
     """
     metadata = tensor.metadata()
     of_parts = ShardedTensorMetadata(
@@ -336,7 +337,7 @@ def _sharded_tensor(
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """Where a shard lies, and on which rank, in that rank's host memory."""
+    """The position of a shard in host memory, on the same rank."""
     rank = shard.placement.rank() if shard.placement is not None else None
     placement = "cpu" if rank is None else f"rank:{rank}/cpu"
     return ShardMetadata(list(shard.shard_offsets), list(shard.shard_sizes), placement)

@@ -1,6 +1,6 @@
 """The parts of a PEFT model's state dict: its adapter, its frozen base, all else.
 
-What belongs to an adapter, and by which names, is asked of PEFT itself, and never of the network.
+PEFT itself decides which tensors belong to an adapter, and their names; the network is never used.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed.fsdp import FSDPModule
-
 from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import InvalidSettingsError
@@ -22,27 +20,27 @@ from syncd.protocol.names import MODEL_CONFIG
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.lora_merge import merged_parts
-from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
 from trainer_hooks.state.state_dict import tensors_of, trained_names
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: Ways to begin LoRA that change the base model's weights: what the adapter is added to is then not
-#: what ``base_model_name_or_path`` names, and is not made again to the bit.
+#: Ways to begin LoRA that change the base model's weights: the adapter then belongs to other
+#: weights than those of ``base_model_name_or_path``, which cannot be made again to the bit.
 _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
 
 class PeftState:
-    """The state dict of a model with PEFT adapters, and what is taken of it for what.
+    """The state dict of a model with PEFT adapters, and its parts for each purpose.
 
-    Nothing is copied, gathered or changed; all ranks find the same.
+    Nothing is copied, gathered or changed; the result is the same on all ranks.
 
     Args:
         model: in any wrappers.
         state: as :func:`~trainer_hooks.state.state_dict.sharded_state_dict` returns it.
-        base_vocabulary: how many tokens the base model has, where that is known
-            (:func:`base_vocabulary`): an adapter for a model that has another number now holds the
+        base_vocabulary: the number of the base model's tokens, if known
+            (:func:`base_vocabulary`): if the model has another number now, its adapter holds the
             embeddings too.
         updated: parameters that an optimizer has changed, frozen now or not.
 
@@ -71,15 +69,15 @@ class PeftState:
 
     @cached_property
     def active(self) -> tuple[str, ...]:
-        """The names of the adapters that the model's output is of."""
+        """The names of the adapters that affect the model's output."""
         found = self._plain.active_adapters
         return tuple(found() if callable(found) else found)
 
     def published_as(self, chosen: SaveLora) -> SaveLora:
-        """What explorers get: ``adapter`` or ``merged``.
+        """The weights that explorers get: ``adapter`` or ``merged``.
 
         Raises:
-            InvalidSettingsError: ``adapter`` is chosen, and it would not be the model that is
+            InvalidSettingsError: ``adapter`` is set, but it would not hold everything that is
                 trained.
         """
         why = None if chosen is SaveLora.MERGED else self.not_an_adapter
@@ -94,7 +92,7 @@ class PeftState:
 
     @cached_property
     def not_an_adapter(self) -> str | None:
-        """Why the adapter's file would not be all that has been trained; None where it is."""
+        """The reason why the adapter's file would lack trained weights; None if it would not."""
         if len(self.active) != 1:
             told = " and ".join(map(repr, self.active)) or "no adapter"
             return f"{told} are active at once, and a file holds one"
@@ -120,16 +118,16 @@ class PeftState:
                 return "KaSA"
         return None
 
-    # -- what is published ---------------------------------------------------------------------
+    # -- for explorers ---------------------------------------------------------------------
 
     def adapter(self) -> dict[str, Tensor]:
         """The active adapter's tensors, as ``PeftModel.save_pretrained`` names them.
 
         Returns:
-            name in the file → what this rank has of it.
+            name in the file → this rank's part.
 
         Raises:
-            InvalidSettingsError: PEFT would compute something that the model does not hold.
+            InvalidSettingsError: PEFT would compute a tensor that the model does not hold.
         """
         (adapter,) = self.active
         return {name: self._state[held] for name, held in self._names(adapter).items()}
@@ -138,19 +136,25 @@ class PeftState:
         """The full model that ``merge_and_unload()`` would make; the model stays as it is.
 
         Returns:
-            name in the base model → what this rank has of that weight, unmerged; and by the names
-            of those that adapters change, how the merged ones are computed.
+            name in the base model → this rank's part of that weight, unmerged; and for those that
+            adapters change, the way to compute the merged ones.
 
         Raises:
-            InvalidSettingsError: PEFT cannot merge it, or what it would make is no plain model.
+            InvalidSettingsError: PEFT cannot merge it, or the result is no plain model.
         """
         names, derived = merged_parts(self._plain, self._state)
         return {name: self._state[held] for name, held in names.items()}, derived
 
+    @property
+    def base_model(self) -> nn.Module:
+        """The base model, on ``meta``, with the adapters still in it."""
+        base: nn.Module = self._plain.get_base_model() if self._is_peft_model else self._plain
+        return base
+
     def config_writer(self) -> Callable[[Path], object]:
         """Writes ``adapter_config.json`` into a folder, as ``PeftModel.save_pretrained`` does.
 
-        It is that of now, however late it is written.
+        The config is the present one, however late the file is written.
         """
         config: Any = copy.deepcopy(self._configs[self.active[0]])
         told = {}
@@ -160,18 +164,19 @@ class PeftState:
                 config.base_model_name_or_path = vars(base).get("name_or_path") or None
             config.inference_mode = True
             if config.task_type is None:
-                kind = _own_class(base)
+                kind = own_class(base)
                 mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
                 told["auto_mapping_dict"] = mapping
         return lambda folder: config.save_pretrained(str(folder), **told)
 
-    # -- what is resumed from ------------------------------------------------------------------
+    # -- for resuming ------------------------------------------------------------------
 
     @cached_property
     def frozen_base(self) -> frozenset[str]:
-        """The names of the base model's parameters that training leaves as they were.
+        """The names of the base model's parameters that training leaves unchanged.
 
-        None where the base is not what its name says, or PEFT does not say what is an adapter's.
+        None if the base differs from the model that its name refers to, or PEFT does not tell
+        which tensors belong to an adapter.
         """
         if self._changed_base is not None:
             return frozenset()
@@ -185,21 +190,21 @@ class PeftState:
         return frozenset(parameters - kept)
 
     def for_resuming(self) -> dict[str, Tensor]:
-        """What this rank has of all but the frozen base: adapters, what is trained, buffers."""
+        """This rank's part of all but the frozen base: adapters, trained weights, buffers."""
         left_out = self.frozen_base
         return {name: value for name, value in self._state.items() if name not in left_out}
 
-    # -- what PEFT says ------------------------------------------------------------------------
+    # -- asking PEFT ------------------------------------------------------------------------
 
     @property
     def _is_peft_model(self) -> bool:
-        """Whether it is a PeftModel, and no model that adapters were put into."""
-        from peft import PeftModel  # noqa: PLC0415 - slow; who has such a model has imported it
+        """Whether it is a PeftModel, not a model with adapters put into it."""
+        from peft import PeftModel  # noqa: PLC0415 - slow; with such a model it is imported already
 
         return isinstance(self._plain, PeftModel)
 
     def _names(self, adapter: str) -> dict[str, str]:
-        """Of an adapter: name in its file → name in the state dict."""
+        """For an adapter: name in its file → name in the state dict."""
         from peft import get_peft_model_state_dict  # noqa: PLC0415 - likewise
 
         config = self._configs[adapter]
@@ -233,14 +238,14 @@ class PeftState:
 
 
 def check_methods(configs: Mapping[str, Any]) -> None:
-    """Raise where an adapter is of a method that cannot be saved as what a state dict holds.
+    """Raise if the state dict does not hold what an adapter's method needs to save.
 
     Args:
         configs: of the adapters, by name.
 
     Raises:
-        InvalidSettingsError: prompt tuning, prefix tuning and the like: what PEFT saves of them is
-            computed by the model.
+        InvalidSettingsError: prompt tuning, prefix tuning and the like: the model computes the
+            tensors that PEFT saves for them.
     """
     for name, config in configs.items():
         if getattr(config, "is_prompt_learning", False):
@@ -252,10 +257,10 @@ def check_methods(configs: Mapping[str, Any]) -> None:
 
 
 def base_vocabulary(model: nn.Module) -> int | None:
-    """How many tokens the base model of the adapters has, by its config on this host.
+    """The number of tokens of the adapters' base model, by its config on this host.
 
-    It is looked for where ``base_model_name_or_path`` is a folder, or a model in the cache of
-    huggingface_hub; never on the network.
+    The config is read if ``base_model_name_or_path`` is a folder, or a model in the cache of
+    huggingface_hub; never over the network.
 
     Args:
         model: a model with PEFT adapters, without wrappers that hide its attributes.
@@ -282,7 +287,7 @@ def base_vocabulary(model: nn.Module) -> int | None:
 
 
 def base_name(model: nn.Module) -> str | None:
-    """What the base model of the adapters was loaded from; None where it does not say.
+    """The name that the adapters' base model was loaded from; None if it is unknown.
 
     Args:
         model: a model with PEFT adapters, without wrappers that hide its attributes.
@@ -292,15 +297,9 @@ def base_name(model: nn.Module) -> str | None:
 
 
 def _like_peft(model: nn.Module) -> Any:
-    """PEFT's attributes are no part of a module's type."""
+    """Cast for the type checker: PEFT's attributes are no part of a module's type."""
     return model
 
 
 def _method(config: Any) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type))
-
-
-def _own_class(module: nn.Module) -> type:
-    """The class that a module was made of: ``fully_shard`` gives it another."""
-    classes = type(module).__mro__
-    return next(one for one in classes if not issubclass(one, FSDPModule))

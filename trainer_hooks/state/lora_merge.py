@@ -1,8 +1,8 @@
 """A PEFT model's adapters merged into the weights of its base, one weight at a time.
 
-The arithmetic is PEFT's own, so that the result is ``merge_and_unload()``'s to the bit: its
-``merge`` is called of a layer that stands for the model's, over the whole tensors of that layer
-alone. The model itself is never merged: to take an adapter out again leaves rounding errors.
+The arithmetic is PEFT's own, so the result is ``merge_and_unload()``'s to the bit. PEFT's ``merge``
+is called on a copy of one layer, over the whole tensors of that layer alone. The model itself is
+never merged, because taking an adapter out again leaves rounding errors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.plain_model import on_meta, plain_model
 from trainer_hooks.state.state_dict import joined
 
-#: Of these layers of PEFT ``merge`` changes the base layer's weight in its own dtype, and nothing
-#: else: those of quantized weights are others.
+#: The layers of PEFT whose ``merge`` changes only the base layer's weight, in its own dtype. Layers
+#: of quantized weights are not among them.
 _MERGED: Final = frozenset(
     {
         ("peft.tuners.lora.layer", "Linear"),
@@ -42,19 +42,19 @@ _FLOATING: Final = frozenset({torch.float64, torch.float32, torch.float16, torch
 def merged_parts(
     plain: nn.Module, state: Mapping[str, Tensor]
 ) -> tuple[dict[str, str], dict[str, Derived]]:
-    """What the full model is made of, with its active adapters merged.
+    """The parts of the full model with its active adapters merged.
 
     Args:
         plain: the model without wrappers, over tensors without content.
         state: this rank's sharded state dict.
 
     Returns:
-        name in the base model → name in the state dict, of the unmerged tensor; and by the name in
-        the base model how a tensor is computed that adapters change.
+        name in the base model → name in the state dict, of the unmerged tensor; and for tensors
+        that adapters change, by the name in the base model, the way to compute them.
 
     Raises:
-        InvalidSettingsError: PEFT cannot merge some layer, or makes something else of it than a
-            weight of the same dtype.
+        InvalidSettingsError: PEFT cannot merge some layer, or the result is not a weight of the
+            same dtype.
     """
     found = _Base(state)
     root: Any = plain
@@ -78,13 +78,13 @@ def merged_parts(
 
 
 class _Layer(NamedTuple):
-    """A layer of PEFT, and what its adapters change.
+    """A layer of PEFT, and the tensors that its adapters change.
 
     Attributes:
         path: of the module.
         module: over tensors without content.
-        parts: the names of all that ``merge`` reads or changes.
-        targets: of the base layer's tensors that it changes, the attribute and the name.
+        parts: the names of all tensors that ``merge`` reads or changes.
+        targets: attribute and name of the base layer's tensors that it changes.
     """
 
     path: str
@@ -93,7 +93,7 @@ class _Layer(NamedTuple):
     targets: tuple[tuple[str, str], ...]
 
     def derived(self, target: str, state: Mapping[str, Tensor]) -> Derived:
-        """How one of the targets is computed; tried without content, on all ranks alike."""
+        """The way to compute one of the targets; tried without content, on all ranks alike."""
         parts = {name: state[name] for name in self.parts}
         held = state[dict(self.targets)[target]]
 
@@ -108,7 +108,7 @@ class _Layer(NamedTuple):
 
         try:
             make(on_meta(parts))
-        # Whatever PEFT raises of a configuration that it does not merge.
+        # PEFT may raise any error for a configuration that it cannot merge.
         except Exception as error:
             raise InvalidSettingsError(
                 f"{shown(self.path)} cannot be merged ({error}): save the adapter instead, by "
@@ -118,14 +118,14 @@ class _Layer(NamedTuple):
 
     def _merged(self, target: str, wholes: Mapping[str, Tensor]) -> Tensor:
         changed = {name for _, name in self.targets}
-        # The parts may be the model's own, and what is changed is changed in place.
+        # The parts may be the model's own, so copy those that are changed in place.
         own = {
             name.removeprefix(f"{self.path}."): one.clone() if name in changed else one
             for name, one in wholes.items()
         }
         layer: Any = plain_model(self.module, own)
         with torch.no_grad(), warnings.catch_warnings():
-            # That the model is merged already, which is so then, and needs no merging.
+            # PEFT warns that the model is merged already, which is true here.
             warnings.filterwarnings("ignore", message=".*adapters (are|were) .*merged.*")
             layer.merge()
         found: Tensor = getattr(layer.get_base_layer(), target)
@@ -154,7 +154,7 @@ class _Base:
             path: where it is in the PEFT model.
             out: where it is in the base model.
         """
-        from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; who has such a model has imported it
+        from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - slow; with such a model it is imported already
         from peft.utils import AuxiliaryTrainingWrapper  # noqa: PLC0415 - likewise
 
         if isinstance(module, AuxiliaryTrainingWrapper):
@@ -176,7 +176,7 @@ class _Base:
                     self.look_into(child, joined(path, name), joined(out, name))
 
     def _layer(self, module: Any, path: str) -> _Layer | None:
-        """A layer of PEFT; None where no adapter of it is active."""
+        """A layer of PEFT; None if no adapter of it is active."""
         kind = next(one for one in type(module).__mro__ if not issubclass(one, FSDPModule))
         if (kind.__module__, kind.__qualname__) not in _MERGED:
             raise InvalidSettingsError(
@@ -212,7 +212,7 @@ class _Base:
 
 
 def _used(module: Any) -> str:
-    """Where a wrapper of PEFT's has the module that counts, as ``merge_and_unload`` says."""
+    """The module inside PEFT's wrapper that counts, as for ``merge_and_unload``."""
     if hasattr(module, "token_adapter"):
         return "token_adapter"
     if hasattr(module, "modules_to_save"):
@@ -245,7 +245,7 @@ def _check_allowed(plain: Any) -> None:
     check = getattr(plain.base_model, "_check_merge_allowed", None)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of ties, which the file is checked for
+            warnings.simplefilter("ignore")  # about ties, which are checked in the file
             if check is not None:
                 check()
     except ValueError as error:

@@ -1,9 +1,8 @@
-"""The modules of a model without its wrappers, over other tensors: to be asked, not to be trained.
+"""A model's modules without wrappers, over other tensors: for questions to PEFT, not for training.
 
-PEFT's functions go by a model's modules: which of them have adapters, what they are called, how a
-layer is merged. Wrappers (FSDP, DDP, ``torch.compile``, activation checkpointing) give modules
-other names and have only parts of their tensors; so PEFT is asked about a model of the same modules
-that has none of them.
+PEFT's functions use a model's modules: their adapters, their names, the merge of a layer. Wrappers
+(FSDP, DDP, ``torch.compile``, activation checkpointing) give modules other names, and only parts of
+their tensors. So PEFT gets a model of the same modules without wrappers.
 """
 
 from __future__ import annotations
@@ -14,26 +13,26 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer_hooks.state.full_plan import shape_of
 from trainer_hooks.state.state_dict import joined, tensors_of, within
 
-#: What a module keeps notes in, which the methods of its copy may change.
+#: The containers in a module's attributes that methods of its copy may change.
 _NOTES: Final = (dict, list, set, OrderedDict)
 
 
 def plain_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """The same modules, which have these tensors and no others. No tensor is copied.
+    """The same modules with these tensors and no others. No tensor is copied.
 
-    Modules keep their classes and attributes; what they keep in dicts, lists and sets is copied as
-    far as the first level, so that calling their methods leaves the model as it was. Hooks stay:
-    call no ``forward``. The other way round, tensors are shared: what is to be changed in place
-    must not be the model's.
+    Modules keep their classes and attributes. Dicts, lists and sets in attributes are copied at the
+    first level, so that calling methods leaves the model unchanged. Hooks stay, so do not call
+    ``forward``. Tensors are shared: do not pass the model's own if they are changed in place.
 
     Args:
         model: in any wrappers.
-        tensors: by names of the plain model. What a module has as a buffer becomes one, all else a
-            parameter that is not trained. Buffers that are in no state dict stay the model's own.
+        tensors: by names of the plain model. The module's buffers become buffers, all others
+            parameters that are not trained. Buffers in no state dict stay the model's own.
     """
     owned: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, value in tensors.items():
@@ -50,6 +49,12 @@ def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def own_class(module: nn.Module) -> type:
+    """The class that a module was made of: ``fully_shard`` gives it another."""
+    classes = type(module).__mro__
+    return next(one for one in classes if not issubclass(one, FSDPModule))
+
+
 def _plain(
     module: nn.Module,
     path: str,
@@ -60,7 +65,7 @@ def _plain(
         module = inner
     if module in made:
         return made[module]
-    plain: nn.Module = object.__new__(type(module))
+    plain: nn.Module = object.__new__(own_class(module))
     made[module] = plain
     held = owned.get(path, {})
     attributes = vars(plain)

@@ -25,31 +25,32 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """The rank's own part of a model's state dict, by the names of the plain model.
 
-    What ``torch.distributed.checkpoint.state_dict.get_model_state_dict`` returns, and by the same
-    names; that one looks every name up by attributes, twice, which takes longer than copying small
-    tensors, and fails on names that a module's hook has made up.
+    The same names and values as those of
+    ``torch.distributed.checkpoint.state_dict.get_model_state_dict``. That function looks up every
+    name by attributes, twice, which takes longer than copying small tensors, and fails on names
+    that a module's hook has added.
 
     Collective for FSDP1, which gathers each unit and cuts it again; all ranks must call it. The
-    model is as it was afterwards.
+    model is unchanged afterwards.
 
     Args:
         model: a plain module, or one of FSDP1, FSDP2, tensor parallelism or DDP, in any wrappers of
             activation checkpointing and ``torch.compile``.
 
     Returns:
-        name → Tensor, DTensor or ShardedTensor, on the device where the model has it and not copied
-        (FSDP1 has copied): parameters are those of the model, with their gradients; for
-        ``_extra_state`` whatever the module says.
+        name → Tensor, DTensor or ShardedTensor, on the model's device and not copied (FSDP1 has
+        copied): parameters are those of the model, with their gradients; ``_extra_state`` is any
+        value of the module.
     """
     with _sharded_by_fsdp1(model) as is_fsdp1:
-        # To detach a DTensor takes longer than all else that is done here; FSDP1 has to.
+        # Detaching a DTensor takes longer than everything else here, but FSDP1 needs it.
         state = model.state_dict(keep_vars=not is_fsdp1)
     name_of = _plain_names(model)
     return {name_of(name): value for name, value in state.items()}
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What of a state dict is weights: not what a module says as its ``_extra_state``."""
+    """The weights in a state dict, without the modules' ``_extra_state``."""
     return {
         name: value
         for name, value in state.items()
@@ -69,9 +70,9 @@ def fsdp_version(model: nn.Module) -> int | None:
 
 
 def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
-    """Of tied parameters: each name but the first → the first one, by the plain model's names.
+    """For tied parameters: each name but the first → the first one, by the plain model's names.
 
-    FSDP1 gives each name a copy of its own, so that nothing else tells.
+    FSDP1 gives each name a separate copy, so only FSDP1's own records show ties.
     """
     units = [one for one in model.modules() if isinstance(one, FullyShardedDataParallel)]
     if not units:
@@ -90,13 +91,13 @@ def tied_by_fsdp1(model: nn.Module) -> dict[str, str]:
 
 
 def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[frozenset[str]]:
-    """Of each parameter that is trained its names, by the plain model's; several where it is tied.
+    """The names of each trained parameter, by the plain model's; several if it is tied.
 
-    The same on all ranks. Those of FSDP1 without ``use_orig_params`` have the first name alone.
+    The same on all ranks. Parameters of FSDP1 without ``use_orig_params`` have only the first name.
 
     Args:
         model: in any wrappers.
-        updated: parameters that count as trained though they are frozen now.
+        updated: parameters that count as trained although they are frozen now.
     """
     also = {id(one) for one in updated}
     plain = {path: told for path, (_, told) in _paths(model).items()}
@@ -125,16 +126,16 @@ def trained_names(model: nn.Module, updated: Collection[Tensor] = ()) -> list[fr
 
 @contextmanager
 def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
-    """Inside, FSDP1's units give each rank its part, whatever the trainer has set.
+    """Inside, FSDP1's units return each rank's part, with any settings of the trainer.
 
     Yields:
-        Whether there are any.
+        Whether there are any units.
     """
     if not any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         yield False
         return
     with warnings.catch_warnings():
-        # That it is deprecated, and that of NO_SHARD all is given: said at each save.
+        # FSDP1 warns at each save that this is deprecated, and that NO_SHARD returns everything.
         warnings.filterwarnings("ignore", message="FSDP.state_dict_type", category=FutureWarning)
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
         with FullyShardedDataParallel.state_dict_type(
@@ -144,7 +145,7 @@ def _sharded_by_fsdp1(model: nn.Module) -> Iterator[bool]:
 
 
 def _plain_names(model: nn.Module) -> Callable[[str], str]:
-    """What a name of the state dict is in the plain model."""
+    """The name in the plain model for a name of the state dict."""
     if not any(_renames(module) for module in model.modules()):
         return str
     renamed = {given: plain for given, plain in _paths(model).values() if given != plain}
@@ -161,7 +162,7 @@ def _plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """A module's path → the same as the state dict has it, and as the plain model has it."""
+    """A module's path → its path in the state dict, and in the plain model."""
     paths: dict[str, tuple[str, str]] = {"": ("", "")}
     modules: dict[str, nn.Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -180,7 +181,7 @@ def _paths(model: nn.Module) -> dict[str, tuple[str, str]]:
 
 
 def within(module: nn.Module) -> nn.Module | None:
-    """What a wrapper has inside; None of a module that is none."""
+    """The module inside a wrapper; None if it is no wrapper."""
     for name, inner in module._modules.items():  # noqa: SLF001 - named_children leaves one out that is there twice
         if inner is not None and (_hides(module, name) or _renames(module)):
             return inner
@@ -188,7 +189,7 @@ def within(module: nn.Module) -> nn.Module | None:
 
 
 def _renames(module: nn.Module) -> bool:
-    """Whether a wrapper has one module, whose state it gives by a longer name."""
+    """Whether a wrapper has one module, and adds to the names of its state."""
     if isinstance(module, DistributedDataParallel | DataParallel):
         return True
     if "_orig_mod" not in module._modules:  # noqa: SLF001 - the only cheap question
@@ -206,5 +207,5 @@ def _hides(outer: nn.Module, own: str) -> bool:
 
 
 def joined(path: str, name: str) -> str:
-    """The name of what a module at a path has under a name."""
+    """The name of a value of the module at a path."""
     return f"{path}.{name}" if path else name

@@ -281,7 +281,7 @@ class Journal:
         changed = delta.changed / delta.elements if delta.elements else 0.0
         self._no_delta_said = ""
         self._count(deltas_made=1)
-        self.meter.delta_made(delta.bytes, seconds=outcome.seconds)
+        self.meter.delta_made(delta.bytes, changed=changed, seconds=outcome.seconds)
         self._file.note(
             "delta",
             version=outcome.sequence,

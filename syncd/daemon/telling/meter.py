@@ -46,8 +46,14 @@ class Meter:
             pause: seconds for which its engine did not serve; None if it does not say.
         """
 
-    def delta_made(self, size: int, *, seconds: float) -> None:
-        """A delta of ``size`` bytes is there; it took so long."""
+    def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
+        """A delta of ``size`` bytes is there.
+
+        Args:
+            size: its bytes.
+            changed: the part of the elements that differ, 0 to 1.
+            seconds: since LATEST named its version.
+        """
 
     def no_delta(self) -> None:
         """A delta was wanted, and there is none."""

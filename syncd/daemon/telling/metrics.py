@@ -98,6 +98,9 @@ class Metrics:
             "Time from the first look at the complete save to the update of LATEST.",
             _LONG,
         )
+        self.delta_changed = self._gauge(
+            "delta_changed_ratio", "Part of the elements that the last delta changes, 0 to 1.", JOB
+        )
         self.delta_seconds = self._histogram(
             "delta_seconds", "Time from the update of LATEST until its delta is there.", _LONG
         )
@@ -116,7 +119,7 @@ class Metrics:
     def forget_state(self, job: str) -> None:
         """Remove the gauges of a job until they are set again."""
         state = (self.paused, self.latest_version, self.versions, self.leases)
-        for gauge in (*state, self.free_bytes, self.free_inodes):
+        for gauge in (*state, self.free_bytes, self.free_inodes, self.delta_changed):
             remove(gauge, job)
         self.explorers.forget(job)
 
@@ -229,9 +232,10 @@ class _JobMeter(Meter):
         if pause is not None:
             self._metrics.load_pause.labels(self._label).observe(pause)
 
-    def delta_made(self, size: int, *, seconds: float) -> None:
+    def delta_made(self, size: int, *, changed: float, seconds: float) -> None:
         self._metrics.deltas.labels(self._label, "made").inc()
         self._metrics.delta_bytes.labels(self._label).inc(size)
+        self._metrics.delta_changed.labels(self._label).set(changed)
         self._metrics.delta_seconds.labels(self._label).observe(seconds)
 
     def no_delta(self) -> None:
@@ -268,6 +272,8 @@ class ExplorerMetrics:
         self._steps = gauge("lag_steps", "Training steps between the two.")
         self._pause = gauge("pause_seconds", "How long its last load kept it from serving.")
         self._load = gauge("load_seconds", "How long its engine's last load took.")
+        self._full = gauge("full_bytes", "Bytes of version files read for its last load.")
+        self._delta = gauge("delta_bytes", "Bytes of deltas read for its last load.")
         self._refused = gauge(
             "refuses", "1 if the explorer refused the newest version that it tried."
         )
@@ -277,6 +283,8 @@ class ExplorerMetrics:
             self._steps,
             self._pause,
             self._load,
+            self._full,
+            self._delta,
             self._refused,
             self._broken,
         )
@@ -330,6 +338,12 @@ class ExplorerMetrics:
         else:
             remove(self._pause, job, name)
             remove(self._load, job, name)
+        if report.reload is not None and report.reload.full_bytes is not None:
+            self._full.labels(job, name).set(report.reload.full_bytes)
+            self._delta.labels(job, name).set(report.reload.delta_bytes or 0)
+        else:
+            remove(self._full, job, name)
+            remove(self._delta, job, name)
         return name
 
 
