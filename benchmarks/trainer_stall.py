@@ -22,6 +22,11 @@ shard is set against writing that shard, with fsync, in turns.
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
 less that of the same run without saving, in local shards. Those saves wait for each other, so that
 there are as many copies as there can be.
+
+With ``--sync-dtype bf16`` the model is in fp32, and the hook that casts it for explorers stands
+beside the hook that does not: the stall, the bytes of a save, the memory. Then full checkpoints
+with AdamW, made in turns: the trainer's cast weights of its own, merged, beside a checkpoint that
+the daemon casts as it merges. Both merges are a daemon's, with digests, in rank 0's process.
 """
 
 from __future__ import annotations
@@ -42,6 +47,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks import cast_checkpoints
+from benchmarks.cast_checkpoints import Checkpoints, size_of, wait_for_pointer
 from benchmarks.machine import (
     ROOT,
     Report,
@@ -51,6 +58,7 @@ from benchmarks.machine import (
 from syncd.protocol.layout import JobLayout
 
 HOOK: Final = "TrainerHook.after_step"
+CAST: Final = "TrainerHook.after_step, cast"
 TORCH_SAVE: Final = "torch.save in the loop"
 ASYNC: Final = "async_save"
 ASYNC_KEPT: Final = "async_save, staging memory kept"
@@ -83,7 +91,9 @@ class _Rank:
 
         self._torch, self._dist = torch, dist
         self._work, self._rank = given.work, given.rank
-        self._layout = JobLayout(given.work / "job")
+        self._sync_dtype = given.sync_dtype
+        #: Of the last save of each contender, all ranks' together.
+        self.written: dict[str, int] = {}
         self.device = torch.device("cpu")
         backend = "gloo"
         if given.device == "cuda":
@@ -100,7 +110,8 @@ class _Rank:
         self.model = nn.Module()
         for number, shape in enumerate(whole):
             layer = nn.Module()
-            parameter = torch.full(shape, 0.01, dtype=torch.bfloat16, device=self.device)
+            dtype = torch.float32 if given.sync_dtype else torch.bfloat16
+            parameter = torch.full(shape, 0.01, dtype=dtype, device=self.device)
             layer.weight = nn.Parameter(parameter)
             fully_shard(layer)
             self.model.add_module(str(number), layer)
@@ -169,32 +180,30 @@ class _Rank:
         self.wait_for_all()
 
     @contextmanager
-    def hook(self, when_busy: str = "skip") -> Iterator[Save]:
+    def hook(self, when_busy: str = "skip", *, casts: bool = False) -> Iterator[Save]:
         from trainer_hooks import SaveSettings, TrainerHook  # noqa: PLC0415
         from trainer_hooks.settings import WhenBusy  # noqa: PLC0415
 
+        name = CAST if casts else HOOK
+        layout = JobLayout(self._work / ("cast" if casts else "job"))
+
         def save(step: int) -> Callable[[], object]:
             hook.after_step(step)
-            folder = self._layout.step(step)
-            return lambda: self._remove_when(lambda: self._wait_for_pointer(step), folder)
+            return lambda: self._remove_when(lambda: ended(step), layout.step(step))
 
-        saving = SaveSettings(when_busy_sync=WhenBusy(when_busy))
-        with TrainerHook(self._layout.root, self.model, saving=saving) as hook:
+        def ended(step: int) -> None:
+            wait_for_pointer(layout, step)
+            self.written[name] = size_of(layout.actor(step))
+
+        saving = SaveSettings(
+            when_busy_sync=WhenBusy(when_busy), sync_dtype=self._sync_dtype if casts else None
+        )
+        with TrainerHook(layout.root, self.model, saving=saving) as hook:
             yield save
-
-    def _wait_for_pointer(self, step: int) -> None:
-        """Wait until the save is announced, and nothing of it is left to do."""
-        end = time.monotonic() + _TIMEOUT
-        folder = self._layout.step(step)
-        while time.monotonic() < end:
-            if _pointer(self._layout) == step and not (folder / ".saving").exists():
-                return
-            time.sleep(0.01)
-        raise RuntimeError(f"the save of step {step} was not announced")
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
         """Seconds by contender, of one round more than these: the first is apart."""
-        names = _CONTENDERS[self.device.type]
+        names = (CLONE, COPY, HOOK, CAST) if self._sync_dtype else _CONTENDERS[self.device.type]
         found: dict[str, list[float]] = {name: [] for name in names}
         with ExitStack() as stack:
             saves: dict[str, Save] = {
@@ -205,6 +214,8 @@ class _Rank:
                 ASYNC: self.async_save(kept=False),
                 ASYNC_KEPT: self.async_save(kept=True),
             }
+            if self._sync_dtype:
+                saves[CAST] = stack.enter_context(self.hook(casts=True))
             step = 0
             for number in range(rounds + 1):
                 first = number % len(names)
@@ -247,11 +258,11 @@ class _Rank:
                 found[name].append(ended - begun)
         return found
 
-    def peak(self, saves: int, *, saving: bool) -> int:
+    def peak(self, saves: int, *, saving: bool, casts: bool) -> int:
         """The peak RSS of this process, in bytes, after so many steps."""
         with ExitStack() as stack:
             # What is skipped is not copied: one copy would be seen, and not two.
-            save = stack.enter_context(self.hook("wait")) if saving else None
+            save = stack.enter_context(self.hook("wait", casts=casts)) if saving else None
             for step in range(1, saves + 1):
                 self.train()
                 self.wait_for_all()
@@ -261,13 +272,6 @@ class _Rank:
         return int(told[1]) * 1024 if told else 0
 
 
-def _pointer(layout: JobLayout) -> int | None:
-    try:
-        return int(layout.state_pointer.read_text())
-    except (FileNotFoundError, ValueError):
-        return None
-
-
 def _be_rank(given: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     rank = _Rank(given)
@@ -275,8 +279,15 @@ def _be_rank(given: argparse.Namespace) -> None:
     if given.what == "time":
         told["seconds"] = rank.measure(given.rounds)
         told["look"] = rank.look(given.rounds)
+        told["written"] = rank.written
+    elif given.what == "full":
+        checkpoints = Checkpoints(
+            given.work, given.rank, rank.model, given.sync_dtype, rank.wait_for_all
+        )
+        told["full"] = checkpoints.measure(given.rounds)
     else:
-        told["peak"] = rank.peak(given.saves, saving=given.what == "saving")
+        saving, casts = given.what != "without", given.what == "casting"
+        told["peak"] = rank.peak(given.saves, saving=saving, casts=casts)
     (given.work / f"rank_{given.rank}.json").write_text(json.dumps(told))
     rank.wait_for_all()
     rank._dist.destroy_process_group()  # noqa: SLF001 - its own
@@ -288,13 +299,15 @@ def _be_rank(given: argparse.Namespace) -> None:
 def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
     """What each rank of a job of its own tells."""
     folder = work / f"{what}-{world_size}"
-    (folder / "job").mkdir(parents=True)
+    for job in ("job", "cast"):
+        (folder / job).mkdir(parents=True)
     processes = [
         subprocess.Popen(
             (sys.executable, "-m", "benchmarks.trainer_stall", "--what", what, "--work", folder,
              "--rank", str(rank), "--world-size", str(world_size), "--device", given.device,
              "--gigabytes", str(given.gigabytes), "--rounds", str(given.rounds),
-             "--saves", str(given.saves)),
+             "--saves", str(given.saves),
+             *(("--sync-dtype", given.sync_dtype) if given.sync_dtype else ())),
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         )
@@ -325,19 +338,25 @@ def _print_times(report: Report, world_size: int, told: list[dict[str, Any]]) ->
     first = {name: found.pop(0) for name, found in rounds.items()}
     shard = max(one["shard"] for one in told)
     others = {"x clone": CLONE, "x copy": COPY}
+    last = "torch.save / it"
+    if CAST in rounds:
+        others, last = {"x clone": CLONE, "x hook": HOOK}, "save, GB"
 
     def row(name: str) -> tuple[str, ...]:
         mine = rounds[name]
         ratios = [median_ratio(mine, rounds[other]) for other in others.values()]
-        ratios.append(median_ratio(rounds[TORCH_SAVE], mine))
+        written = told[0]["written"].get(name)
+        if CAST not in rounds:
+            ratios.append(median_ratio(rounds[TORCH_SAVE], mine))
         times = (median(mine), min(mine), max(mine), first[name])
         return (
             name,
             *(f"{1000 * seconds:.1f}" for seconds in times),
             *(f"{ratio:.2f}" for ratio in ratios),
+            *(("" if written is None else f"{written / 1e9:.3f}",) if CAST in rounds else ()),
         )
 
-    heads = ("stall", "median ms", "min", "max", "first save", *others, "torch.save / it")
+    heads = ("stall", "median ms", "min", "max", "first save", *others, last)
     title = f"{world_size} rank(s), local shards of {shard / 1e9:.3f} GB"
     report.whole_table(title, heads, [row(name) for name in rounds])
     look, write = (told[0]["look"][name] for name in ("look", "write"))
@@ -347,15 +366,16 @@ def _print_times(report: Report, world_size: int, told: list[dict[str, Any]]) ->
     )
 
 
-def _memory(world_size: int, given: argparse.Namespace, work: Path) -> tuple[str, ...]:
-    saving = _run("saving", world_size, given, work)
+def _memory(what: str, world_size: int, given: argparse.Namespace, work: Path) -> tuple[str, ...]:
+    saving = _run(what, world_size, given, work)
     without = _run("without", world_size, given, work)
     extra = [
         (mine["peak"] - other["peak"], (mine["peak"] - other["peak"]) / mine["shard"])
         for mine, other in zip(saving, without, strict=True)
     ]
     most = max(extra)
-    return (f"{world_size} rank(s)", f"{most[0] / 1e6:.0f}", f"{most[1]:.2f}")
+    name = f"{world_size} rank(s)" + (", cast" if what == "casting" else "")
+    return (name, f"{most[0] / 1e6:.0f}", f"{most[1]:.2f}")
 
 
 def _devices() -> int:
@@ -374,6 +394,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--saves", type=int, default=4, help="of the runs that measure memory")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    parser.add_argument("--sync-dtype", choices=("bf16", "fp16"), help="of an fp32 model")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     for name, kind in (("what", str), ("work", Path), ("rank", int), ("world-size", int)):
         parser.add_argument(f"--{name}", type=kind, help=argparse.SUPPRESS)
@@ -392,7 +413,9 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="syncd-stall-", dir=given.dir) as made,
         Report(given.dir) as report,
     ):
-        report.say(f"\n{given.device}, {given.gigabytes:g} GB in bf16, {given.rounds} rounds")
+        trained = ", trained in fp32" if given.sync_dtype else ""
+        told = f"{given.gigabytes:g} GB in bf16{trained}, {given.rounds} rounds"
+        report.say(f"\n{given.device}, {told}")
         work = Path(made)
         prepare_process(work)
         for world_size in sizes:
@@ -402,7 +425,10 @@ def main() -> None:
             ("ranks", "MB", "local shards"),
         )
         for world_size in sizes:
-            table.row(*_memory(world_size, given, work))
+            for what in ("saving", "casting") if given.sync_dtype else ("saving",):
+                table.row(*_memory(what, world_size, given, work))
+        for world_size in sizes if given.sync_dtype else ():
+            cast_checkpoints.print_table(report, world_size, _run("full", world_size, given, work))
 
 
 if __name__ == "__main__":

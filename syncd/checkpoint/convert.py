@@ -26,6 +26,7 @@ from syncd.checkpoint.save import (
     SavedWeights,
     Unfinished,
     confirm_unchanged,
+    in_models_dtype,
     look_at_save,
 )
 from syncd.checkpoint.version import read_manifest
@@ -147,6 +148,7 @@ def look_at_step(job: Job, step: int) -> FoundCheckpoint:
         return FoundCheckpoint(
             step, save, why_not="it is a LoRA adapter, which PEFT loads as it is"
         )
+    save = in_models_dtype(job.storage, actor, save)
     return FoundCheckpoint(
         step, save, has_weights=_has_weights(job.storage, actor / HUGGINGFACE, save)
     )

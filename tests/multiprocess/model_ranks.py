@@ -36,6 +36,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from explorer_hooks.broadcast import WeightReceiver, greet
+from syncd.checkpoint.tensor_rules import Cast
 from syncd.cli.demo_model import TinyTransformer, batch
 from syncd.protocol.errors import SaveFailedError
 from syncd.protocol.names import FULL_STATE_DICT, RECEIPTS, receipt_name, shard_name
@@ -205,9 +206,16 @@ def _as_it_is(model: nn.Module) -> Made:
 # -- saves -------------------------------------------------------------------------------------
 
 
-def gathered(state: dict[str, Any], actor: Path, *, limit: int, tied: bool = False) -> None:
+def gathered(
+    state: dict[str, Any],
+    actor: Path,
+    *,
+    limit: int,
+    tied: bool = False,
+    cast: Cast | None = None,
+) -> None:
     """A full state dict, as rank 0's two threads write it."""
-    stream = FullStateStream(state, rank=dist.get_rank(), limit=limit, tied=tied)
+    stream = FullStateStream(state, rank=dist.get_rank(), limit=limit, tied=tied, cast=cast)
     if dist.get_rank() != 0:
         stream.gather()
         return
@@ -227,9 +235,9 @@ def gathered(state: dict[str, Any], actor: Path, *, limit: int, tied: bool = Fal
     (actor / RECEIPTS / receipt_name(0)).write_bytes(encode(receipt))
 
 
-def broadcast(model: nn.Module, path: Path) -> None:
+def broadcast(model: nn.Module, path: Path, cast: Cast | None = None) -> None:
     """What arrives where all ranks send; the receiver is a thread of rank 0's process."""
-    sender = WeightSender(model, bucket_bytes=4096)
+    sender = WeightSender(model, bucket_bytes=2048, cast=cast)
     if dist.get_rank() != 0:
         assert sender.send(None).buckets == 0
         return
@@ -255,6 +263,15 @@ def broken_off(model: nn.Module) -> str:
 
     sent, _ = transfer(sender.send, leave, deadline=5.0)
     return type(sent.exception()).__name__
+
+
+def cast_shard(model: nn.Module, actor: Path) -> None:
+    """A rank's shard, cast for explorers."""
+    actor.mkdir(parents=True, exist_ok=True)
+    path = actor / shard_name(dist.get_world_size(), dist.get_rank())
+    with Draft(STORAGE, path) as draft:
+        save_state_dict(HostBuffers().copy(sharded_state_dict(model), "bf16"), draft)
+        draft.commit()
 
 
 def sharded(model: nn.Module, actor: Path) -> None:
@@ -300,7 +317,10 @@ def save(kind: str, root: Path) -> None:
     gathered(sharded_state_dict(model), folder / "full" / "actor", limit=64)
     if kind in TIED:
         gathered(sharded_state_dict(model), folder / "tied" / "actor", limit=2**20, tied=True)
+    gathered(sharded_state_dict(model), folder / "cast-full" / "actor", limit=64, cast="bf16")
     broadcast(model, folder / "broadcast.pt")
+    broadcast(model, folder / "broadcast-cast.pt", "bf16")
+    cast_shard(model, folder / "cast" / "actor")
     if kind in TIED:
         model.config = Config(tie_word_embeddings=True)
         broadcast(model, folder / "broadcast-tied.pt")

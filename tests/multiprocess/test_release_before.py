@@ -29,6 +29,7 @@ from tests.multiprocess.processes import (
 from tests.rank_programs import ENVIRONMENT, ROOT
 from tests.stored_job import Model
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
+from trainer_hooks.settings import SyncDtype
 
 #: The commit that stands for the release before; ``tests/stored_job.py`` made the job with it.
 BEFORE: Final = "361c29a"
@@ -80,6 +81,18 @@ print(json.dumps({
 """
 
 
+#: A trainer that would resume, and may not; run by the release before.
+REFUSED_BEFORE = """
+import sys
+from trainer_hooks import load_checkpoint
+from torch import nn
+try:
+    load_checkpoint(sys.argv[1], nn.Linear(2, 2))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
     """The stored job; its last save is not yet published."""
@@ -120,7 +133,7 @@ def said(*arguments: object) -> str:
     return done.stdout.strip()
 
 
-def save(job: Path, step: int) -> None:
+def save(job: Path, step: int, sync_dtype: SyncDtype | None = None) -> None:
     """A trainer of this release resumes, saves one full checkpoint, keeps no older and ends."""
     model = Model(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,7 +145,7 @@ def save(job: Path, step: int) -> None:
         model,
         optimizer=optimizer,
         settings=SyncSettings(sync_interval=1, save_interval=1),
-        saving=SaveSettings(max_to_keep=1),
+        saving=SaveSettings(max_to_keep=1, sync_dtype=sync_dtype),
     ) as hook:
         model.fill(step)
         hook.after_step(step)
@@ -278,3 +291,51 @@ def test_the_release_before_serves_on_a_job_of_this_one(job: Path, before: Path)
     after = json.loads(layout.saves.read_bytes())["steps"]
     assert {step: after[step] for step in "1234567"} == json.loads(outcomes)["steps"]
     assert journal(job)[: len(lines)] == lines
+
+
+def test_weights_that_are_cast_go_on_where_the_release_before_kept_the_models_dtype(
+    job: Path,
+) -> None:
+    model = Model(0)
+    with (
+        ExplorerHook(job, "fp32", TorchModule(model, cast=True)) as explorer,
+        Daemon(job, *DAEMON) as daemon,
+    ):
+        wait_for_step(job, 6)
+        for step in (7, 8):  # one that resumes from the release before, and one from this one
+            save(job, step, "bf16")
+            version = explorer.pull(DEADLINE)
+            assert version.step == step
+            latest = json.loads(said("status", job, "--json"))["latest"]
+            assert (latest["step"], latest["dtype"]) == (step, "BF16")
+            assert model.lm_head.weight[0, 0] == -step
+        assert daemon.terminate() == 0
+
+
+def test_the_release_before_serves_cast_weights_and_does_not_resume_from_them(
+    job: Path, before: Path
+) -> None:
+    with Daemon(job, *DAEMON) as daemon:
+        wait_for_step(job, 6)
+        assert daemon.terminate() == 0
+    save(job, 7, "bf16")
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
+    run = [sys.executable, "-P", "-m", "syncd", "run", str(job), *DAEMON]
+    with subprocess.Popen(run, env=environment, stderr=subprocess.DEVNULL) as old:
+        try:
+            wait_for_step(job, 7)
+            with Reader(job, "checker") as reader:
+                version = reader.next_version(6, DEADLINE)
+                version.verify()
+                assert {tensor.dtype for tensor in version.manifest.tensors} == {"BF16"}
+                version.release()
+            old.terminate()
+            assert old.wait(DEADLINE) == 0
+        finally:
+            old.kill()
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", REFUSED_BEFORE, str(job)],
+        env=environment, capture_output=True, text=True, timeout=DEADLINE, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("CheckpointError"), done.stderr
+    assert "is in none of the receipts of its save" in done.stdout

@@ -16,6 +16,7 @@ from tests.multiprocess.model_ranks import KINDS, TIED
 from tests.rank_programs import written_by
 
 SAVES = [f"{kind}-{size}" for kind, sizes in KINDS.items() for size in sizes]
+FLOATING = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -58,6 +59,21 @@ def test_what_the_config_ties_is_gathered_once(saves: Path, save: str) -> None:
 def test_a_broadcast_is_of_the_tensors_that_are_published(saves: Path, save: str) -> None:
     found = torch.load(saves / save / "broadcast.pt")
     assert_equal(found, truth(saves / save))
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_what_is_cast_for_explorers_is_the_model_as_torch_casts_it(
+    saves: Path, tmp_path: Path, save: str
+) -> None:
+    """In shards, in one file, and by broadcast; the layout of what is sharded stays."""
+    wanted = {
+        name: value.bfloat16() if value.dtype in FLOATING else value
+        for name, value in truth(saves / save).items()
+    }
+    for kind in ("cast", "cast-full"):
+        assert build(saves / save / kind / "actor", tmp_path / kind).dtype is not None
+        assert_equal(loaded(tmp_path / kind), wanted)
+    assert_equal(torch.load(saves / save / "broadcast-cast.pt"), wanted)
 
 
 @pytest.mark.parametrize("save", [save for save in SAVES if save.rpartition("-")[0] in TIED])

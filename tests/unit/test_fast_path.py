@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
 from torch import nn
 
-from explorer_hooks.broadcast import greet
+from explorer_hooks.broadcast import WeightReceiver, greet
 from explorer_hooks.engines.fake import FakeEngine
 from explorer_hooks.fast_path import Transfer
 from explorer_hooks.hook import ExplorerHook
@@ -97,6 +98,24 @@ def test_a_broadcast_is_cut_and_digested_as_the_settings_say(
     sent, header = (rank.result() for rank in transfer(send, receive))
     assert sent
     assert (header.bucket_bytes, header.has_digests) == (128, checked)
+
+
+def test_a_broadcast_is_cast_and_looked_at_as_it_is_sent(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    nn.init.constant_(model.bias, 1e6)
+    path = TrainerBroadcasts(model, SyncSettings(method="nccl"), None, "fp16")  # type: ignore[arg-type] # a name will do
+
+    def send(group: WeightGroup) -> bool:
+        path._group = group
+        return path.send(1)
+
+    sent, received = transfer(
+        send, lambda group: dict(WeightReceiver(group).receive(lambda _: None))
+    )
+    assert sent.result()
+    for name, value in model.state_dict().items():
+        assert torch.equal(received.result()[name], value.half())
+    assert "step 1 was broadcast with NaN or Inf in 1 tensor (bias)" in caplog.text
 
 
 class Held:

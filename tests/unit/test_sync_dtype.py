@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from explorer_hooks import ExplorerHook, TorchModule
+from explorer_hooks import ExplorerHook, TorchModule, TransformersModel
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import CheckpointError, InvalidSettingsError
 from syncd.protocol.names import RECEIPTS, full_receipt_name, receipt_name
 from syncd.protocol.records import Manifest, Receipt, parse
+from tests.hooks import DEADLINE, written
 from tests.jobs import SmallJob
+from tests.storages import RuledStorage, once
 from tests.tiny_language import SIZES
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SaveAsHf, SaveLayout, SaveLora, SyncDtype
@@ -127,6 +131,25 @@ def test_floating_tensors_are_published_as_torch_casts_them_and_all_others_as_th
     told = "BF16" if dtype == "bf16" else "F16"
     assert manifest.dtype == job.latest.dtype == f"{told}, F8_E4M3"
     assert model.first.weight.dtype == torch.float32
+
+
+def test_syncs_go_cast_to_the_memory_folder_and_full_checkpoints_are_published_alike(
+    job: SmallJob, tmp_path: Path
+) -> None:
+    memory, model = SmallJob(tmp_path / "shm"), nn.Linear(3, 2)
+    with TrainerHook(
+        job.layout.root,
+        model,
+        memory_dir=memory.layout.root,
+        settings=SyncSettings(method="memory", save_interval=1),  # type: ignore[arg-type] # a name will do
+        saving=SaveSettings(sync_dtype="bf16"),
+    ) as hook:
+        hook.after_step(1)
+    wanted = cast(dict(model.state_dict()), torch.bfloat16)
+    for one in (memory, job):
+        check_same(published(one)[1], wanted)
+    assert not (memory.layout.actor(1) / MASTER).exists()
+    assert (job.layout.actor(1) / MASTER).exists()
 
 
 @pytest.mark.usefixtures("group")
@@ -255,12 +278,9 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
 
     told, full = ({file.name for file in one.files} for one in receipts(job))
     assert {one.sync_dtype for one in receipts(job)} == {"bf16"}
-    if layout is SaveLayout.SHARDED:
-        assert SHARD in told
-        assert MASTER in full
-        assert SHARD not in full  # by which a release before this one refuses it
-    else:
-        assert SHARD in full - told
+    weights = SHARD if layout is SaveLayout.SHARDED else "model.safetensors"
+    assert weights in told - full  # by which a release before this one refuses it
+    assert MASTER in full - told
 
     resumed, its = trained(2)
     load_checkpoint(job.layout.root, resumed, optimizer=its)
@@ -268,6 +288,55 @@ def test_a_full_checkpoint_is_resumed_in_the_models_dtype_and_published_cast(
     for one in (model, optimizer), (resumed, its):
         train(*one)
     check_same(dict(resumed.state_dict()), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_checkpoint_is_converted_in_the_models_dtype(
+    job: SmallJob, layout: SaveLayout
+) -> None:
+    model, optimizer = trained(1)
+    with TrainerHook(
+        job.layout.root,
+        model,
+        optimizer=optimizer,
+        saving=SaveSettings(sync_dtype="bf16", layout=layout),
+    ) as hook:
+        hook.save_checkpoint(1)
+    done = CliRunner().invoke(cli, ["convert", str(job.layout.root)])
+    assert done.exit_code == 0, done.output
+    converted = load_file(job.layout.actor(1) / "huggingface" / "model.safetensors")
+    check_same(converted, dict(model.state_dict()))
+
+
+def test_two_full_checkpoints_under_way_hold_each_its_own_weights(job: SmallJob) -> None:
+    reached, opened = threading.Event(), threading.Event()
+
+    def hold(*_: object) -> None:
+        reached.set()
+        assert opened.wait(DEADLINE)
+
+    storage, (model, optimizer) = RuledStorage(), trained(1)
+    storage.rules.append(once("create", hold, where=MASTER))
+    with TrainerHook(
+        job.layout.root,
+        model,
+        optimizer=optimizer,
+        settings=SyncSettings(save_interval=1),
+        saving=SaveSettings(sync_dtype="bf16"),
+        storage=storage,
+    ) as hook:
+        truths = {}
+        for step in (1, 2, 3):
+            train(model, optimizer)
+            truths[step] = {name: value.clone() for name, value in model.state_dict().items()}
+            hook.after_step(step)
+            if step == 1:
+                assert reached.wait(DEADLINE)
+            if step == 2:
+                opened.set()
+                written(hook)
+    for step, truth in truths.items():
+        check_same(torch.load(job.layout.actor(step) / MASTER, weights_only=True), truth)
 
 
 def test_without_its_master_weights_a_checkpoint_is_not_resumed_from(job: SmallJob) -> None:
@@ -304,6 +373,23 @@ def test_a_module_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     published(job)
     served = nn.Linear(5, 3).to(own)
     with ExplorerHook(job.layout.root, "explorer", TorchModule(served, cast=True)) as explorer:
+        explorer.pull(10)
+    wanted = cast(dict(model.state_dict()), torch.bfloat16)
+    check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_a_transformers_model_in_fp32_or_in_the_sync_dtype_takes_the_versions(
+    job: SmallJob, own: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES, tie_word_embeddings=True)
+    model = Qwen2ForCausalLM(config)
+    saved(job, model, sync_dtype="bf16")
+    published(job)
+    served = Qwen2ForCausalLM(config).to(own)
+    engine = TransformersModel(served, cast=True)
+    with ExplorerHook(job.layout.root, "explorer", engine) as explorer:
         explorer.pull(10)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
     check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})

@@ -177,7 +177,7 @@ def look_at_checkpoint(job: Job, step: int, *, is_pointed: bool) -> FullCheckpoi
 def _weights(names: Mapping[str, ReceiptFile], world_size: int) -> tuple[str, ...]:
     """The files of the weights: shards, unless the receipts name one full state dict alone.
 
-    If a rank has cast its shard for explorers: the other file, in the model's dtype.
+    If a rank has cast its weights for explorers: the file of those in the model's dtype.
     """
     masters = [master_name(world_size, rank) for rank in range(world_size)]
     shards = tuple(

@@ -112,9 +112,8 @@ class HostBuffers:
 
         def copied(place: Place, tensor: Tensor) -> Tensor:
             old = before.pop(place, None)
-            is_weight = len(place) == 1 and place[0] in weights
-            dtype = cast_to(tensor.dtype, cast) if is_weight else tensor.dtype
-            kept = self._kept[place] = _kept(tensor, dtype, old, shared, looked)
+            to = cast if len(place) == 1 and place[0] in weights else None
+            kept = self._kept[place] = _kept(tensor, to, old, shared, looked)
             devices.update(buffer.source for buffer in kept.buffers)
             return kept.value
 
@@ -182,7 +181,7 @@ def _looks_at(device: torch.device) -> bool:
 
 def _kept(
     tensor: Tensor,
-    dtype: torch.dtype,
+    cast: Cast | None,
     old: _Kept | None,
     shared: dict[object, _Buffer],
     looked: Looked,
@@ -194,6 +193,7 @@ def _kept(
     free = list(old.buffers) if old is not None else []
     buffers = []
     for number, part in enumerate(parts):
+        dtype = cast_to(part.dtype, cast)
         key = _memory(part), dtype
         buffer = shared.get(key) if part.numel() else None
         if buffer is None:
@@ -209,7 +209,8 @@ def _kept(
     # (No reference to the parameter: model.to cannot move one with a weak reference.)
     if old is not None and buffers == free and (layout is old.layout or layout == old.layout):
         return old
-    return _Kept(buffers, layout, _with_parts(tensor, [one.copy for one in buffers], dtype))
+    copies = [buffer.copy for buffer in buffers]
+    return _Kept(buffers, layout, _with_parts(tensor, copies, cast_to(tensor.dtype, cast)))
 
 
 def _mapped(value: Any, copied: Callable[[Place, Tensor], Tensor], place: Place) -> Any:

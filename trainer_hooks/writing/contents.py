@@ -34,6 +34,7 @@ class RankContents:
             ``model``; called again, from its start, where storage refused for a moment.
         sync_dtype: the dtype that the published weights were cast to; None where the cast has
             changed none of this rank's tensors.
+        release: called when the save is over: memory of it may be used again.
         completes: the weights of this very save are whole and announced already: only the rest of a
             full checkpoint is written.
     """
@@ -54,6 +55,7 @@ class RankContents:
     links_hugging_face: bool = False
     written_by: Callable[[], object] | None = None
     sync_dtype: str | None = None
+    release: Callable[[], object] | None = None
     completes: bool = False
 
     def close(self) -> None:
@@ -61,3 +63,5 @@ class RankContents:
         for spool in (self.full_model, self.hugging_face):
             if spool is not None:
                 spool.close()
+        if self.release is not None:
+            self.release()

@@ -13,7 +13,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.names import CRITIC, SAVING, full_receipt_name, receipt_name, shard_name
+from syncd.protocol.names import (
+    CRITIC,
+    FULL_STATE_DICT,
+    SAVING,
+    full_receipt_name,
+    receipt_name,
+    shard_name,
+)
 from syncd.protocol.records import NonFinite, ReceiptFile, SaveId
 from syncd.storage.errnos import PASSING, is_gone
 from syncd.storage.job import Job
@@ -206,9 +213,9 @@ class RankWriter:
             with self._pace.turn(save_id, full_receipt_name):
                 written = files.write_rest(save_id, contents)
             kept = weights
-            if contents.trained is not None:  # nobody may resume from what was cast
-                shard = shard_name(self._world_size, rank)
-                kept = [file for file in weights if file.name != shard]
+            if contents.trained is not None:  # nobody may resume from what is published
+                published = {shard_name(self._world_size, rank), FULL_STATE_DICT}
+                kept = [file for file in weights if file.name not in published]
             self._write_receipt(attempt, [*kept, *written], contents.sync_dtype, is_full=True)
             return written
 
