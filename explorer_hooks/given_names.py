@@ -15,7 +15,8 @@ from syncd.checkpoint.name_map import HubPart, NameMap, TrainerPart
 from syncd.checkpoint.placement import Shape
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CoverageError
-from syncd.protocol.records import NameMapRecord, Names
+from syncd.protocol.records import Names
+from syncd.protocol.tensor_names import NameMapRecord
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -96,6 +96,9 @@ BLOCKS: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "sh": ("not run: it needs a cluster",) * 2,
         "dockerfile": ("tests/unit/test_manifests.py",),
     },
+    "docs/names.md": {
+        "sh": ("not run: its paths are a job's; tests/unit/test_hub_names.py has others",)
+    },
     "docs/peft.md": {"python": ("tests/multiprocess/test_trainer_lora_docs.py",) * 2},
     "docs/release.md": {"bash": ("not run: it publishes a release",)},
     "docs/reliability.md": {"bash": ("not run: it needs two mounts of a share; .ci/nfs runs it",)},

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from explorer_hooks.engines.conformance import TensorBytes
 from syncd.checkpoint.name_map import NameMap
 from syncd.coordination.tensors import bytes_of
-from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 #: The trainer's tensors, all of them in BF16.
 SHAPES: Final[Mapping[str, tuple[int, ...]]] = {

@@ -17,6 +17,7 @@ from trainer_hooks.decisions import Decisions
 from trainer_hooks.progress import Progress
 from trainer_hooks.save_queue import SaveQueue, patience_of
 from trainer_hooks.settings import SaveSettings
+from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.trainer_job import TrainerJob
 from trainer_hooks.writing.contents import RankContents
@@ -80,6 +81,7 @@ class CheckpointCoordinator:
             patience=patience, progress=progress, begin_save=self._job.begin_save
         )
         self._counter = 0
+        self._hub_names: HubNames | None = None
         self._closed = False
 
     # -- for trainers --------------------------------------------------------------------
@@ -153,6 +155,10 @@ class CheckpointCoordinator:
         else:
             buffers = queue.buffers()
             try:
+                if self._rank == 0:
+                    if self._hub_names is None or self._hub_names.model is not model:
+                        self._hub_names = HubNames(model)
+                    model_files += self._hub_names.writers(state)
                 contents = RankContents(
                     model=buffers.copy(state),
                     model_files=model_files if self._rank == 0 else (),

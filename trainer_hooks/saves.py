@@ -22,6 +22,7 @@ from trainer_hooks.settings import SaveLayout, SaveLora, SyncDtype
 from trainer_hooks.state.full_checkpoint import BASE_MODEL, Stateful, extra_state, optimizer_state
 from trainer_hooks.state.full_file import FullStateStream, OneFile, ties_embeddings
 from trainer_hooks.state.host_buffers import HostBuffers, host_copy
+from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.lora import PeftState, base_name
 from trainer_hooks.state.state_dict import fsdp_version, sharded_state_dict
 from trainer_hooks.state.sync_dtype import changes
@@ -86,6 +87,7 @@ class Saver:
         self._queue = queue
         self._progress = progress
         self._said_merged = False
+        self._hub_names = HubNames(trained.model)
         # As the other buffers: to take new memory takes longer than to copy.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
 
@@ -193,10 +195,13 @@ class Saver:
                     name = base_name(unwrapped(trained.model)) if peft.frozen_base else None
                     rest["extra"] |= {} if name is None else {BASE_MODEL: name}
             stack.pop_all()
+        name_map: tuple[Callable[[Path], object], ...] = ()
+        if self._rank == 0 and not (completes or is_adapter):
+            name_map = self._name_map(state, peft)
         writes_config = peft is not None and is_adapter and self._rank == 0
         return RankContents(
             model=model,
-            model_files=trained.model_files,
+            model_files=trained.model_files + name_map,
             fsdp_version=fsdp_version(trained.model),
             is_full=is_full,
             full_model=full_model,
@@ -207,6 +212,14 @@ class Saver:
             completes=completes,
             **rest,
         )
+
+    def _name_map(
+        self, state: Mapping[str, Any], peft: PeftState | None
+    ) -> tuple[Callable[[Path], object], ...]:
+        """The file with the names that servers know."""
+        if peft is None:
+            return self._hub_names.writers(state)
+        return self._hub_names.writers(peft.merged()[0], peft.base_model)
 
     def _peft(self, state: Mapping[str, Any]) -> PeftState:
         trained = self._trained

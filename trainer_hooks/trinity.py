@@ -25,6 +25,7 @@ from syncd.storage.job import Job
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.coordinator import CheckpointCoordinator
 from trainer_hooks.state.gather import full_tensor
+from trainer_hooks.state.hub_names import HubNames
 from trainer_hooks.state.state_dict import sharded_state_dict
 from trainer_hooks.writing.contents import RankContents
 from trainer_hooks.writing.model_files import Pretrained, model_files, unwrapped
@@ -219,6 +220,7 @@ class StateDictWriter:
         if model is not None:
             _without_nameless_code(model)
             self._files = model_files(model, tokenizer)
+        self._hub_names = None if model is None else HubNames(model)
         self._run_id = secrets.token_hex(6)
         self._counter = 0
 
@@ -234,7 +236,10 @@ class StateDictWriter:
         """
         self._counter += 1
         save_id = SaveId(self._run_id, step, self._counter)
-        self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=self._files))
+        files = self._files
+        if self._hub_names is not None:
+            files += self._hub_names.writers(state_dict)
+        self._writer.save(save_id, RankContents(model=dict(state_dict), model_files=files))
 
 
 def _full_weights(engine: FSDPEngine) -> Iterator[tuple[str, Tensor | None]]:

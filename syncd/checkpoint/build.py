@@ -17,20 +17,35 @@ from typing import Final
 
 from syncd.checkpoint.adapter import AdapterConfig, read_config
 from syncd.checkpoint.contents import SaveContents, look_inside
+from syncd.checkpoint.hub_tables import map_by_type
 from syncd.checkpoint.merging.cast import Caster
 from syncd.checkpoint.merging.merge import Merged, digest_safetensors, run_plan
 from syncd.checkpoint.merging.options import Checked, MergeOptions, Work
 from syncd.checkpoint.merging.source_reader import Source
-from syncd.checkpoint.model_folder import copy_model_files, ties_embeddings, write_index
+from syncd.checkpoint.model_folder import (
+    copy_model_files,
+    read_model_config,
+    says_tied,
+    write_index,
+    write_name_map,
+)
+from syncd.checkpoint.name_map import NAME_MAP_LIMIT, NameMap
 from syncd.checkpoint.open_save import open_save
 from syncd.checkpoint.safetensors_file import SafetensorsFile, content_digest
 from syncd.checkpoint.safetensors_header import broken
 from syncd.checkpoint.save import Remote, Save, SavedWeights, Unfinished, confirm_unchanged
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, is_floating, shown
-from syncd.protocol.errors import CheckpointError, NoRoomError, SaveNotReadyError
+from syncd.protocol.errors import CheckpointError, NoRoomError, RecordError, SaveNotReadyError
 from syncd.protocol.events import Event
-from syncd.protocol.names import ADAPTER_CONFIG, HUGGINGFACE, LORA_ADAPTER, MANIFEST, MODEL_CONFIG
-from syncd.protocol.records import Kind, Manifest, TensorEntry, VersionFile, encode
+from syncd.protocol.names import (
+    ADAPTER_CONFIG,
+    HUGGINGFACE,
+    LORA_ADAPTER,
+    MANIFEST,
+    MODEL_CONFIG,
+    NAME_MAP,
+)
+from syncd.protocol.records import Kind, Manifest, Names, TensorEntry, VersionFile, encode
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage, signature
 
@@ -115,13 +130,17 @@ def build_model_folder(
                         extra=Event.ADAPTER_WITHOUT_BASE(path=actor),
                     )
             copied = work.clock()
+            told = read_model_config(storage, folder, models)
+            hub = _names_on_hub(storage, actor, folder, contents, told, options.names)
+            names: Names = options.names if hub else "trainer"
             plan = contents.plan(
                 options,
                 bias=bias,
-                tied=ties_embeddings(storage, folder, models),
+                tied=says_tied(told),
+                hub=hub if names == "hub" else None,
                 cancel=cancel,
             )
-            if opened.full is not None and not plan.casts:
+            if opened.full is not None and not plan.casts and names != "hub":
                 merged = _one_file(
                     storage, opened.full, actor, save, folder, digests=options.digests, work=work
                 )
@@ -149,6 +168,7 @@ def build_model_folder(
         raise
     del opened, plan  # the manifest takes much memory too
     files = [*merged.files, *models, *write_index(storage, folder, merged)]
+    files += write_name_map(storage, folder, hub if sequence else None)
     if not save.receipts:
         confirm_unchanged(storage, actor, save)
     if not options.digests:
@@ -165,8 +185,14 @@ def build_model_folder(
         base_model=base_model,
         dtype=_floating_dtypes(merged.tensors),
         nonfinite=save.nonfinite,
+        names=names,
         timings={"merge": round(merge_seconds, 6), "build": round(work.clock() - begun, 6)},
     )
+    _write_manifest(storage, actor, folder, manifest)
+    return manifest
+
+
+def _write_manifest(storage: Storage, actor: Path, folder: Path, manifest: Manifest) -> None:
     content = encode(manifest)
     if len(content) > LONG_RECORD_LIMIT:
         raise CheckpointError(
@@ -176,7 +202,42 @@ def build_model_folder(
         )
     storage.write_new(folder / MANIFEST, content)
     storage.sync_folder(folder)
-    return manifest
+
+
+def _names_on_hub(
+    storage: Storage,
+    actor: Path,
+    folder: Path,
+    contents: SaveContents,
+    config: object,
+    wanted: Names,
+) -> NameMap | None:
+    """The name map of a full model, as its trainer saved it, or by the type of the model.
+
+    Raises:
+        CheckpointError: ``name_map.json`` is no such file, or nobody knows the wanted names.
+    """
+    if contents.kind != "full":
+        return None
+    if storage.exists(folder / NAME_MAP):
+        where = actor / HUGGINGFACE / NAME_MAP
+        try:
+            content = storage.read(folder / NAME_MAP, NAME_MAP_LIMIT)
+            found: NameMap | None = NameMap.read(content, where)
+        except RecordError as error:
+            raise CheckpointError(f"{error}: remove it, and save the step again") from error
+        except OSError as error:
+            if not is_no_record(error):
+                raise
+            raise CheckpointError(f"{where} is far too long: remove it") from error
+    else:
+        found = map_by_type(config, contents.shapes())
+    if found is not None and found.refused is not None and wanted == "hub":
+        raise CheckpointError(
+            f"{actor} cannot get the names of the hub: {found.refused}. Keep the trainer's: "
+            "--names trainer"
+        )
+    return found
 
 
 def _floating_dtypes(tensors: Sequence[TensorEntry]) -> str | None:
@@ -262,7 +323,7 @@ def _copy_small_files(
     leave_out: set[str] = set()
     if kind == "adapter":
         # PEFT's own files before the base model's. Folders inside are other adapters.
-        leave_out = {MODEL_CONFIG}
+        leave_out = {MODEL_CONFIG, NAME_MAP}
         copied[LORA_ADAPTER] = copy_model_files(
             storage,
             actor / LORA_ADAPTER,
@@ -350,7 +411,7 @@ class FreeSpace:
         self._folder = folder
         self._root = root
         self._advice = advice
-        self._sized: tuple[tuple[str | None, Cast | None, str | None], int] | None = None
+        self._sized: tuple[tuple[str | None, Cast | None, str | None, Names], int] | None = None
 
     def check(
         self,
@@ -377,7 +438,7 @@ class FreeSpace:
             and not isinstance(save, Unfinished | Remote)
         ):
             # It may be less: a file of our hook is linked, of a PEFT model the adapter is written.
-            asked = (save.identity, options.cast, options.prefix)
+            asked = (save.identity, options.cast, options.prefix, options.names)
             if self._sized is None or self._sized[0] != asked:
                 size = _weights_size(self._storage, actor, save, options, cancel)
                 self._sized = asked, size
@@ -415,5 +476,6 @@ def _weights_size(
         contents = look_inside(opened, cancel)
         one_file = replace(options, max_file_size=sys.maxsize)
         plan = contents.plan(one_file, bias="all", tied=False, cancel=cancel)
-        linked = opened.full is not None and save.receipts and not plan.casts
+        renamed = options.names == "hub" and f"{HUGGINGFACE}/{NAME_MAP}" in save.vouched()
+        linked = opened.full is not None and save.receipts and not (plan.casts or renamed)
         return 0 if linked else plan.data_size

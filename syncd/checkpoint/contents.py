@@ -11,8 +11,9 @@ from syncd.checkpoint.adapter import Adapter, find_adapter, is_peft_model
 from syncd.checkpoint.merging.options import MergeOptions
 from syncd.checkpoint.merging.plan import MergePlan, ShardIndex, plan_merge
 from syncd.checkpoint.merging.source_reader import Source, SourceFile
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.open_save import OpenSave
-from syncd.checkpoint.placement import Chunks, Local
+from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_file import SafetensorsFile
 from syncd.checkpoint.save import LoraAdapter
 from syncd.checkpoint.tensor_rules import TENSOR_LIMIT
@@ -35,12 +36,26 @@ class SaveContents:
     indexes: Sequence[ShardIndex]
     adapter: Adapter | None = None
 
+    def shapes(self) -> dict[str, Shape]:
+        """The shape of each whole tensor."""
+        found: dict[str, Shape] = {}
+        for index in self.indexes:
+            for name, value in index.tensors.items():
+                if isinstance(value, Chunks):
+                    found[name] = value.global_shape
+                elif value.position is not None:
+                    found[name] = value.position.global_shape
+                else:
+                    found[name] = value.local_shape
+        return found
+
     def plan(
         self,
         options: MergeOptions,
         *,
         bias: str,
         tied: bool,
+        hub: NameMap | None = None,
         cancel: Callable[[], None],
     ) -> MergePlan:
         """The merge of the shards; an adapter is one file: PEFT reads no others.
@@ -49,6 +64,7 @@ class SaveContents:
             options: of the merge.
             bias: as in ``adapter_config.json``.
             tied: as in ``config.json``: ``tie_word_embeddings``.
+            hub: the names that a full model is to have instead of the trainer's.
             cancel: called often; it raises to stop.
 
         Raises:
@@ -60,6 +76,7 @@ class SaveContents:
                 self.indexes,
                 max_file_size=options.max_file_size,
                 tied=tied,
+                hub=hub,
                 cast=options.cast,
                 cancel=cancel,
             )

@@ -14,9 +14,10 @@ import pydantic
 import xxhash
 
 from syncd.checkpoint.merging.merge import Merged
+from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import CheckpointError
-from syncd.protocol.names import MANIFEST, MODEL_CONFIG, TEMPORARY, is_weights_name
+from syncd.protocol.names import MANIFEST, MODEL_CONFIG, NAME_MAP, TEMPORARY, is_weights_name
 from syncd.protocol.records import VersionFile
 from syncd.storage.calls import Kind
 from syncd.storage.fsio import Storage
@@ -97,24 +98,24 @@ def copy_model_files(
     return tuple(copied)
 
 
-def ties_embeddings(storage: Storage, folder: Path, copied: Iterable[VersionFile]) -> bool:
-    """True if ``config.json``, as it was copied, says ``tie_word_embeddings``.
+def read_model_config(storage: Storage, folder: Path, copied: Iterable[VersionFile]) -> object:
+    """The content of ``config.json``, as it was copied; None if there is none that can be read."""
+    size = next((file.size for file in copied if file.name == MODEL_CONFIG), None)
+    if size is None or size > _CONFIG_LIMIT:
+        return None
+    try:
+        return json.loads(storage.read(folder / MODEL_CONFIG, _CONFIG_LIMIT))
+    except (ValueError, RecursionError):
+        return None  # no engine can read it either; it is published as the trainer left it
+
+
+def says_tied(config: object) -> bool:
+    """True if the content of a ``config.json`` says ``tie_word_embeddings``.
 
     Of a model that holds a text model, both must say so that do say it: those that read it are not
     of one mind which one counts. Silence says nothing, since a default of the model's class is left
     out of the file.
     """
-    size = next((file.size for file in copied if file.name == MODEL_CONFIG), None)
-    if size is None or size > _CONFIG_LIMIT:
-        return False
-    try:
-        return says_tied(json.loads(storage.read(folder / MODEL_CONFIG, _CONFIG_LIMIT)))
-    except (ValueError, RecursionError):
-        return False  # no engine can read it either; it is published as the trainer left it
-
-
-def says_tied(config: object) -> bool:
-    """True if the content of a ``config.json`` says ``tie_word_embeddings``, as above."""
     told = []
     while isinstance(config, dict):
         told.append(config.get("tie_word_embeddings"))
@@ -180,6 +181,24 @@ def write_index(storage: Storage, folder: Path, merged: Merged) -> tuple[Version
     storage.write_new(folder / INDEX, content)
     digest = xxhash.xxh3_128_hexdigest(content)
     return (VersionFile(name=INDEX, size=len(content), digest=digest),)
+
+
+def write_name_map(
+    storage: Storage, folder: Path, names: NameMap | None
+) -> tuple[VersionFile, ...]:
+    """Write ``name_map.json``, durably, if the model's names differ and its trainer wrote none.
+
+    Explorers that load in place need it, whatever the names in the folder are.
+
+    Returns:
+        The file, if it was written.
+    """
+    if not names or storage.exists(folder / NAME_MAP):
+        return ()
+    content = names.encode()
+    storage.write_new(folder / NAME_MAP, content)
+    digest = xxhash.xxh3_128_hexdigest(content)
+    return (VersionFile(name=NAME_MAP, size=len(content), digest=digest),)
 
 
 def _regular_files(

@@ -21,10 +21,12 @@ from syncd.checkpoint.tensor_rules import (
     shown,
 )
 from syncd.protocol.errors import CoverageError, RecordError
-from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord, encode, parse
+from syncd.protocol.records import encode, parse
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
-#: The most bytes of a map: a stacked model's has kilobytes, one of a million renamed tensors this.
-NAME_MAP_LIMIT: Final = 256 * 1024 * 1024
+#: The most bytes of a map: that of a stacked model has kilobytes, a long list of renamed tensors
+#: megabytes.
+NAME_MAP_LIMIT: Final = 64 * 1024 * 1024
 _SLOT: Final = "{}"
 
 
@@ -194,6 +196,11 @@ class NameMap:
         if found is not None:
             return sorted(found, key=lambda part: part.at or 0)
         return [] if hub_name in self._record.tensors else [TrainerPart(hub_name)]
+
+    def pieces(self, name: str) -> tuple[HubPiece, ...]:
+        """The pieces of a trainer's tensor, as the map has them; none if it is not listed."""
+        tensor = self._record.tensors.get(name)
+        return () if tensor is None else tensor.pieces
 
     def tensors(self) -> Mapping[str, Shape]:
         """The trainer's tensors that differ on the hub, with their shapes."""

@@ -31,7 +31,7 @@ from syncd.protocol.names import (
     parse_step_folder,
     printable,
 )
-from syncd.protocol.records import Manifest
+from syncd.protocol.records import Manifest, Names
 from syncd.storage.job import Job
 from syncd.torch_extra import require_torch
 
@@ -73,6 +73,7 @@ class _Converted:
 @options.max_shard_size
 @options.copy_threads
 @options.prefix
+@options.names
 @options.as_json
 @click.pass_context
 def command(
@@ -85,6 +86,7 @@ def command(
     max_shard_size: int,
     copy_threads: int,
     prefix: str | None,
+    names: Names,
     *,
     dry_run: bool,
     again: bool,
@@ -106,7 +108,7 @@ def command(
     job, step = _alone(job, step)
     source = Job.at(job)
     merging = MergeOptions(
-        max_file_size=max_shard_size, cast=cast, prefix=prefix, threads=copy_threads
+        max_file_size=max_shard_size, cast=cast, prefix=prefix, names=names, threads=copy_threads
     )
 
     def convert(found: FoundCheckpoint, progress: Progress) -> Manifest | None:

@@ -17,6 +17,7 @@ from syncd.cli.bars import bar
 from syncd.cli.signals import cleaned_up
 from syncd.protocol.errors import InvalidSettingsError, SaveNotReadyError
 from syncd.protocol.names import ACTOR, TEMPORARY, parse_step_folder, printable
+from syncd.protocol.records import Names
 from syncd.storage.errnos import NOT_EMPTY
 from syncd.storage.fsio import Storage
 from syncd.torch_extra import require_torch
@@ -30,6 +31,7 @@ from syncd.torch_extra import require_torch
 @options.max_shard_size
 @options.copy_threads
 @options.prefix
+@options.names
 @click.option(
     "--fsync/--no-fsync",
     default=True,
@@ -45,6 +47,7 @@ def command(
     max_shard_size: int,
     copy_threads: int,
     prefix: str | None,
+    names: Names,
     *,
     fsync: bool,
     as_json: bool,
@@ -81,6 +84,7 @@ def command(
                         digests=digest == "on",
                         cast=cast,
                         prefix=prefix,
+                        names=names,
                         threads=copy_threads,
                     ),
                     work=Work(lambda: None, progress),
@@ -109,6 +113,7 @@ def command(
             "bytes": merged,
             "seconds": round(manifest.timings["build"], 3),
             "checked": manifest.checked,
+            "names": manifest.names,
         }
         click.echo(json.dumps(told, indent=2))
         return

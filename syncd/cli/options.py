@@ -225,6 +225,13 @@ prefix = click.option(
     default=None,
     help="The prefix of the model's names in torch.distributed.checkpoint.  [default: detect]",
 )
+names = click.option(
+    "--names",
+    type=click.Choice(["hub", "trainer"]),
+    default="hub",
+    show_default=True,
+    help="The tensors' names: as on the hub (one for each expert), or as the trainer saved them.",
+)
 config_file = click.option(
     "--config",
     metavar="FILE",

@@ -17,7 +17,8 @@ from syncd.protocol.errors import (
     VersionGoneError,
 )
 from syncd.protocol.names import NAME_MAP
-from syncd.protocol.records import Latest, Manifest, NameMapRecord
+from syncd.protocol.records import Latest, Manifest
+from syncd.protocol.tensor_names import NameMapRecord
 from syncd.storage.errnos import is_gone, is_no_record
 from syncd.storage.fsio import LONG_RECORD_LIMIT, Storage
 from syncd.storage.job import Job

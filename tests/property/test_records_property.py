@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from syncd.protocol import journal_lines, participants, records, reports, requests
+from syncd.protocol import journal_lines, participants, records, reports, requests, tensor_names
 from syncd.protocol.errors import RecordError
 
 settings.register_profile("quick", max_examples=60, deadline=None)
@@ -46,11 +46,11 @@ ROLLED_BACK = st.builds(
 )
 ADAPTED_MODELS = st.builds(records.AdaptedModel, name=TEXT.filter(bool), revision=st.none() | TEXT)
 MAPPED_TENSORS = st.builds(
-    records.MappedTensor,
+    tensor_names.MappedTensor,
     shape=st.lists(NUMBERS, max_size=3).map(tuple),
     pieces=st.lists(
         st.builds(
-            records.HubPiece,
+            tensor_names.HubPiece,
             name=TEXT.filter(bool),
             first=st.none() | NUMBERS,
             rows=st.none() | st.tuples(NUMBERS, NUMBERS),
@@ -145,8 +145,8 @@ RECORDS: dict[type[records.Record], st.SearchStrategy[Any]] = {
         files=st.lists(RECEIPT_FILES, max_size=3).map(tuple),
         sync_dtype=st.sampled_from([None, "bf16", "fp16"]),
     ),
-    records.NameMapRecord: st.builds(
-        records.NameMapRecord,
+    tensor_names.NameMapRecord: st.builds(
+        tensor_names.NameMapRecord,
         tensors=st.dictionaries(TEXT, MAPPED_TENSORS, max_size=3),
         refused=st.none() | TEXT,
     ),

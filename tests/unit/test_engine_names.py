@@ -24,7 +24,8 @@ from explorer_hooks.weights import WeightsReader
 from syncd.checkpoint.name_map import NameMap
 from syncd.protocol.errors import EngineMismatchError, VerificationError
 from syncd.protocol.names import MODEL_CONFIG, NAME_MAP
-from syncd.protocol.records import NameMapRecord, Names
+from syncd.protocol.records import Names
+from syncd.protocol.tensor_names import NameMapRecord
 from tests.mapped_names import BY_NAMES, NAMES, Named, as_bytes, on_the_hub, state
 from tests.storages import RuledStorage
 

@@ -10,7 +10,8 @@ from explorer_hooks.server_fit import Fits, model_tensors
 from syncd.checkpoint.name_map import NameMap
 from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.protocol.errors import EngineMismatchError, InvalidSettingsError
-from syncd.protocol.records import Manifest, NameMapRecord, TensorEntry
+from syncd.protocol.records import Manifest, TensorEntry
+from syncd.protocol.tensor_names import NameMapRecord
 
 SHAPES = {"model.embed_tokens.weight": (4, 2), "model.norm.weight": (2,), "lm_head.weight": (4, 2)}
 

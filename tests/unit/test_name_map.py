@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from syncd.checkpoint.name_map import HubPart, NameMap, TrainerPart
 from syncd.protocol.errors import CoverageError, ProtocolMismatchError, RecordError
-from syncd.protocol.records import HubPiece, MappedTensor, NameMapRecord
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 
 EXPERTS = "model.layers.0.mlp.experts"
 GATE_UP = MappedTensor(

@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch.distributed.fsdp import FSDPModule
-
 from syncd.checkpoint.adapter import PREFIX
 from syncd.checkpoint.tensor_rules import shown
 from syncd.protocol.errors import InvalidSettingsError
@@ -22,7 +20,7 @@ from syncd.protocol.names import MODEL_CONFIG
 from trainer_hooks.settings import SaveLora
 from trainer_hooks.state.gather import Derived
 from trainer_hooks.state.lora_merge import merged_parts
-from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.plain_model import on_meta, own_class, plain_model
 from trainer_hooks.state.state_dict import tensors_of, trained_names
 
 if TYPE_CHECKING:
@@ -147,6 +145,12 @@ class PeftState:
         names, derived = merged_parts(self._plain, self._state)
         return {name: self._state[held] for name, held in names.items()}, derived
 
+    @property
+    def base_model(self) -> nn.Module:
+        """The base model, on ``meta``, with the adapters still in it."""
+        base: nn.Module = self._plain.get_base_model() if self._is_peft_model else self._plain
+        return base
+
     def config_writer(self) -> Callable[[Path], object]:
         """Writes ``adapter_config.json`` into a folder, as ``PeftModel.save_pretrained`` does.
 
@@ -160,7 +164,7 @@ class PeftState:
                 config.base_model_name_or_path = vars(base).get("name_or_path") or None
             config.inference_mode = True
             if config.task_type is None:
-                kind = _own_class(base)
+                kind = own_class(base)
                 mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
                 told["auto_mapping_dict"] = mapping
         return lambda folder: config.save_pretrained(str(folder), **told)
@@ -299,9 +303,3 @@ def _like_peft(model: nn.Module) -> Any:
 
 def _method(config: Any) -> str:
     return str(getattr(config.peft_type, "value", config.peft_type))
-
-
-def _own_class(module: nn.Module) -> type:
-    """The original class of a module, because ``fully_shard`` replaces it."""
-    classes = type(module).__mro__
-    return next(one for one in classes if not issubclass(one, FSDPModule))

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from trainer_hooks.state.full_plan import shape_of
 from trainer_hooks.state.state_dict import joined, tensors_of, within
@@ -48,6 +49,12 @@ def on_meta(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
+def own_class(module: nn.Module) -> type:
+    """The class that a module was made of: ``fully_shard`` gives it another."""
+    classes = type(module).__mro__
+    return next(one for one in classes if not issubclass(one, FSDPModule))
+
+
 def _plain(
     module: nn.Module,
     path: str,
@@ -58,7 +65,7 @@ def _plain(
         module = inner
     if module in made:
         return made[module]
-    plain: nn.Module = object.__new__(type(module))
+    plain: nn.Module = object.__new__(own_class(module))
     made[module] = plain
     held = owned.get(path, {})
     attributes = vars(plain)

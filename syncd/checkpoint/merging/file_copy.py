@@ -278,6 +278,7 @@ class TensorStream:
                 count = min(len(view), length - self._done)
                 self._reader.read_into(source, offset + self._done, view[:count])
             else:
+                assert isinstance(self._leaf, Weave)  # noqa: S101 - leaves() gives no others
                 count = self._weave(self._leaf, view)
             self._done += count
             view = view[count:]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from syncd.checkpoint.tensor_rules import Cast
+from syncd.protocol.records import Names
 
 #: How the bytes of a save are known to be those that its trainer wrote: by its receipts, by the
 #: CRC-32 of its records, or only because its files did not change.
@@ -40,6 +41,7 @@ class MergeOptions:
         cast: the dtype that floating tensors are cast to; None to keep theirs.
         prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
             None to find out.
+        names: those that tensors get: ``hub``, as on the hub, or ``trainer``, as they were saved.
         threads: how many files are written at a time, and no more than there are processors: into
             one file several gain nothing, for they wait for its lock.
         in_kernel: whether the kernel copies into this open file, if nothing is computed of the
@@ -50,6 +52,7 @@ class MergeOptions:
     digests: bool = True
     cast: Cast | None = None
     prefix: str | None = None
+    names: Names = "trainer"
     threads: int = 1
     in_kernel: Callable[[int], bool] = may_copy_remotely
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Final, NamedTuple
 
 from syncd.checkpoint.gc_pause import uncollected
-from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, tile
+from syncd.checkpoint.merging.tiling import Block, Part, Run, Tiled, Transposed, cut, ends, tile
+from syncd.checkpoint.name_map import HubPart, NameMap
 from syncd.checkpoint.placement import Chunks, Local, Shape
 from syncd.checkpoint.safetensors_header import PAGE, HeaderEntry, header_bytes
 from syncd.checkpoint.tensor_rules import ITEMSIZE, Cast, cast_dtype, shown
@@ -97,6 +98,7 @@ def plan_merge(
     rename: Callable[[str], str | None] = str,
     stem: str = "model",
     tied: bool = False,
+    hub: NameMap | None = None,
     cast: Cast | None = None,
     cancel: Callable[[], None] = lambda: None,
 ) -> MergePlan:
@@ -115,12 +117,13 @@ def plan_merge(
         stem: the beginning of the names of the output files.
         tied: whether the model's config says that the output embedding is the input embedding; then
             it is left out, as Hugging Face's ``save_pretrained`` does.
+        hub: the names that the output is to have instead, after ``rename``; None to keep those.
         cast: the dtype for floating tensors.
         cancel: called often; it raises to stop.
 
     Raises:
         CoverageError: the pieces of a tensor overlap, leave a gap, or disagree; or there is none;
-            or two are to have one name.
+            or two are to have one name; or ``hub`` is of another model.
     """
     indexes = [ShardIndex(*shard) for shard in shards]
     names: dict[str, str] = {}
@@ -136,6 +139,8 @@ def plan_merge(
     labels = [index.label for index in indexes]
     tensors = [_whole(name, renamed, indexes, labels, cancel) for renamed, name in names.items()]
     kept = _without_tied(tensors, cancel) if tied else tensors
+    if hub is not None:
+        kept = _by_hub_names(kept, hub, cancel)
     groups = list(_split([_cast(tensor, cast) for tensor in kept], max_file_size))
     files = tuple(
         _file(
@@ -227,6 +232,95 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
             kept[same.name] = replace(same, copies=same.copies + more)
             del kept[head.name]
     return list(kept.values())
+
+
+def _by_hub_names(
+    tensors: Iterable[PlannedTensor], names: NameMap, cancel: Callable[[], None]
+) -> list[PlannedTensor]:
+    """The same bytes as tensors of the hub."""
+    found: dict[str, list[tuple[HubPart, PlannedTensor]]] = {}
+    for tensor in tensors:
+        stacked = _Stacked(tensor)
+        for part in names.hub(tensor.name, tensor.shape):
+            cancel()
+            found.setdefault(part.name, []).append((part, stacked.tensor(part)))
+    planned = []
+    for name, pieces in found.items():
+        part, tensor = pieces[0]
+        if part.at is not None:
+            pieces.sort(key=lambda one: one[0].at or 0)
+            tensor = _joined(name, pieces, names)
+        elif len(pieces) > 1:
+            raise CoverageError(f"several tensors would be {shown(name)} by the names of the hub")
+        planned.append(tensor)
+    return planned
+
+
+class _Stacked:
+    """A planned tensor that is several of the hub's, which are cut out of it."""
+
+    def __init__(self, tensor: PlannedTensor) -> None:
+        self._tensor = tensor
+        parts = [tensor.parts, *(copy.parts for copy in tensor.copies)]
+        self._parts = [(own, ends(own)) for own in parts]
+
+    def tensor(self, part: HubPart) -> PlannedTensor:
+        """One of them."""
+        tensor, itemsize = self._tensor, ITEMSIZE[self._tensor.source_dtype]
+        if part == HubPart(tensor.name, tensor.shape):
+            return tensor
+        inner = tensor.shape if part.index is None else tensor.shape[1:]
+        begin = 0 if part.index is None else part.index * math.prod(inner)
+        begin += 0 if part.rows is None else part.rows[0] * math.prod(inner[1:])
+        length = math.prod(part.shape) * itemsize
+        cuts: list[tuple[Part, ...]] = []
+        for parts, stops in self._parts:
+            own: tuple[Part, ...] = tuple(
+                cut(parts, stops, begin * itemsize, begin * itemsize + length)
+            )
+            if part.transposed and length:
+                columns, rows = part.shape[-2:]
+                own = (Transposed(rows, columns, itemsize, own),)
+            cuts.append(own)
+        return replace(
+            tensor,
+            name=part.name,
+            shape=part.shape,
+            length=length,
+            parts=cuts[0],
+            copies=tuple(
+                copy._replace(parts=own) for copy, own in zip(tensor.copies, cuts[1:], strict=True)
+            ),
+        )
+
+
+def _joined(
+    name: str, pieces: Sequence[tuple[HubPart, PlannedTensor]], names: NameMap
+) -> PlannedTensor:
+    """A tensor of the hub's that several of the trainer's are, one after the other."""
+    tensors = [tensor for _, tensor in pieces]
+    missing = {place.name for place in names.trainer(name)} - {name}
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(pieces) != len(names.trainer(name)) or len(dtypes) != 1:
+        raise CoverageError(
+            f"{shown(name)} of the hub is joined from {', '.join(map(shown, sorted(missing)))}, "
+            "which are not all there, or not of one dtype: save the whole model"
+        )
+    parts = [tensor.parts for tensor in tensors]
+    copies = [
+        Duplicate(copy.tied, tuple(chain(*parts[:number], copy.parts, *parts[number + 1 :])))
+        for number, tensor in enumerate(tensors)
+        for copy in tensor.copies
+    ]
+    shape = (sum(tensor.shape[0] for tensor in tensors), *tensors[0].shape[1:])
+    return replace(
+        tensors[0],
+        name=name,
+        shape=shape,
+        length=sum(tensor.length for tensor in tensors),
+        parts=tuple(chain(*parts)),
+        copies=tuple(copies),
+    )
 
 
 def _begins_alike(name: str, other: str) -> int:

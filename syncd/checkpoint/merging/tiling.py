@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 from syncd.checkpoint.placement import Shape
@@ -33,26 +35,109 @@ class Weave(NamedTuple):
         return sum(part.length for part in self.parts)
 
 
+class Transposed(NamedTuple):
+    """Matrices whose rows become columns: one element of each row, then the next one of each.
+
+    Attributes:
+        rows, columns: of each of the matrices in ``parts``, which lie one after the other.
+        itemsize: of an element, in bytes.
+        parts: all elements, row by row.
+    """
+
+    rows: int
+    columns: int
+    itemsize: int
+    parts: tuple[Part, ...]
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        return sum(part.length for part in self.parts)
+
+    def weaves(self) -> Iterator[Weave]:
+        """The same bytes as weaves of runs."""
+        stops = ends(self.parts)
+        width = self.columns * self.itemsize
+        for first in range(0, stops[-1] if stops else 0, self.rows * width):
+            begins = range(first, first + self.rows * width, width)
+            rows = [list(leaves(cut(self.parts, stops, at, at + width))) for at in begins]
+            bounds = sorted({0}.union(*(ends(row) for row in rows)))
+            for begin, end in pairwise(bounds):
+                runs = (cut(row, ends(row), begin, end) for row in rows)
+                yield Weave((end - begin) // self.itemsize, tuple(chain.from_iterable(runs)))
+
+
 #: Bytes of an output file, in order.
-Part = Run | Weave
+Part = Run | Weave | Transposed
 
 
 def leaves(parts: Iterable[Part]) -> Iterator[Part]:
     """The same bytes as runs, and weaves of nothing but runs."""
     for part in parts:
-        if isinstance(part, Run) or all(isinstance(inner, Run) for inner in part.parts):
+        if isinstance(part, Transposed):
+            yield from part.weaves()
+        elif isinstance(part, Run) or all(isinstance(inner, Run) for inner in part.parts):
             yield part
         else:
             for index in range(part.turns):
-                yield from leaves(_slice(inner, index, part.turns) for inner in part.parts)
+                yield from leaves(_row(part, index))
 
 
-def _slice(part: Part, index: int, count: int) -> Part:
-    """One of ``count`` equal slices of a part's elements."""
+def _row(weave: Weave, index: int) -> list[Part]:
+    """One turn of a weave."""
+    return [_slices(inner, index, index + 1, weave.turns) for inner in weave.parts]
+
+
+def _slices(part: Part, begin: int, end: int, count: int) -> Part:
+    """Some of ``count`` equal slices of a part's elements."""
     if isinstance(part, Run):
         length = part.length // count
-        return Run(part.source, part.offset + index * length, length)
-    return Weave(part.turns, tuple(_slice(inner, index, count) for inner in part.parts))
+        return Run(part.source, part.offset + begin * length, (end - begin) * length)
+    inner = tuple(_slices(inner, begin, end, count) for inner in part.parts)
+    return part._replace(parts=inner)
+
+
+def ends(parts: Iterable[Part]) -> list[int]:
+    """The number of bytes up to the end of each part, for :func:`cut`."""
+    return list(accumulate(part.length for part in parts))
+
+
+def cut(parts: Sequence[Part], stops: Sequence[int], begin: int, end: int) -> Iterator[Run | Weave]:
+    """A range of the bytes of runs and weaves.
+
+    Args:
+        parts: the parts.
+        stops: their :func:`ends`.
+        begin: the first byte.
+        end: the one after the last.
+    """
+    number = bisect_right(stops, begin)
+    while begin < end:
+        part, stop = parts[number], stops[number]
+        start = stop - part.length
+        upto = min(end, stop)
+        yield from _within(part, begin - start, upto - start)
+        begin, number = upto, number + 1
+
+
+def _within(part: Part, begin: int, end: int) -> Iterator[Run | Weave]:
+    if isinstance(part, Run):
+        yield Run(part.source, part.offset + begin, end - begin)
+        return
+    assert isinstance(part, Weave)  # noqa: S101 - a transposed tensor is not cut
+    width = part.length // part.turns
+    while begin < end:
+        turn, skipped = divmod(begin, width)
+        whole = 0 if skipped else (end - begin) // width
+        if whole > 1:
+            inner = tuple(_slices(one, turn, turn + whole, part.turns) for one in part.parts)
+            yield Weave(whole, inner)
+            begin += whole * width
+            continue
+        row = _row(part, turn)
+        upto = min(end, (turn + 1) * width)
+        yield from cut(row, ends(row), skipped, upto - turn * width)
+        begin = upto
 
 
 def source_at(parts: Iterable[Part], offset: int) -> int:
@@ -67,8 +152,8 @@ def source_at(parts: Iterable[Part], offset: int) -> int:
         elif isinstance(part, Run):
             return part.source
         else:
-            row = [_slice(inner, 0, part.turns) for inner in part.parts]
-            return source_at(row, offset % (part.length // part.turns))
+            assert isinstance(part, Weave)  # noqa: S101 - leaves() gives no others
+            return source_at(_row(part, 0), offset % (part.length // part.turns))
     raise IndexError
 
 

@@ -1,0 +1,138 @@
+"""Name maps for saves that have none: tables of transformers' names, by the type of the model.
+
+``hub_tables.json`` is made by ``python -m tests.hub_tables``, which asks transformers. A save of
+our hook has a map of its own model (``name_map.json``), and needs no table.
+
+A table has one rule for each trainer's name, or beginning of one that ends with a dot, that is
+another on the hub; ``#`` stands for a number. Of several rules the longest counts. A rule is the
+beginning on the hub, or the pieces of a tensor: as
+:class:`~syncd.protocol.tensor_names.HubPiece`, but ``rows`` is ``[i, n]``, the i-th of n equal
+shares, and ``at`` is the part's number among those that are joined.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, Final
+
+from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import RecordError
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
+
+_NUMBER: Final = re.compile(r"(?<![^.])\d+(?![^.])")
+_SLOT: Final = "#"
+#: The table of a type: a trainer's name or its beginning → a beginning on the hub, or pieces.
+Rules = Mapping[str, str | list[dict[str, Any]]]
+
+
+def map_by_type(config: object, tensors: Mapping[str, Shape]) -> NameMap | None:
+    """The name map of a save by the content of its ``config.json``.
+
+    Args:
+        config: the content.
+        tensors: the shapes of the save's tensors, by the trainer's names.
+
+    Returns:
+        The map; ``refused`` says if the table is not of this model. None if there is no table for
+        its type: then the names are the same, as far as anyone knows.
+    """
+    model_type = config.get("model_type") if isinstance(config, dict) else None
+    if not has_table(model_type):
+        return None
+    table = _tables()[str(model_type)]
+    told = config.get("architectures") if isinstance(config, dict) else None
+    named = told if isinstance(told, list) else []
+    maps = {
+        architecture: apply_rules(rules, tensors, f"the table of {model_type}")
+        for architecture, rules in table.items()
+    }
+    for architecture, names in maps.items():
+        if architecture in named or not named:
+            return names
+    if not any(names or names.refused for names in maps.values()):
+        return None
+    why = f"its config.json names {shown(str(named))}, and the table of {model_type} is of "
+    return NameMap(NameMapRecord(refused=why + " or ".join(table)))
+
+
+def has_table(model_type: object) -> bool:
+    """True if there is a table of this type."""
+    return isinstance(model_type, str) and model_type in _tables()
+
+
+def apply_rules(rules: Rules, tensors: Mapping[str, Shape], where: str) -> NameMap:
+    """The map that a table's rules make of tensors; ``refused`` says if they do not fit.
+
+    Args:
+        rules: of the table.
+        tensors: the tensors' shapes.
+        where: the table, for the message.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    joined: defaultdict[str, list[tuple[int, str, dict[str, Any]]]] = defaultdict(list)
+    for name, shape in tensors.items():
+        for piece in _pieces(rules, name, shape):
+            found.setdefault(name, []).append(piece)
+            if piece.get("at") is not None:
+                joined[piece["name"]].append((piece["at"], name, piece))
+    for parts in joined.values():
+        at = 0
+        for _, name, piece in sorted(parts, key=lambda part: part[0]):
+            piece["at"] = at
+            begin, end = piece.get("rows") or (0, (*tensors[name], 0)[0])
+            at += end - begin
+    try:
+        record = NameMapRecord(
+            tensors={
+                name: MappedTensor(
+                    shape=tensors[name], pieces=tuple(HubPiece(**piece) for piece in pieces)
+                )
+                for name, pieces in found.items()
+            }
+        )
+        return NameMap(record, where)
+    except (RecordError, ValueError) as error:
+        return NameMap(NameMapRecord(refused=shown(f"{where} does not fit: {error}")))
+
+
+def _pieces(rules: Rules, name: str, shape: Shape) -> list[dict[str, Any]]:
+    """The pieces of a tensor; none if it is the same on the hub."""
+    numbers = _NUMBER.findall(name)
+    general = _NUMBER.sub(_SLOT, name)
+    key = general
+    while key and key not in rules:
+        key = key[: key.rstrip(".").rfind(".") + 1]
+    rule = rules.get(key)
+    if rule is None:
+        return []
+    if isinstance(rule, str):
+        renamed = _filled(rule + general[len(key) :], numbers)
+        return [] if renamed == name else [{"name": renamed}]
+    pieces = []
+    for told in rule:
+        piece = {**told, "name": _filled(told["name"], numbers)}
+        if "rows" in told:
+            number, count = told["rows"]
+            size = (shape[1:] if "first" in told else shape)[0] // count
+            piece["rows"] = (number * size, (number + 1) * size)
+        pieces.append(piece)
+    return pieces
+
+
+def _filled(pattern: str, numbers: list[str]) -> str:
+    rest = iter(numbers)
+    return "".join(next(rest, "") if part == _SLOT else part for part in re.split("(#)", pattern))
+
+
+@cache
+def _tables() -> dict[str, dict[str, Rules]]:
+    content = files("syncd.checkpoint").joinpath("hub_tables.json").read_bytes()
+    types: dict[str, dict[str, Rules]] = json.loads(content)["types"]
+    return types

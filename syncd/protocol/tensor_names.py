@@ -1,0 +1,54 @@
+"""The record of a name map: a model's tensors by the names of the hub."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, FailFast, Field
+
+from syncd.protocol.records import Record, Size, Text
+
+
+class HubPiece(BaseModel):
+    """A part of a trainer's tensor as a tensor, or several, or a part of one, by the hub's names.
+
+    :class:`~syncd.checkpoint.name_map.NameMap` says how the fields work together.
+
+    Attributes:
+        name: of the tensor on the hub. If ``first`` is given, it has one ``{}`` for a number.
+        first: the number in the name of index 0 along dimension 0, which is split: one tensor an
+            index, without that dimension. None: it is not split.
+        rows: begin and end along the first dimension that is left after the split; None for all.
+        transposed: whether the last two dimensions that are left change places, after ``rows``.
+        at: where the part begins along dimension 0 of the hub's tensor, which is all parts with its
+            name, one after the other. None: the part is all of it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=1000)]
+    first: Size | None = None
+    rows: tuple[Size, Size] | None = None
+    transposed: bool = False
+    at: Size | None = None
+
+
+class MappedTensor(BaseModel):
+    """A trainer's tensor: its shape, and the pieces that it is on the hub."""
+
+    model_config = ConfigDict(frozen=True)
+
+    shape: Annotated[tuple[Size, ...], FailFast()]
+    pieces: Annotated[tuple[HubPiece, ...], FailFast(), Field(min_length=1)]
+
+
+class NameMapRecord(Record):
+    """``name_map.json`` beside ``config.json``: a model's tensors by the names of the hub.
+
+    Attributes:
+        tensors: a trainer's tensor → its pieces. The others have the same name and shape in both.
+        refused: why the mapping cannot be told, for people; then ``tensors`` is empty.
+    """
+
+    tensors: dict[str, MappedTensor] = Field(default_factory=dict)
+    refused: Text | None = None

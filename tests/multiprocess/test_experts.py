@@ -1,0 +1,88 @@
+"""From real ranks that train mixtures of experts to what transformers and PEFT write of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from syncd.checkpoint.build import build_model_folder
+from syncd.checkpoint.merging.options import MergeOptions, Work
+from syncd.checkpoint.save import look_at_save
+from syncd.protocol.layout import JobLayout
+from syncd.protocol.names import HUGGINGFACE, NAME_MAP
+from syncd.protocol.records import Manifest, Receipt, parse
+from tests.jobs import nothing
+from tests.merging import STORAGE
+from tests.multiprocess.expert_ranks import KINDS
+from tests.rank_programs import written_by
+from tests.tiny_models import logits, tensors_in
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written_by(tmp_path_factory, "tests.multiprocess.expert_ranks")
+
+
+def published(job: Path, out: Path) -> Manifest:
+    actor = JobLayout(job).actor(1)
+    out.mkdir()
+    return build_model_folder(
+        STORAGE,
+        actor,
+        look_at_save(STORAGE, actor, 1),
+        out,
+        options=MergeOptions(names="hub"),
+        work=Work(nothing),
+        sequence=1,
+    )
+
+
+def same(one: Path, other: Path) -> None:
+    found, truth = dict(tensors_in(one)), dict(tensors_in(other))
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(value, found[name]) for name, value in truth.items())
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_of_real_ranks_are_what_transformers_saves(
+    saves: Path, tmp_path: Path, kind: str
+) -> None:
+    manifest = published(saves / kind / "job", tmp_path / "out")
+
+    assert (manifest.names, manifest.checked) == ("hub", "receipt")
+    same(tmp_path / "out", saves / kind / "truth")
+    truth = logits(loaded(saves / kind / "truth"))
+    assert torch.equal(logits(loaded(tmp_path / "out")), truth)
+    receipt = JobLayout(saves / kind / "job").actor(1) / ".receipts" / "rank_0.json"
+    told = parse(Receipt, receipt.read_bytes(), receipt)
+    assert f"{HUGGINGFACE}/{NAME_MAP}" in {file.name for file in told.files}
+
+
+def test_an_adapter_of_stacked_experts_is_what_peft_saves(saves: Path, tmp_path: Path) -> None:
+    lora = saves / "lora"
+    manifest = published(lora / "adapter-job", tmp_path / "out")
+
+    assert (manifest.kind, manifest.names) == ("adapter", "trainer")
+    same(tmp_path / "out", lora / "adapter")
+    answers = [
+        logits(PeftModel.from_pretrained(loaded(lora / "base"), str(folder)).eval())
+        for folder in (tmp_path / "out", lora / "adapter")
+    ]
+    assert torch.equal(*answers)
+    assert not torch.equal(answers[0], logits(loaded(lora / "base")))
+
+
+def test_a_merged_adapter_of_experts_has_the_names_of_the_hub(saves: Path, tmp_path: Path) -> None:
+    manifest = published(saves / "lora" / "merged-job", tmp_path / "out")
+
+    assert (manifest.kind, manifest.names) == ("full", "hub")
+    same(tmp_path / "out", saves / "lora" / "merged")

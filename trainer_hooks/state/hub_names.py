@@ -1,0 +1,333 @@
+"""The names that a model's tensors have on the hub, as transformers would save the model.
+
+transformers is asked, and not imitated: its own conversion runs on tensors without content, and
+each result is found again in the tensor that it is a view of.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from syncd.checkpoint import hub_tables
+from syncd.checkpoint.name_map import NameMap
+from syncd.checkpoint.placement import Shape
+from syncd.checkpoint.tensor_rules import shown
+from syncd.protocol.errors import RecordError
+from syncd.protocol.names import NAME_MAP
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
+from trainer_hooks.state.full_plan import shape_of
+from trainer_hooks.state.plain_model import on_meta, plain_model
+from trainer_hooks.state.state_dict import tensors_of, within
+
+log = logging.getLogger(__name__)
+
+_NUMBER: Final = re.compile(r"\d+")
+
+
+class HubNames:
+    """The name map of a model that is trained, for each of its saves.
+
+    Promised: a save never fails because of it; if transformers cannot tell, the file says so.
+
+    Attributes:
+        model: in any wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._known: tuple[object, bytes] | None = None
+
+    def writers(
+        self, state: Mapping[str, Any], base: nn.Module | None = None
+    ) -> tuple[Callable[[Path], object], ...]:
+        """Writes ``name_map.json`` into the folder that it is given, if the model has one.
+
+        Args:
+            state: of the model that is saved: name → Tensor, DTensor or ShardedTensor.
+            base: of a PEFT model whose merged state that is: its base model, without wrappers.
+        """
+        tensors = tensors_of(state)
+        key = tuple((name, tuple(shape_of(value))) for name, value in tensors.items())
+        if self._known is None or self._known[0] != key:
+            found = self._asked(on_meta(tensors), base)
+            self._known = key, b"" if found is None or self._says_nothing(found) else found.encode()
+        content = self._known[1]
+        return ((lambda folder: (folder / NAME_MAP).write_bytes(content)),) if content else ()
+
+    def _says_nothing(self, names: NameMap) -> bool:
+        """True if nobody would think otherwise without the file."""
+        config = getattr(_inside(self.model), "config", None)
+        known = hub_tables.has_table(getattr(config, "model_type", None))
+        return not (names or names.refused or known)
+
+    def _asked(self, tensors: Mapping[str, Tensor], base: nn.Module | None) -> NameMap | None:
+        inner = _inside(self.model if base is None else base)
+        if not _is_pretrained(inner):
+            return None
+        try:
+            return name_map_of(plain_model(inner, tensors) if base is None else base, tensors)
+        except Exception as error:  # noqa: BLE001 - any model's modules are copied: no save may fail by it
+            return _refused(f"its modules cannot be copied: {type(error).__name__}: {error}")
+
+
+def name_map_of(model: nn.Module, tensors: Mapping[str, Tensor] | None = None) -> NameMap | None:
+    """The names by which transformers would save a model, tensor by tensor.
+
+    It is saved as it was loaded: a model of a hub's checkpoint by the hub's names. A model that was
+    not loaded, or from a checkpoint that has the model's own names already, is saved by the names
+    that transformers has for its type.
+
+    Args:
+        model: of transformers, without wrappers, on any device.
+        tensors: of its state dict, of which only names, dtypes and shapes are looked at; by default
+            all of them.
+
+    Returns:
+        The map; ``refused`` says if transformers cannot tell, or the hub's tensors are not made of
+        whole rows. None if the model is none of transformers, or transformers (before version 5)
+        does not convert.
+    """
+    if not _is_pretrained(model):
+        return None
+    try:
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - slow, and imported by a model of it
+    except ImportError:
+        return None
+    told = tensors_of(model.state_dict(keep_vars=True)) if tensors is None else tensors
+    sources = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
+        for name, value in told.items()
+    }
+    asked: Any = copy.copy(model)  # the same modules; only its own attributes may change
+    if not getattr(asked, "_weight_conversions", None):
+        asked._weight_conversions = None  # noqa: SLF001 - as of a model that was not loaded
+    try:
+        with torch.no_grad(), _Views() as views:
+            found = revert_weight_conversion(asked, dict(sources))
+    except Exception as error:  # noqa: BLE001 - any model's code may run: what it says goes into the record
+        return _refused(f"transformers cannot convert its names: {type(error).__name__}: {error}")
+    try:
+        return NameMap(NameMapRecord(tensors=_Trace(sources, views).tensors(found)))
+    except (_NotRowsError, RecordError) as error:
+        return _refused(str(error))
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The model in its wrappers."""
+    while (inner := within(model)) is not None:
+        model = inner
+    return model
+
+
+def _is_pretrained(model: nn.Module) -> bool:
+    if "transformers" not in sys.modules:
+        return False
+    from transformers import PreTrainedModel  # noqa: PLC0415 - slow, and imported by a model of it
+
+    return isinstance(model, PreTrainedModel)
+
+
+def _refused(why: str) -> NameMap:
+    log.warning("the model is published by the trainer's names alone: %s", why)
+    return NameMap(NameMapRecord(refused=shown(why)))
+
+
+class _NotRowsError(Exception):
+    """A tensor of the hub's is not made of whole rows of the trainer's."""
+
+
+class _Views(TorchFunctionMode):
+    """Inside, no operation copies: what would be copied stays a view, and joins are written down.
+
+    Attributes:
+        joined: of a tensor that was made by ``torch.cat`` its dimension and its parts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.joined: dict[int, tuple[int, Sequence[Tensor]]] = {}
+        self._kept: list[Tensor] = []  # so that no number is given twice
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in {Tensor.contiguous, Tensor.clone, torch.clone}:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func in {torch.cat, torch.concat, torch.concatenate}:
+            told = dict(zip(("tensors", "dim"), args, strict=False)) | (kwargs or {})
+            self.joined[_memory(result)] = told.get("dim", 0), tuple(told["tensors"])
+            self._kept.append(result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """The place of a hub's tensor in a trainer's one; fields as those of ``HubPart``."""
+
+    source: str
+    hub_name: str
+    index: int | None
+    rows: tuple[int, int] | None
+    transposed: bool
+    at: int | None
+
+
+class _Trace:
+    """Finds the tensors of the hub again in those that they are made of.
+
+    Args:
+        sources: the trainer's tensors.
+        views: the mode under which they were converted.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor], views: _Views) -> None:
+        self._sources = sources
+        self._joined = views.joined
+        self._source_of = {_memory(value): name for name, value in sources.items()}
+
+    def tensors(self, found: Mapping[str, Tensor]) -> dict[str, MappedTensor]:
+        """The entries of the map: only those that are not the same in both.
+
+        Raises:
+            _NotRowsError: the map cannot say it.
+        """
+        places: defaultdict[str, list[_Place]] = defaultdict(list)
+        for hub_name, value in found.items():
+            for part, at in self._parts(hub_name, value):
+                place = self._place(hub_name, part, at)
+                places[place.source].append(place)
+        tensors = {}
+        for name, value in self._sources.items():
+            told = places.get(name)
+            if told is None:
+                raise _NotRowsError(f"{shown(name)} is in no tensor of the hub's")
+            if told != [_Place(name, name, None, None, False, None)]:
+                shape = tuple(value.shape)
+                tensors[name] = MappedTensor(shape=shape, pieces=_pieces(told, shape))
+        return tensors
+
+    def _parts(self, hub_name: str, value: Tensor) -> list[tuple[Tensor, int | None]]:
+        joined = self._joined.get(_memory(value))
+        if joined is None:
+            return [(value, None)]
+        dim, parts = joined
+        if dim != 0 or value.shape[1:] != parts[0].shape[1:] or not value.is_contiguous():
+            raise _NotRowsError(f"{shown(hub_name)} is joined along dimension {dim}")
+        placed: list[tuple[Tensor, int | None]] = []
+        at = 0
+        for part in parts:
+            placed.append((part, at))
+            at += part.shape[0]
+        if at != value.shape[0]:
+            raise _NotRowsError(f"{shown(hub_name)} is a part of joined tensors")
+        return placed
+
+    def _place(self, hub_name: str, value: Tensor, at: int | None) -> _Place:
+        name = self._source_of.get(_memory(value))
+        if name is None:
+            raise _NotRowsError(f"{shown(hub_name)} is computed, and no part of any tensor")
+        source = self._sources[name]
+        shape = tuple(source.shape)
+        for transposed in (False, True):
+            sizes, steps = list(value.shape), list(value.stride())
+            if transposed:
+                if len(sizes) < 2:
+                    continue
+                sizes[-2:], steps[-2:] = sizes[:-3:-1], steps[:-3:-1]
+            offset, index = int(value.storage_offset()), None
+            inner = shape
+            if len(sizes) == len(shape) - 1:
+                index, offset = divmod(offset, max(1, prod(shape[1:])))
+                inner = shape[1:]
+            rows = _rows(sizes, steps, inner, offset)
+            if rows is not None:
+                whole = not inner or rows == (0, inner[0])
+                return _Place(name, hub_name, index, None if whole else rows, transposed, at)
+        raise _NotRowsError(
+            f"{shown(hub_name)} {tuple(value.shape)} is not made of whole rows of {shown(name)} "
+            f"{shape}"
+        )
+
+
+def _rows(
+    sizes: Sequence[int], steps: Sequence[int], inner: Shape, offset: int
+) -> tuple[int, int] | None:
+    """The rows of a tensor of shape ``inner`` that a view is; None if it is something else."""
+    if not inner:
+        return (0, 1) if not sizes and not offset else None
+    if tuple(sizes[1:]) != inner[1:] or len(sizes) != len(inner):
+        return None
+    step = prod(inner)
+    for size, own, told in zip(sizes, inner, steps, strict=True):
+        step = step // own if own else 0
+        if size > 1 and told != step:
+            return None
+    width = prod(inner[1:])
+    begin = offset // width if width else 0
+    if begin * width != offset or begin + sizes[0] > inner[0]:
+        return None
+    return begin, begin + sizes[0]
+
+
+def _pieces(places: Sequence[_Place], shape: Shape) -> tuple[HubPiece, ...]:
+    """The same in fewer words: the tensors of all indices are one piece.
+
+    Raises:
+        _NotRowsError: their names do not count.
+    """
+    groups: defaultdict[object, list[_Place]] = defaultdict(list)
+    for place in places:
+        same = place.index is not None, place.rows, place.transposed, place.at
+        # Without an index each is a piece, should there be several.
+        groups[(*same, None if same[0] else place.hub_name)].append(place)
+    pieces = []
+    for group in groups.values():
+        first = group[0]
+        name, number = first.hub_name, None
+        if first.index is not None:
+            name, number = _counted(sorted(group, key=lambda place: place.index or 0), shape)
+        pieces.append(
+            HubPiece(
+                name=name,
+                first=number,
+                rows=first.rows,
+                transposed=first.transposed,
+                at=first.at,
+            )
+        )
+    return tuple(pieces)
+
+
+def _counted(group: Sequence[_Place], shape: Shape) -> tuple[str, int]:
+    """The name of tensors that differ in one number, with ``{}`` for it, and the first number."""
+    names = [place.hub_name for place in group]
+    if [place.index for place in group] == list(range(shape[0])):
+        for match in reversed(list(_NUMBER.finditer(names[0]))):
+            first = int(match[0])
+            before, after = names[0][: match.start()], names[0][match.end() :]
+            if names == [f"{before}{first + index}{after}" for index in range(shape[0])]:
+                return f"{before}{{}}{after}", first
+    raise _NotRowsError(f"{shown(group[0].source)} is {shown(names[0])} and others, not counted")
+
+
+def _memory(value: Tensor) -> int:
+    """The identity of the memory that a tensor is a view of, while that lives."""
+    return int(value.untyped_storage()._cdata)  # noqa: SLF001 - on meta there is no address
