@@ -305,7 +305,9 @@ class WeightReceiver:
     def fill(
         self, fit: Callable[[WeightMeta], Fit], changing: AbstractContextManager[object]
     ) -> None:
-        """Fill the targets in place, tensor by tensor as they arrive; complete on every device.
+        """Fill the targets in place, tensor by tensor as they arrive.
+
+        When it returns, the copies to all devices are complete.
 
         Args:
             fit: as of :meth:`receive_into`.

@@ -194,7 +194,9 @@ class DeltaBases:
             told = job.read(DeltaProgress, job.layout.delta_progress, OF_OTHERS)
             if told is not None and told.sequence >= target.sequence:
                 if told.sequence > target.sequence:
-                    raise NoDeltaError(f"{which} was given up for that to version {told.sequence}")
+                    raise NoDeltaError(
+                        f"{which} was given up: the daemon makes the one to version {told.sequence}"
+                    )
                 if told.state == "made":
                     return
                 if told.state == "none":

@@ -54,7 +54,7 @@ class NamedPiece(NamedTuple):
         return Box(tuple(a + b for a, b in zip(offsets, self.own_box.offsets, strict=True)), shape)
 
     def seen_from_own(self, part: Tensor) -> Tensor:
-        """A part of the other tensor, as :meth:`to_own` turns it; a view."""
+        """A view of a part of the other tensor, transposed as in :meth:`to_own`."""
         turned = part.transpose(-1, -2) if self.swaps else part
         return turned[(0,) * -self._more] if self._more < 0 else turned[(None,) * self._more]
 
@@ -109,7 +109,7 @@ class GivenNames:
         return pieces if fits else []
 
     def by_hub(self, tensors: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """Tensors of either names by those of the hub."""
+        """Tensors under either kind of names, renamed to the hub's."""
         found: dict[str, TensorSpec] = {}
         for name, spec in tensors.items():
             parts = self._hub(name, spec.shape)

@@ -188,7 +188,7 @@ class Decisions:
         try:
             work = dist.broadcast(word, src=0, group=self._group, async_op=True)
         except RuntimeError as error:
-            # Of a rank that is gone the save says so, which will miss its receipt.
+            # If that rank is gone, the save will report it, because its receipt is missing.
             log.warning("cannot tell all ranks what to save: %s", error)
         else:
             self._sent.append((work, word))

@@ -57,7 +57,7 @@ class Cadence:
     After n failed broadcasts in a row, the next 2**(n-1) - 1 syncs, at most 15, go by files.
 
     Args:
-        checkpoint_every: one sync of so many is saved.
+        checkpoint_every: save every so many syncs by the checkpoint path.
     """
 
     def __init__(self, checkpoint_every: int) -> None:

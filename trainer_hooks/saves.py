@@ -88,7 +88,7 @@ class Saver:
         self._progress = progress
         self._said_merged = False
         self._hub_names = HubNames(trained.model)
-        # As the other buffers: to take new memory takes longer than to copy.
+        # Reused like the other buffers, because allocating takes longer than copying.
         self._masters: deque[HostBuffers] = deque(maxlen=1)
 
     def begin(self, place: SaveFolder, save_id: SaveId, plan: Plan) -> None:

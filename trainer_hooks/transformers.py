@@ -140,7 +140,7 @@ class SyncdCallback(TrainerCallback):
             NameTakenError: another trainer works in this job.
             InvalidSettingsError: invalid settings, or an unsupported model.
         """
-        # Of a training that failed before, or whose batch was too large (auto_find_batch_size).
+        # Left by a training that failed, or whose batch was too large (auto_find_batch_size).
         self._abandon(RuntimeError)
         self._metrics = {}
         saving = self._saving

@@ -142,7 +142,7 @@ class MayStartLater(Protocol):
 
 @runtime_checkable
 class TakesHubNames(Protocol):
-    """What an :class:`Engine` says besides that finds tensors by the hub's names, too.
+    """An :class:`Engine` that also finds tensors by the hub's names.
 
     In a new job versions get the hub's names if all explorers take them (``syncd run --names``). An
     engine that does not say so is given the names of the trainer's model there.

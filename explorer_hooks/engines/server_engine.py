@@ -294,8 +294,8 @@ class ServerEngine(ServerCalls):
             raise EngineBrokenError(f"{self._whose} stays paused: {self._torn}")
         if self._uncached is not None:
             raise EngineBrokenError(
-                f"{self._whose} stays paused: it has {self._uncached}, and caches of the weights "
-                "before"
+                f"{self._whose} stays paused: it has {self._uncached}, but its caches are of the "
+                "previous weights"
             )
         self._must(self._resume)
         if self._proof is not None:

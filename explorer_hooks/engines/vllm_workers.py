@@ -225,15 +225,15 @@ class VLLMWorkers:
 
 
 def takes_names_of(version: LeasedVersion, fits: Fits | None) -> bool:
-    """Whether vLLM finds tensors by the names of a version.
+    """True if vLLM finds tensors by the names of a version.
 
     It was measured with vLLM 0.32: of the types in ``_BY_BOTH`` vLLM finds experts by the trainer's
     names, too. It may do so of others; if not, it fails in the middle of the load.
 
     Args:
         version: to load.
-        fits: what this vLLM serves, if that is known. By the names that it has been started with it
-            finds tensors again.
+        fits: the model that this vLLM serves, if known. It finds tensors by the names of the
+            checkpoint that it was started with.
     """
     if version.kind != "full" or fits is None or fits.has_names_of(version):
         return True

@@ -170,7 +170,7 @@ class Adapter:
         return tokens if tokens.endswith(_TRAINED_TOKENS) and tokens != name else None
 
     def _bias(self, name: str, bias: str) -> str | None:
-        """Of the base model's biases, those that are trained."""
+        """The name of a bias of the base model, if the adapter trains it."""
         if bias == "lora_only":
             return name if name.removesuffix(".base_layer.bias") in self.modules else None
         if bias != "all" or not name.endswith(".bias") or _NOT_BASE.search(name):

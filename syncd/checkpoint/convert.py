@@ -1,8 +1,7 @@
 """Full checkpoints as Hugging Face models: the merged weights of a step in its ``huggingface/``.
 
-What is put there is the trainer's folder's own, and never read again: not by a later merge of the
-step, and not to tell one save from another. ``manifest.json`` beside it says which save it is of,
-and which files there must be.
+syncd never reads these files again, neither for a later merge of the step, nor to tell one save
+from another. ``manifest.json`` beside them names the save that they are from, and all their files.
 """
 
 from __future__ import annotations

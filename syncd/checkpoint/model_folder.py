@@ -70,7 +70,7 @@ def copy_model_files(
     Raises:
         CheckpointError: a file over 1 GiB, over 4 GiB in all, a name that no manifest can hold, or
             ``source_hf`` is there and no folder, or folders inside folders, over 64 deep.
-        OSError: as the storage says, e.g. ``ENOSPC``, or ``ENOENT`` for a file that went away.
+        OSError: storage failed, e.g. ``ENOSPC``; ``ENOENT`` if a file was deleted meanwhile.
     """
     copied = []
     folders = {folder}

@@ -180,7 +180,7 @@ class NameMap:
             return [HubPart(name, shape)]
         if tensor.shape != shape:
             raise CoverageError(
-                f"{shown(name)} has shape {shape}, and {self._where} is of one of shape "
+                f"{shown(name)} has shape {shape}, but {self._where} maps one of shape "
                 f"{tensor.shape}: save the model and its name map together"
             )
         return list(_parts(tensor))

@@ -187,7 +187,7 @@ def place(local_shape: Shape, layout: Sharding, *, tensor: str, file: str) -> Po
 
 
 def _told(*values: object) -> str:
-    """Values of a file, so that a message can hold them."""
+    """Values of a file as text, shortened for a message."""
     text = ", ".join(map(str, values))
     return text if len(text) <= _TOLD_LIMIT else f"{text[:_TOLD_LIMIT]}…"
 

@@ -26,9 +26,9 @@ from syncd.protocol.errors import ShardFormatError
 
 #: The limit of the safetensors library itself.
 HEADER_LIMIT: Final = 100_000_000
-#: So many entries of a header are made into text at a time.
+#: The number of a header's entries that are encoded at a time.
 _PART: Final = 1000
-#: Where the data section begins is a multiple of this, in bytes.
+#: The offset of the data section is a multiple of this, in bytes.
 PAGE: Final = 4096
 
 
@@ -51,8 +51,8 @@ def header_bytes(
 ) -> bytes:
     """The first bytes of a safetensors file: a length (8 bytes, little endian) and JSON.
 
-    Padded with spaces so that the data section behind it starts at a page: its blocks can be shared
-    with the shards' then, and be read past the page cache.
+    Padded with spaces so that the data section starts at a page. Then its blocks can be shared with
+    the shards', and it can be read without the page cache.
 
     Args:
         entries: the tensors.
@@ -125,7 +125,7 @@ def _field(name: str, field: object, where: str) -> HeaderEntry:
 def checked_entry(
     name: object, dtype: object, shape: object, begin: object, end: object
 ) -> HeaderEntry | None:
-    """An entry of these values, or None where they are not of the kinds that they must be."""
+    """An entry of these values, or None if one has the wrong type."""
     sizes = shape_of(shape)
     if (
         isinstance(name, str)

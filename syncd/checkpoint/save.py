@@ -434,7 +434,7 @@ def fingerprint(storage: Storage, actor: Path, weights: tuple[str, ...]) -> str:
         weights: the names of the files in it that the save is made of.
 
     Raises:
-        OSError: as the storage says; a FileNotFoundError if a file went meanwhile.
+        OSError: storage failed; FileNotFoundError if a file was deleted meanwhile.
     """
     hasher = xxhash.xxh3_128()
     parts = {True: xxhash.xxh3_64(), False: xxhash.xxh3_64()}  # of .metadata, and of the others

@@ -56,10 +56,10 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=options.BytesRange(min=1),
             help="With --follow: the most bytes that the copies in --stage may take.",
         ),
-        click.option("--link", type=path, default=None, help="With --follow: its --link."),
-        click.option("--command", "run", default=None, help="With --follow: its --command."),
+        click.option("--link", type=path, default=None, help="With --follow: its --link option."),
+        click.option("--command", "run", default=None, help="With --follow: its --command option."),
         click.option(
-            "--memory-dir", type=path, default=None, help="With --follow: its --memory-dir."
+            "--memory-dir", type=path, default=None, help="With --follow: its --memory-dir option."
         ),
         click.option(
             "--option",

@@ -113,7 +113,7 @@ class Bench:
         found = map(parse_version_folder, self._job.storage.names(layout.published))
         for sequence in sorted((one for one in found if one is not None), reverse=True):
             try:
-                # Before it is leased: a lease of each version on the way would be seen by others.
+                # Read the manifest first: a lease on each version tried would be visible to others.
                 manifest = read_manifest(self._job.storage, layout.version(sequence))
                 if self.is_of(manifest, step):
                     return self._versions.hold(sequence)
@@ -196,5 +196,5 @@ class _Build:
         """
         if self._job.storage.unlink_if_there(self._path):
             return
-        if not self._job.storage.exists(self._job.layout.format):  # unmounted, say
+        if not self._job.storage.exists(self._job.layout.format):  # for example unmounted
             raise FileNotFoundError(errno.ENOENT, "the job's folder is missing", str(self._path))

@@ -149,7 +149,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             received: the save id of the served weights, if they came by a broadcast.
             bench: the step that is evaluated, in place of a version.
             workers: how many ranks of a weight group it is from now on; None for as many as before.
-            group: with that, the weight group that all of them have open.
+            group: given with ``workers``: the weight group that all of them have open.
             starting: the reason why it is not running yet; its next status clears that too.
             delta_base: the newest version that its host has, as a base of deltas.
         """

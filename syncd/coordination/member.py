@@ -228,7 +228,7 @@ class Member(Generic[Report]):
         It is leased from the first one to the last, or until the iterator is closed.
 
         Args:
-            version: the one that a wait has returned, say; None for the newest by then.
+            version: for example the one that a wait returned; None for the newest at the call.
 
         Raises:
             VersionGoneError: that version was retired: there is a newer one to wait for.
@@ -352,7 +352,7 @@ class Member(Generic[Report]):
         Raises:
             InvalidSettingsError: a name without a role, an explorer without a name, no such role,
                 or a name that cannot be part of a file name.
-            RecordError: the file is torn, and so is the one before it.
+            RecordError: the file is torn, and so is its previous copy.
             ProtocolMismatchError: a newer protocol wrote it.
             OSError: storage failed.
         """

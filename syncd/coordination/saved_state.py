@@ -29,8 +29,8 @@ _TORN: Final = SavedState(iteration=0)
 class StateFile:
     """One participant's saved state, and the one before it.
 
-    Promised: a save that was cut off at any point leaves the state before it; a file that is torn
-    all the same falls back to the previous one.
+    Promised: a save that is cut off at any point leaves the previous state. If the file is torn
+    nevertheless, loading falls back to the previous file.
 
     Args:
         job: the job.
@@ -74,12 +74,12 @@ class StateFile:
             return found
         previous = self._read(self._previous)
         if previous is not None and previous is not _TORN:
-            log.warning("%s is torn or gone: using the one before it", self._path)
+            log.warning("%s is torn or missing: using its previous copy", self._path)
             return previous
         if found is previous is None:
             return None
         raise RecordError(
-            f"{self._path} is torn, and so is the one before it: remove both to begin anew"
+            f"{self._path} is torn, and so is its previous copy: remove both to begin anew"
         )
 
     def _replace(self, path: Path, content: bytes) -> None:
@@ -93,7 +93,7 @@ class StateFile:
 
 def _readable(iteration: int, state: Mapping[str, Any]) -> bytes:
     """The bytes of a record that can be read again."""
-    # Strictly: pydantic would write NaN and Inf as nothing.
+    # Refuse NaN and Inf here, because pydantic would write them as null.
     json.dumps(state, allow_nan=False)
     content = encode(SavedState(iteration=iteration, state=dict(state)))
     if len(content) > LONG_RECORD_LIMIT:

@@ -210,7 +210,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            False if it lags still: the trainer goes on all the same.
+            False if it still lags; training should go on nevertheless.
         """
         if self.settings.max_explorer_lag is None:
             return True

@@ -13,7 +13,7 @@ from syncd.protocol.errors import CancelledError, WaitTimeoutError
 from syncd.storage.judge import Clock
 from syncd.storage.watch import Watcher
 
-#: Seconds between two looks of a pause, at most.
+#: Seconds between two checks for a cancellation during a pause, at most.
 _LOOK: Final = 0.05
 
 

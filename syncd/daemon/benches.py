@@ -166,7 +166,7 @@ class Benches:
             if kind is not Kind.FILE or not name.endswith(_RECORD) or name.startswith(TEMPORARY):
                 continue
             request = self._job.read(BenchRequest, folder / name, OF_OTHERS)
-            # Its id becomes a path: only that of the file itself will do.
+            # Its id becomes a path, so it must equal the file's name.
             if request is not None and self._job.layout.bench_request(request.id) == folder / name:
                 requests[request.id] = request
         return requests, [name for name, kind in kinds.items() if kind is Kind.FOLDER]

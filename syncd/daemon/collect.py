@@ -29,7 +29,7 @@ from syncd.storage.step_folders import step_folders
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two looks whether the reserve is whole.
+#: Seconds between two checks that the reserve is complete.
 _KEEP_ROOM_AGAIN: Final = 60.0
 #: How many step folders one round looks into for new leftovers.
 _STEPS_PER_ROUND: Final = 64
@@ -156,7 +156,7 @@ class Collector:
         clock: seconds, monotonic.
 
     Attributes:
-        grace: may be set anew; it counts for the leftovers that are watched already, too.
+        grace: may be changed; the new value also counts for leftovers that are watched already.
     """
 
     def __init__(self, job: Job, grace: float, *, clock: Clock) -> None:

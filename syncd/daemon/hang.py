@@ -71,7 +71,7 @@ class HangGuard:
         self._armed = False
 
     def __enter__(self) -> Self:
-        # Of the watchdog's SIGABRT, and of a crash in C, the journal has the stacks too.
+        # On the watchdog's SIGABRT, or a crash in C, the stacks go to the journal too.
         faulthandler.enable(file=_STDERR)
         self._armed = True
         self._arm(self.hang_time)

@@ -77,7 +77,7 @@ class Participants:
             self._before = dict.fromkeys(found, now)
         self._alive = bool(alive)
         before = self._before
-        # One that goes soon was taken away by its owner: it takes longer to be collected.
+        # If it disappears this soon, its owner deleted it: the daemon waits longer.
         left = [now - before.pop(who) < self._soon for who in before.keys() - set(found)]
         stayed = [now - before.get(who, float("-inf")) > self._proof for who in alive]
         self._seen = self._seen or any(left) or any(stayed)

@@ -132,7 +132,7 @@ class Publisher:
         if served is None:
             return None
         self._serve(served)
-        # Of a rollback's step the folder may hold another save by now.
+        # If it is a rollback, the step's folder may hold another save by now.
         if served.rolled_back is None:
             self.outcomes.found_published(served)
         return found.adopted

@@ -92,7 +92,7 @@ def look_back(job: Job) -> FoundVersions:
             found.served = look.finished(found.latest.sequence)
         except ProtocolMismatchError as error:
             log.error(
-                "%s: publishing the save that the pointer names again",
+                "%s; publishing again the save that the pointer names",
                 error,
                 extra=Event.VERSION_DAMAGED(
                     path=job.layout.version(found.latest.sequence), reason=error

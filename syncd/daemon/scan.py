@@ -103,7 +103,7 @@ class Scanner:
         outcome = known.outcomes.get(save.step) if save else None
         versions = self._versions(self._job.layout.published)
         lease_folders = self._versions(self._job.layout.leases)
-        # A listing may be late, or fail; that a version was retired is asked of its own name.
+        # A listing may be late, or fail; so look up the version's own name to see if it is retired.
         lease_folders += tuple(
             sequence
             for sequence in sorted(set(versions).difference(lease_folders))
@@ -221,8 +221,8 @@ class Scanner:
                 and outcome.outcome == "quarantined"
             )
         )
-        # Looked at once, it may be the one before: a first open is late on some storage, and a
-        # listing for longer.
+        # Settled only if two looks agree: on some storage a first open still gives the previous
+        # save, and a listing does so for longer.
         before, self._looked = self._looked, (key, save.identity)
         settled = settled and before == self._looked
         self._settled = (key, known.published_save) if settled else None
@@ -268,7 +268,7 @@ class Scanner:
         self._dead_since = {name: self._dead_since.get(name, now) for name in dead}
         found: list[LeaseSeen] = []
         for sequence, marker, session in held:
-            # A name that is none of ours is kept as a lease: someone meant something by it.
+            # A name of another format is kept as a lease: somebody put it there on purpose.
             since = self._dead_since.get(session) if session else None
             found.append(LeaseSeen(sequence, marker, None if since is None else now - since))
         return found

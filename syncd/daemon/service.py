@@ -199,7 +199,7 @@ class Service:
         path = self._job.layout.format
         lease_time = parse(Format, self._job.storage.read(path), path).lease_time
         if lease_time != self._lease_time:
-            # Another job came in its place, and the living must not be judged by the one before.
+            # Another job replaced it; do not judge its participants by the old job's observations.
             self._lease_time = lease_time
             self._participants = self._participants_of_job()
         self._away = False

@@ -32,7 +32,7 @@ class Steering:
         return self._job.read(Pause, path, self._policy, unreadable=damaged)
 
     def is_paused(self) -> bool:
-        """Whether the job is paused now, asked of the server."""
+        """True if the job is paused now; asks the server, not the client's cache."""
         self._job.storage.refresh(self._job.layout.state)
         return self.pause() is not None
 
@@ -82,5 +82,5 @@ class Steering:
         if name.startswith(TEMPORARY):
             return None
         request = self._job.read(RollbackRequest, path, self._policy)
-        # Its id becomes a path: only that of the file itself will do.
+        # Its id becomes a path, so it must equal the file's name.
         return request if request and self._job.layout.request(request.id) == path else None

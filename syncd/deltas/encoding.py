@@ -239,7 +239,7 @@ class Decoder:
                 raise BlockError(f"it has {len(block) - 1} bytes for {elements} elements")
             return None
         if block[0] != _SPARSE or len(block) < _HEAD.size:
-            raise BlockError("it begins with no kind of block that is known")
+            raise BlockError("it begins with an unknown kind of block")
         _, *stored, gap_length = _HEAD.unpack_from(block)
         if _HEAD.size + sum(stored) != len(block):
             raise BlockError("the lengths of its parts do not sum up to its own")

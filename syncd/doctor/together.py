@@ -51,7 +51,7 @@ def exclusive(parties: Sequence[Party], room: str) -> Finding:
     for number in range(len(parties)):
         parties[0].must("create", f"{room}/source-{number}")
     for way in _WAYS:
-        # This process last, because it only acts when its answer is read, and then first.
+        # Ask this process last: it acts when its answer is read, and its answer is read first.
         for number, party in reversed(list(enumerate(parties))):
             call = PartyCall(
                 do="race", change=way, count=_ROUNDS, other=f"{room}/{way}", seconds=60
@@ -71,7 +71,7 @@ def replaced(parties: Sequence[Party], room: str) -> Finding:
     parties[0].end()
     counts = []
     for writer in parties:
-        # This process last, because it only acts when its answer is read, and then first.
+        # Ask this process last: it acts when its answer is read, and its answer is read first.
         for party in parties[::-1]:
             do, seconds = ("rewrite", _CHURN + 0.2) if party is writer else ("reread", _CHURN)
             party.begin(PartyCall(do=do, name=f"{room}/file", seconds=seconds))

@@ -66,7 +66,7 @@ class JobLayout:
 
     @property
     def state(self) -> Path:
-        """``.syncd``: everything of ours that is not a version."""
+        """``.syncd``: all files of syncd that are not versions."""
         return self.root / ".syncd"
 
     @property

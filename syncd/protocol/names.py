@@ -226,7 +226,7 @@ def lease_marker(name: str, session: str) -> str:
 
 
 def parse_lease_marker(marker: str) -> tuple[str, str] | None:
-    """``(name, session)`` of a lease's file name, or None if it is not one of ours."""
+    """``(name, session)`` of a lease's file name, or None if it has another format."""
     name, dot, session = marker.partition(".")
     return (name, session) if dot and _NAME.fullmatch(name) and _NAME.fullmatch(session) else None
 

@@ -27,7 +27,7 @@ class _Owned(BaseModel):
 
 
 def session_of(content: bytes) -> str | None:
-    """The session that a participant's report or claim names, of whatever protocol it is.
+    """The session in a participant's report or claim; reads records of any protocol version.
 
     So an older syncd can tell whether a newer participant lives.
 
@@ -45,7 +45,7 @@ class _Named(BaseModel):
 
 
 def name_in(content: bytes) -> str | None:
-    """The name that a participant's report or claim says, of whatever protocol it is."""
+    """The name in a participant's report or claim; reads records of any protocol version."""
     try:
         return _Named.model_validate_json(content).name
     except ValidationError:

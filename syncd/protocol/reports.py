@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
 from syncd.protocol.records import Record, Seconds, Sequence, SessionId, Size, Step, Text
 
-#: How many of its last loads an explorer's report names. The daemon reads each report at least once
-#: in half as many rounds, and publishes at most one version a round.
+#: How many of its last loads an explorer's report lists. The daemon misses none: in half as many
+#: rounds it reads each report at least once, and it publishes at most one version a round.
 LOADS_KEPT: Final = 16
 #: Seconds between two signs of life of a delta that is being made.
 DELTA_SIGN: Final = 1.0

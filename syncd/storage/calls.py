@@ -266,7 +266,7 @@ class Calls:
     # -- descriptors ---------------------------------------------------------------------------
 
     def _open(self, path: Path, flags: int) -> int:
-        # Not to block on a pipe that someone left under a name of ours.
+        # So that it does not hang on a pipe that somebody put under this name.
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         with self._beneath.at(path) as (name, folder):
             return os.open(name, flags, 0o666, dir_fd=folder)

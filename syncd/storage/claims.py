@@ -136,7 +136,7 @@ class HeldName:
             )
             self._job.storage.link(draft, self._path)
         except FileExistsError:
-            # Ours all the same if a server's first answer was lost.
+            # It is ours if the server did it, but its answer was lost.
             return read_claim(self._job.storage, self._path) == self._session
         finally:
             self._job.storage.unlink_if_there(draft)

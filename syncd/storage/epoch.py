@@ -342,7 +342,7 @@ class Epoch:
         return target
 
     def _rename(self, source: Path, target: Path, ours: Callable[[], bool]) -> None:
-        """Rename, and after an error look whether it was done all the same.
+        """Rename; after an error, check if the server did it nevertheless.
 
         A server that did the rename but whose answer was lost is asked again, and says ENOENT.
         """

@@ -24,7 +24,7 @@ _REFUSED_HERE: Final = frozenset({errno.ELOOP, errno.EACCES, errno.EPERM, errno.
 
 
 def unwritable_storage(error: OSError, path: object) -> SyncdError | None:
-    """The error of ours for storage on which nobody can write; None for any other error.
+    """The syncd error for storage on which nobody can write; None for any other error.
 
     Args:
         error: of a write.

@@ -29,7 +29,7 @@ _NOT_SHARED: Final = _REFUSED | {errno.ENOTTY, errno.EAGAIN, errno.EINTR, errno.
 _NO_LINKS: Final = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 )
-#: A record of a few fields; more than this is not one of ours.
+#: The limit for a record of a few fields, in bytes; syncd writes no larger one.
 RECORD_LIMIT: Final = 1024 * 1024
 #: A record that grows with a job or a model: the manifest, the saves on record.
 LONG_RECORD_LIMIT: Final = 256 * 1024 * 1024
@@ -174,11 +174,11 @@ class Storage(Calls):
         self.sync_folder(path.parent)
 
     def refresh(self, path: Path) -> None:
-        """Let this client ask the server for the names in a folder, and not its cache.
+        """Make this client ask the server for the names in a folder, not its cache.
 
-        Clients of network filesystems remember that a name was not there, and what it stood for; on
-        NFS 4.2 even rmdir is not asked of the server then (measured). A change of one's own in the
-        folder makes them forget: that of its times is enough, and needs no room.
+        Clients of network filesystems cache missing names, and the files that names refer to. On
+        NFS 4.2 even rmdir is then answered from the cache (measured). A change that the client
+        makes to the folder drops the cache: setting its times is enough, and needs no disk space.
         """
         self.utime(path)
 

@@ -48,8 +48,8 @@ class Job:
     def open(self, *, lease_time: float | None = None) -> Format:
         """Make the missing folders of ``.syncd`` and ``published``, and agree on the format.
 
-        The first one to open a job fixes its lease time; later wishes are not heard, since two
-        hosts that judge by different lease times would take leases from each other.
+        The first process to open a job fixes its lease time; later values are ignored, because two
+        hosts with different lease times would take leases from each other.
 
         Args:
             lease_time: seconds, for a job that has none yet. Default 30.

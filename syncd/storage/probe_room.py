@@ -1,4 +1,4 @@
-"""The room in which ``syncd doctor`` measures: nothing outside it is changed, and it goes.
+"""The temporary folder in which ``syncd doctor`` measures; it changes nothing outside it.
 
 ``.syncd/doctor/NAME.alive`` is there before the folder ``NAME`` is, and until after it is gone: a
 folder without it was left behind, and may be removed by anybody.

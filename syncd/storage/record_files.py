@@ -66,7 +66,7 @@ def readable_lines(model: type[R], lines: Iterable[bytes], path: Path) -> Iterat
 
 
 def move_away(storage: Storage, path: Path) -> None:
-    """Rename something foreign that stands under the name of a file of ours; delete nothing."""
+    """Rename a foreign file that has the name of one of syncd's files; delete nothing."""
     away = path.with_name(f"{path.name}.moved-{secrets.token_hex(6)}")
     storage.rename(path, away)
     log.error(

@@ -54,12 +54,12 @@ class Watcher:
 
     ``wake`` may be called from any thread and from a signal handler: it only writes to an eventfd.
 
-    Of a folder that is moved, replaced or unmounted nothing more is heard, nor by who watches the
-    new one by the same name while the old one is still watched.
+    If a folder is moved, replaced or unmounted, its watchers get no more events. Nor do watchers of
+    a new folder by the same name, as long as the old one is still watched.
 
     Args:
-        names: folder → the names in it that matter; links are followed. Where storage does not
-            answer, this waits for it, as a look into the folder does; others of the process do not.
+        names: folder → the names in it that matter; links are followed. If storage does not
+            answer, this watcher blocks, as a read of the folder would; others do not.
     """
 
     def __init__(self, names: Mapping[Path, frozenset[str]]) -> None:

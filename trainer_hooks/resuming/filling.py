@@ -169,7 +169,7 @@ def _plan(
                         continue
                     copies.append(BoxRead(goal, file, dtype, (box, local), taken))
                     left[number].extend(without(wanted, taken))
-    # Of tied tensors a full state dict may have one name alone.
+    # A full state dict may have only one name of tied tensors.
     filled = {_place(goal) for goal in goals if goal.name in seen and goal.box.size}
     missing = [
         (goal, left[number] or [goal.box])
@@ -196,7 +196,7 @@ def _checked_dtype(goal: Goal, held: Held, path: Path) -> torch.dtype:
     dtype = held.torch_dtype
     if dtype is None or not _becomes(dtype, goal.tensor.dtype):
         raise CheckpointError(
-            f"{path} has '{shown(goal.name)}' as {held.dtype}, which does not become "
+            f"{path} has '{shown(goal.name)}' as {held.dtype}, which cannot be loaded as "
             f"{goal.tensor.dtype}: the file is of another model or optimizer"
         )
     return dtype

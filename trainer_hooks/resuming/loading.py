@@ -95,7 +95,7 @@ class ModelLoading(Loading):
                 "the model's state dict has a name that is no parameter or buffer of it "
                 f"({error}), which torch cannot load: load the weights from a published version"
             ) from error
-        # Of tied tensors a full state dict has one name alone.
+        # A full state dict has only one name of tied tensors.
         for name, first in tied_by_fsdp1(self._model).items():
             self._state[name] = self._state[first]
 
@@ -241,8 +241,8 @@ class OptimizerLoading(Loading):
             elif _comparable(options[name]) != _comparable(options[first]):
                 raise CheckpointError(
                     f"in {self.files.paths[0]} '{shown(name)}' has other options than "
-                    f"'{shown(first)}', and here they are in one group of parameters: make the "
-                    "groups as they were"
+                    f"'{shown(first)}', but this optimizer has both in one parameter group: make "
+                    "the same groups as when it was saved"
                 )
         found: dict[str, Tensor] = {}
         for key, value in options.get(first, {}).items() if first is not None else ():

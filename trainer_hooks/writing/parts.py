@@ -201,7 +201,7 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
     sink = _Sink(draft)
     try:
         with _with_crc32(), _on_pages() if _is_large(state) else nullcontext():
-            # Of a file object torch.save uses write and flush alone.
+            # torch.save only uses a file object's write and flush.
             torch.save(dict(state), cast("IO[bytes]", sink))
     except RuntimeError as error:
         if sink.refused is not None:

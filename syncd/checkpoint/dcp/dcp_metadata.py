@@ -253,7 +253,7 @@ class Selected(NamedTuple):
     Attributes:
         names: of tensors: in the checkpoint → in the model, in the order of the checkpoint.
         others: entries of the model's dict that are no tensors, by their names in the checkpoint.
-        is_all: whether nothing besides the model is there.
+        is_all: True if it has nothing except the model.
     """
 
     names: Mapping[str, str]
@@ -309,7 +309,7 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
 
 
 def _is_extra(name: str) -> bool:
-    """True if it is a module's extra state besides tensors, or something in that."""
+    """True if it is a module's extra state, other than tensors, or inside one."""
     return f"{EXTRA_STATE}." in f"{name}."
 
 
@@ -353,7 +353,7 @@ def _parent(entries: Mapping[str, SavedName], where: str) -> Keys:
 
 
 def _told(entries: Mapping[str, SavedName]) -> str:
-    """The places of tensors, as prefixes, for a message."""
+    """The prefixes of the names of some tensors, for a message."""
     places = dict.fromkeys(
         f"'{shown('.'.join((*parent, '')) if parent else '', 60)}'" for parent in _parents(entries)
     )

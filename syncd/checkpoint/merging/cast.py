@@ -70,7 +70,7 @@ class Caster:
                 task="cast",
                 flags="-I",
                 pass_fds=(fd,),
-                cancel=lambda: None,  # each call brings the one of its thread
+                cancel=lambda: None,  # each call passes its own
                 wall_seconds=_WALL_SECONDS,
                 python=python,
             )

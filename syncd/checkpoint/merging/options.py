@@ -41,7 +41,7 @@ class MergeOptions:
         cast: the dtype that floating tensors are cast to; None to keep theirs.
         prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
             None to find out.
-        names: those that tensors get: ``hub``, as on the hub, or ``trainer``, as they were saved.
+        names: the tensors' names: ``hub``, as on the hub, or ``trainer``, as they were saved.
         threads: how many files are written at a time, and no more than there are processors: into
             one file several gain nothing, for they wait for its lock.
         in_kernel: whether the kernel copies into this open file, if nothing is computed of the

@@ -223,7 +223,7 @@ def _without_tied(tensors: list[PlannedTensor], cancel: Callable[[], None]) -> l
             and (tensor.dtype, tensor.shape) == (head.dtype, head.shape)
         ]
         if alike:
-            # Of several the one whose name is most like it: they are of one model inside another.
+            # Of several, take the most similar name: one model is wrapped in another.
             same = max(alike, key=lambda tensor: _begins_alike(tensor.name, head.name))
             same = next((tensor for tensor in alike if tensor.parts == head.parts), same)
             known = {same.parts, *(copy.parts for copy in same.copies)}

@@ -225,8 +225,8 @@ def tile(
 def _rows(shape: Shape, blocks: Sequence[Block]) -> tuple[Run, ...] | None:
     """The bytes of blocks of whole rows, each of which begins where the one before ends.
 
-    Those of most tensors are, so that this is worth its own proof. None where they are not, or not
-    all rows.
+    Most tensors are cut like this, so this case has its own, cheaper proof. None if the blocks do
+    not follow one another, or do not cover all rows.
     """
     if not shape:
         return None

@@ -1,4 +1,4 @@
-"""A child process of ours that is spoken to over pipes, with waits that can be cancelled.
+"""A child process, with requests and answers over pipes, and waits that can be cancelled.
 
 A daemon with threads must not fork itself: the child is a fresh interpreter that runs a module of
 this package. It ends with its standard input, and so with this process.
@@ -83,7 +83,7 @@ class ChildProcess:
                 start_new_session=True,
             )
         except OSError as error:
-            # A python that is missing must not be taken for a save that went away.
+            # A missing python must not be mistaken for a deleted save.
             code = errno.EAGAIN if error.errno in GONE else error.errno or errno.EAGAIN
             raise OSError(code, f"cannot start a process to {task} it: {error}", where) from error
         stdin, stdout = self._process.stdin, self._process.stdout

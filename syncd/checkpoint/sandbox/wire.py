@@ -57,7 +57,7 @@ ERRORS: Final = {
 }
 OUT_OF_MEMORY: Final = "MemoryError"
 
-#: Of names that were checked: none holds half a surrogate pair, which UTF-8 cannot say.
+#: Names were checked before: none has half a surrogate pair, which UTF-8 cannot encode.
 _encode: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 #: Any JSON.
@@ -65,7 +65,7 @@ Row = Any
 
 
 def asked(word: str | None, data: bytes) -> bytes:
-    """The bytes of a request that says a word besides."""
+    """The bytes of a request with one additional word."""
     return json.dumps(word).encode() + b"\n" + data
 
 

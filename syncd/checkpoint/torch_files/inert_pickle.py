@@ -134,7 +134,7 @@ class _StateDict(dict[Any, Any]):
 
 
 class _Call(_Sealed):
-    """A callable of ours. An instance, since a function would let ``BUILD`` set its defaults."""
+    """A stand-in callable. An instance, since a function would let ``BUILD`` set its defaults."""
 
     __slots__ = ()
     __call__: Callable[..., object]

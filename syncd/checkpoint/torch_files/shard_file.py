@@ -133,7 +133,7 @@ class ShardFile:
             with uncollected():
                 pieces = parse(self._pickle(), str(self.path), intact=self.has_crc)
                 found: dict[str, Local | Chunks] = {}
-                # Taken out one by one: there may be a million, and both take memory.
+                # Move them one by one: there may be a million, and two copies take much memory.
                 for name in tuple(pieces):
                     # All ranks have the same names, which are kept once.
                     found[sys.intern(name)] = self._found(name, pieces.pop(name))

@@ -253,7 +253,7 @@ def _entries(directory: Directory, path: Path) -> list[_Entry]:
 
 
 def _zip64(extra: bytes, size: int, packed: int, header: int, path: Path) -> tuple[int, int, int]:
-    """The 64-bit values of those of the three that do not fit in 32 bits."""
+    """The 64-bit values of the fields (of the three) that do not fit in 32 bits."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, at)

@@ -26,7 +26,7 @@ _LOOK: Final = 0.2
 class Keeper:
     """Serves one job until it is stopped or ends; a failed daemon is made again.
 
-    What cannot be served, and a fault of ours, is logged, and tried again soon.
+    Jobs that cannot be served, and bugs of syncd, are logged, and served again soon.
 
     Args:
         root: the job directory.

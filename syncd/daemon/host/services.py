@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two looks at what the jobs' threads do.
 _LOOK: Final = 1.0
-#: Seconds for which the end waits for a job whose storage does not answer, at most.
+#: The most seconds that shutdown waits for a job whose storage does not answer.
 _LAST_PATIENCE: Final = 30.0
 
 
@@ -44,7 +44,7 @@ class Services:
     """The daemons of a job and of its memory directory, in one process.
 
     Each has its own session, lock, epoch and thread: what one waits for, or fails by, is nothing to
-    the other. A fault of ours is logged, and that job is served again soon.
+    the other. A bug of syncd is logged, and that job is served again soon.
 
     Args:
         root: the job directory.
@@ -53,7 +53,7 @@ class Services:
         read_again: the configuration as it is to be from now on, after :meth:`reload`; None where
             the old one stays. What may not change while the daemon runs is as it was.
         each_tick: called between two rounds of the first job.
-        meter_of: makes what hears of all that is done in a job.
+        meter_of: makes the meter of a job, which hears of all work in it.
         manager: who started this process.
         guard: ends this process where one of the jobs hangs.
 
@@ -255,8 +255,8 @@ class RootServices:
         """Serve until stopped.
 
         Returns:
-            Whether all threads have ended; False where storage holds one that nothing can end but
-            the end of the process.
+            True if all threads have ended; False if storage blocks one so that only the end of the
+            process can end it.
         """
         with self._waker:
             self._discovery.start()

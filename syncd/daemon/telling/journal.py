@@ -194,7 +194,7 @@ class Journal:
         )
 
     def fault(self, save: Save, error: Exception, path: Path) -> None:
-        """A save was quarantined by a fault of ours; called where the error is handled."""
+        """A save was quarantined because of a bug of syncd; call it inside the except block."""
         self._count(quarantined=1)
         self.meter.failed(error)
         why = f"a bug in syncd: {type(error).__name__}: {error}"
@@ -262,7 +262,7 @@ class Journal:
     def bench_refused(self, request: BenchRequest, error: Exception) -> None:
         """A step cannot be built for an explorer."""
         self.meter.failed(error)
-        # Of a fault of ours, its place too; the others say all that there is to know.
+        # For a bug of syncd, its place in the code too; other errors explain themselves.
         log.error(
             "step %d cannot be built for the bench of explorer %s: %s",
             request.step,

@@ -27,7 +27,7 @@ from syncd.storage.record_files import OF_OTHERS
 _MOST: Final = 1000
 #: Prometheus has a label ``job`` of its own, which would hide one of ours.
 JOB: Final = "job_dir"
-#: Seconds between two looks at what is not looked at for the daemon's own work.
+#: Seconds between two reads of files that only metrics need.
 _SURVEY: Final = 10.0
 _SHORT: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _LONG: Final = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -320,7 +320,7 @@ class ExplorerMetrics:
 
     def _set(self, job: str, report: ExplorerReport, latest: Latest | None) -> str:
         name = printable(report.name)
-        # Before all that may fail: what has metrics and is not known here would have them for ever.
+        # Before anything that may fail: metrics of an unknown participant would never be removed.
         self._seen.setdefault(job, set()).add(name)
         if latest is not None and report.bench is None:
             self._lag.labels(job, name).set(latest.sequence - (report.sequence or 0))
