@@ -196,8 +196,8 @@ UNSIZED = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100)
     [
         (b"", 1, "empty"),
         (b"\x00" + bytes(199), 1, "bytes for 100 elements"),
-        (b"\x02" + bytes(100), 1, "no kind of block"),
-        (b"\x01" + bytes(10), 1, "no kind of block"),
+        (b"\x02" + bytes(100), 1, "unknown kind of block"),
+        (b"\x01" + bytes(10), 1, "unknown kind of block"),
         (sparse(b"\x05", b"\x00", b""), 0, "are said to change"),
         (sparse(b"\x05", b"\x00", b""), 101, "are said to change"),
         (sparse(b"\x05", b"\x00", b""), 2, "its gaps have 1 bytes for 2"),
