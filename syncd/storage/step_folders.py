@@ -63,7 +63,7 @@ def check_on_disk(job: Job, step: int) -> None:
 def make_step_folder(job: Job, step: int, *, mark: str | None = None) -> None:
     """Make the step's folder, if it is not there, by a rename out of a folder of syncd's.
 
-    Where the job is not mounted its place may be an empty folder: nothing is made in that.
+    If the job is not mounted, its mount point may be an empty folder: nothing is created in it.
 
     Args:
         job: the job.

@@ -128,8 +128,8 @@ def plan(
             )
         box = boxes[0]
         raise CheckpointError(
-            f"of '{shown(goal.name)}' the part of shape {box.shape} at {box.offsets} is in none of "
-            f"the files from {files.paths[0]} on: a rank has not saved its part; {ADVICE}"
+            f"'{shown(goal.name)}': its part of shape {box.shape} at {box.offsets} is in none of "
+            f"the files from {files.paths[0]} on: a rank did not save its part; {ADVICE}"
         )
     return copies
 

@@ -397,7 +397,7 @@ class Journal:
 class JournalFile:
     """Appends to the journal, some lines at a time.
 
-    Promised: nothing that is refused here keeps the daemon from anything. Not promised: that a line
+    Promised: if storage refuses a line, the daemon goes on without it. Not promised: that a line
     is there after a power loss, or that each is: those of a daemon that was killed before
     :meth:`write` are not, and a full disk may lose the oldest that wait.
 
