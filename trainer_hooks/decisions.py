@@ -119,7 +119,7 @@ class Decisions:
         on into a collective that another one has given up waiting for.
 
         Args:
-            name: of the meeting; each is held once.
+            name: the name of the meeting; use each name only once.
             timeout: seconds that this rank waits for the others.
 
         Returns:

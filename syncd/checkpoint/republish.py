@@ -24,8 +24,8 @@ def republish(
 ) -> None:
     """Fill a folder with the files of a published version, durably, the manifest last.
 
-    They are linked, or copied if this storage has no hard links. Nothing of a version is ever
-    changed, so that it does not matter which of the two goes first.
+    They are linked, or copied if this storage has no hard links. Files of a
+    version never change, so either of the two versions may be deleted first.
 
     Args:
         storage: the shared storage.

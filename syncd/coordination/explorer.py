@@ -240,10 +240,10 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The newest version; ``current`` if the trainer has said since that nothing newer will
-            come, or has stopped or died, and the save that it announced last was published, skipped
-            or quarantined, or no daemon has lived for a lease time; the log says so, once for each.
-            Never an older one.
+            The newest version, never an older one than ``current``. It is ``current`` if nothing
+            newer comes: the trainer has said so since, or has stopped or died; and its last save
+            was published, skipped or quarantined, or no daemon has lived for a lease time. That is
+            logged once for each version.
 
         Raises:
             WaitTimeoutError: none of that in time.

@@ -229,7 +229,7 @@ class SyncSettings:
         return replace(self, method=SyncMethod.CHECKPOINT), warning
 
 
-#: A class of settings, of which all have defaults.
+#: A class of settings; every field has a default.
 Given = TypeVar("Given")
 
 
