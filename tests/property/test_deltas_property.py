@@ -231,7 +231,7 @@ def test_a_block_that_breaks_a_rule_is_refused(block: bytes, count: int, why: st
 
 
 def test_a_change_of_a_byte_cannot_be_large() -> None:
-    with pytest.raises(BlockError, match="one byte is said to be larger"):
+    with pytest.raises(BlockError, match="its elements have one byte"):
         Decoder().apply(sparse(b"\x05", b"\xff", b"\xff"), 1, np.zeros(100, "<u1"))
 
 

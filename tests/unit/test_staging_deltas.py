@@ -424,7 +424,7 @@ def goes_on_to_the_next(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize(
     ("act", "why"),
-    [(gives_up, "too many elements differ"), (goes_on_to_the_next, "that to version 9")],
+    [(gives_up, "too many elements differ"), (goes_on_to_the_next, "the one to version 9")],
 )
 def test_a_delta_that_will_never_be_made_is_not_waited_for(
     versions: Versions, slow: Staging, act: Callable[[Daemon], None], why: str
