@@ -131,9 +131,10 @@ class WeightWaits:
                 if not wait.more():
                     if (offer := self._transfer.leave()) is not None:
                         return offer
+                    told = f"nothing newer than {current}" if current else "no version"
                     raise WaitTimeoutError(
-                        f"nothing newer than {current or 'nothing'} was published in "
-                        f"{self._versions.job.layout.root} in time; {self._why_nothing()}"
+                        f"{told} was published in {self._versions.job.layout.root} in time; "
+                        f"{self._why_nothing()}"
                     )
                 if not watches_daemon:  # by two looks one that was killed is told from a live one
                     watches_daemon = True

@@ -45,7 +45,7 @@ def listen(address: str, port: int) -> socket.socket:
 
     Args:
         address: a name or numbers.
-        port: 0 for one that is free.
+        port: 0 for a free port.
 
     Raises:
         BroadcastError: the port is taken, or this host has no such address.

@@ -67,7 +67,7 @@ class WeightGroup:
     It works beside a default process group and without one. A transfer is: the same broadcasts on
     all ranks in the same order, and :meth:`agree` on whether they have arrived. Promised: no method
     waits for longer than the transfer's deadline, and a second; an error ends the generation for
-    this rank, and peers that are waited in vain for end theirs at their deadlines. Not promised:
+    this rank, and peers that wait for this rank end theirs at their deadlines. Not promised:
     anything about a tensor of a transfer that was not agreed; that strangers on the network keep
     out: any process that can reach the store can take part, as in any torch.distributed job.
 
