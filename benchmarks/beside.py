@@ -28,7 +28,7 @@ from typing import Final
 
 from benchmarks.machine import ROOT, Report
 
-#: Under the heads of a table: where each column is.
+#: The line under the heads of a table, which shows the columns.
 _RULE: Final = re.compile(r"-+(  -+)+")
 _NUMBER: Final = re.compile(r"-?[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?\b")
 #: Row, column, and a number that tells figures of the same row and column apart.
@@ -94,7 +94,9 @@ def main() -> None:
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--figure", default="", help="only figures whose ROW: COLUMN has this text")
-    parser.add_argument("argv", nargs="+", metavar="-- MODULE ARGUMENTS", help="what is run")
+    parser.add_argument(
+        "argv", nargs="+", metavar="-- MODULE ARGUMENTS", help="the benchmark to run"
+    )
     given = parser.parse_args()
     other = given.other.resolve()
     if not (other / "benchmarks" / f"{given.argv[0]}.py").is_file():

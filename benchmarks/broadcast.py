@@ -2,16 +2,16 @@
 
 Repeat with ``python -m benchmarks.broadcast`` from the project's root (some minutes; 14 GB of
 memory for three explorers). Trainer and explorers are processes of this host, of a plain model in
-host memory each; what is sent goes over its loopback.
+host memory each; the transfers go over its loopback.
 
 Each way is timed on the trainer, until the last explorer has said that it has the new weights:
 
 - ``one flat buffer``: one broadcast of as many bytes as the model has, into memory that was used
-  before; nothing is packed, nothing is loaded. What the others are compared with.
+  before; nothing is packed, nothing is loaded. The others are compared with it.
 - ``tensor by tensor``: one broadcast a tensor, which is waited for and then copied into the model.
-- ``syncd``: what method ``nccl`` does: packed into buckets, staged, agreed, loaded; ``unchecked``
+- ``syncd``: the method ``nccl``: packed into buckets, staged, agreed, loaded; ``unchecked``
   without the digests of the buckets.
-- ``files``: what method ``checkpoint`` does, end to end: saved, published by a daemon, verified,
+- ``files``: the method ``checkpoint``, end to end: saved, published by a daemon, verified,
   loaded. The files are on the filesystem of ``--dir``.
 
 The ways take turns, and which one comes first rotates from round to round; one round before those
@@ -240,7 +240,7 @@ def _rows(told: dict[str, list[float]], nbytes: int) -> list[tuple[str, ...]]:
             way,
             f"{median(seconds):.2f} s",
             f"{nbytes / 1e9 / median(seconds):.2f}",
-            # Of the same round: what the host does besides changes from one to the next.
+            # Of the same round, because the host's other load changes between rounds.
             f"{median_ratio(seconds, told[_FLAT]):.2f}",
             f"{min(seconds):.2f} to {max(seconds):.2f}",
         )

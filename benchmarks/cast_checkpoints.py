@@ -1,4 +1,4 @@
-"""Full checkpoints of an fp32 model that explorers get in bf16, by who casts; for trainer_stall.
+"""Full checkpoints of an fp32 model that explorers get in bf16, by caster; for trainer_stall.
 
 Torch is imported in the functions, because the process that starts the ranks stays small.
 """
@@ -43,7 +43,7 @@ class Checkpoints:
     wait_for_all: Callable[[], None]
 
     def measure(self, rounds: int) -> dict[str, list[dict[str, float]]]:
-        """Seconds and bytes by who casts, of one round more than these: the first is apart."""
+        """Seconds and bytes by caster, of one more round than these; the first is kept apart."""
         import torch  # noqa: PLC0415
 
         from trainer_hooks import SaveSettings, SyncSettings, TrainerHook  # noqa: PLC0415

@@ -8,7 +8,8 @@ loop in this process; an explorer that wakes up leases the version, reports it, 
 
 Wake-up latency is from the beginning of the daemon's round that publishes to the moment at which
 the wait has returned, by the one monotonic clock of this host. A tick is a round of the daemon with
-nothing to publish; a roster's slice is what its thread does 16 times a lease. All in milliseconds.
+nothing to publish; a roster's slice is the work that its thread does 16 times a lease. All in
+milliseconds.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _TIMEOUT: Final = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one number of explorers cost, in milliseconds."""
+    """The cost of one number of explorers, in milliseconds."""
 
     explorers: int
     register: float
@@ -107,7 +108,7 @@ def _simulate(job: Path, first: int, count: int) -> None:
 
 
 class _Crowd:
-    """The processes of simulated explorers, and when whom of them woke up."""
+    """The processes of simulated explorers, and the times when each woke up."""
 
     def __init__(self, job: Path, count: int) -> None:
         self.woken: dict[int, list[float]] = {}
@@ -204,7 +205,7 @@ def _slices(root: Path, layout: JobLayout) -> list[float]:
 
 
 def measure(root: Path, count: int) -> Row:
-    """What so many explorers of a new job in ``root`` cost."""
+    """The cost of a number of explorers of a new job in ``root``."""
     root.mkdir()
     layout = JobLayout(root)
     Job.at(root).open()

@@ -1,4 +1,4 @@
-"""Ways to move a merge's bytes, side by side: what the choices in docs/performance.md rest on.
+"""Ways to move a merge's bytes, side by side: the reasons for the choices in docs/performance.md.
 
 Repeat with ``python -m benchmarks.copying`` from the project's root, as root (loop mounts of ext4
 and XFS are made and taken down again; ``--dir`` measures one folder as it is, without root).
@@ -38,13 +38,13 @@ from benchmarks.machine import Report, median_ratio, settle, whole_rounds
 _CAT: Final = "cat shards > file"
 _SHARDS: Final = 4
 _PAGE: Final = 4096
-#: Bytes of a rank's pieces: norms and biases, then what weights are cut to.
+#: Bytes of a rank's pieces: norms and biases, then parts of weights.
 _SIZES: Final = (2_048, 589_824, 98_304, 98_304, 589_824, 3_440_640, 3_440_640, 9_437_184)
 _KIB: Final = 1024
 
 
 class Piece(NamedTuple):
-    """Bytes of a shard, and where they go."""
+    """Bytes of a shard, and their place in the output."""
 
     shard: int
     offset: int
@@ -70,7 +70,7 @@ class Way:
 
 
 def _buffered(size: int, *, digest: bool) -> Copy:
-    """``preadv``, and xxh3 where asked, and ``pwrite``, through one buffer."""
+    """``preadv``, xxh3 if asked, and ``pwrite``, through one buffer."""
 
     def copy(shards: Sequence[int], out: int, pieces: Sequence[Piece]) -> None:
         view = memoryview(bytearray(size))
@@ -298,7 +298,7 @@ def _measure(
 def _print_measured(
     report: Report, folder: Path, where: str, size: int, rounds: int, *, durable: bool
 ) -> None:
-    """Measure on one filesystem, and print what there is, also if that fails in the middle."""
+    """Measure on one filesystem, and print the results, even if it fails in the middle."""
     seconds: dict[str, list[float]] = {}
     try:
         _measure(folder, size, rounds, seconds, durable=durable)

@@ -103,7 +103,7 @@ def _tokens(
 ) -> None:
     """Add seconds of each round."""
     trainer.prepare(rounds + 1)
-    os.sync()  # nobody's rounds are spent on what was written for them
+    os.sync()  # so that no round pays for writing the inputs
     staging = Staging(stage) if stage is not None else None
     engine = VLLMServer(server.url)
     with ExplorerHook(trainer.job.layout.root, "bench", engine, staging=staging) as hook:

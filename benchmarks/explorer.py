@@ -6,9 +6,9 @@ model's size in free memory, six times on the disk of ``--dir``).
 Live: four FSDP shards in bf16, with the shapes of Qwen2.5-1.5B at another width, lie ready in a
 step's folder. A round moves the trainer's pointer; the time is until the explorer, a process of its
 own, has all of it in its model, by the one monotonic clock of this host. A daemon (``syncd run``)
-merges, verifies and publishes on the way. ``naive`` is what people do today, without any of that:
+merges, verifies and publishes on the way. ``naive`` is the usual script without syncd:
 look at the pointer each second, ``torch.load`` all shards, ``torch.cat``, ``load_state_dict``.
-Pause and load are what the engine sees: from ``pause`` to ``resume``, and the call of ``load``.
+Pause and load are the engine's times: from ``pause`` to ``resume``, and the call of ``load``.
 The explorers take turns, each with its own daemon; all input is in the page cache.
 
 In place: one version, loaded again and again into a module on the CPU, beside ``memmove`` and
@@ -64,7 +64,7 @@ _ENGINES: Final = {
 
 
 class _Explorer:
-    """A process of ``explorer_processes``, and what it says."""
+    """A process of ``explorer_processes``, and its output."""
 
     def __init__(self, *arguments: str) -> None:
         self._process = subprocess.Popen(
@@ -158,12 +158,12 @@ def _live(trainer: _Trainer, name: str, given: argparse.Namespace) -> dict[str, 
         for number in range(given.rounds + 1):
             step = trainer.make_ready()
             os.sync()
-            time.sleep(random.random())  # noqa: S311 - not in step with who looks each second
+            time.sleep(random.random())  # noqa: S311 - not in step with polls once a second
             begun = trainer.announce()
             told = explorer.hear()
             while told["step"] != step:
                 told = explorer.hear()
-            if number:  # the first one makes what the others use again
+            if number:  # the first one makes the files that the others use again
                 found["live"].append(told["live"] - begun)
                 found["pause"].append(told["pause"])
                 found["load"].append(told["load"])
@@ -216,7 +216,7 @@ def _print_copying(report: Report, trainer: _Trainer, given: argparse.Namespace)
 
 
 def _bytes(trainer: _Trainer, count: int, stage: Path | None, gigabytes: float) -> float:
-    """What so many explorers read of one version, in sizes of its files."""
+    """The bytes that a number of explorers read of one version, in sizes of its files."""
     with ExitStack() as stack:
         explorers = []
         for number in range(count):
@@ -259,7 +259,12 @@ def _print_bytes(report: Report, work: Path, given: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="from the pointer to weights that are live")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="of the model, in bf16")
-    parser.add_argument("--shared-gigabytes", type=float, default=0.25, help="where bytes count")
+    parser.add_argument(
+        "--shared-gigabytes",
+        type=float,
+        default=0.25,
+        help="size of the model if bytes are counted",
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--explorers", type=int, default=8)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))

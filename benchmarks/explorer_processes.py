@@ -1,4 +1,4 @@
-"""The explorers of explorer.py: each a process of its own, which says on stdout what it has done.
+"""The explorers of explorer.py: each a process of its own, which reports on stdout.
 
 ``python -m benchmarks.explorer_processes follow|naive|copying``, with the options below.
 """
@@ -134,7 +134,7 @@ def _engine(kind: str, gigabytes: float) -> Any:
 
 
 def _options(stage: Path | None) -> dict[str, Any]:
-    """What makes a hook stage."""
+    """The stage settings of a hook."""
     if stage is None:
         return {}
     from explorer_hooks.staging import Staging  # noqa: PLC0415
@@ -147,7 +147,7 @@ def _say(**told: object) -> None:
 
 
 def _follow(given: argparse.Namespace) -> None:
-    """Load what comes, and say so, until stdin ends."""
+    """Load each new version, and report it, until stdin ends."""
     from explorer_hooks.hook import ExplorerHook  # noqa: PLC0415
 
     storage = _Counting()
@@ -174,7 +174,7 @@ def _follow(given: argparse.Namespace) -> None:
 
 
 def _naive(given: argparse.Namespace) -> None:
-    """What people do without a daemon."""
+    """The usual script without a daemon."""
     import logging  # noqa: PLC0415
 
     import torch  # noqa: PLC0415
@@ -257,7 +257,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, required=True)
     parser.add_argument("--name", help="of the explorer")
     parser.add_argument("--engine", help="of one that follows")
-    parser.add_argument("--stage", type=Path, help="where it stages")
+    parser.add_argument("--stage", type=Path, help="the stage folder")
     parser.add_argument("--rounds", type=int, help="of one that copies")
     given = parser.parse_args()
     try:

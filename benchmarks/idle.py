@@ -47,7 +47,7 @@ _SETTLE: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One job: how many old steps, whether they are on record, and what becomes of the pointer."""
+    """One job: the number of old steps, if they are on record, and the fate of the pointer."""
 
     name: str
     folders: int
@@ -57,7 +57,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """What a process has spent so far."""
+    """The CPU seconds and wake-ups of a process so far."""
 
     cpu: float
     wakeups: int
@@ -65,7 +65,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one daemon spent: percent of one core, and what it took until it had published."""
+    """The cost of one daemon: percent of one core, and its cost until it had published."""
 
     name: str
     percent: float
@@ -117,7 +117,7 @@ def make_job(root: Path, scenario: Scenario) -> JobLayout:
 
 
 def spent(pid: int) -> Spent:
-    """What a process has spent."""
+    """Read the CPU seconds and wake-ups of a process."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     wakeups = 0
     for task in Path(f"/proc/{pid}/task").iterdir():

@@ -39,13 +39,13 @@ for at in range(0, size, mmap.PAGESIZE):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one whole process took.
+    """The resources that one whole process took.
 
     Attributes:
         seconds: wall time.
         cpu: processor seconds, user and system.
         peak_mb: its peak RSS in MB (1e6).
-        inside: wall seconds that the process itself counted for its work, where it tells.
+        inside: wall seconds that the process itself counted for its work, if it tells.
     """
 
     seconds: float
@@ -98,7 +98,7 @@ def settle(inputs: Iterable[Path], memory: int) -> None:
 
     The inputs are in the page cache, and nothing is dirty that would be written later. Free memory
     was touched: the host of a virtual machine takes free memory back (free page reporting), and to
-    get it again costs several times what copying into it costs.
+    get it again costs several times as much as copying into it.
 
     Args:
         inputs: the files to read.
@@ -156,12 +156,12 @@ def describe_machine(folder: Path) -> dict[str, str]:
 
 
 class Report:
-    """Prints what a benchmark measures, each row at once: a later part may fail, or be interrupted.
+    """Prints a benchmark's rows, each at once, because a later part may fail or be interrupted.
 
     As JSON: the rows go to stderr, and ``told`` to stdout in the end, also after an error.
 
     Attributes:
-        told: what the JSON object holds; the machine is in it.
+        told: the content of the JSON object, including the machine.
 
     Args:
         folder: the benchmark works on this filesystem.
@@ -214,7 +214,7 @@ class Table:
     Args:
         heads: of the columns.
         like: rows to come, or their first cells alone; the columns are as wide as these are.
-        to: where it is printed.
+        to: the stream to print to.
     """
 
     def __init__(self, heads: Sequence[str], like: Iterable[Sequence[str]], to: TextIO) -> None:

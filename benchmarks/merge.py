@@ -12,9 +12,9 @@ everybody's files would survive a power loss; ``cat`` and ``cp`` are followed by
 
 Before each run, outside the timing: the last output is removed, dirty pages are written, and free
 memory is touched. Contenders take turns, in an order that rotates from round to round; a ratio is
-the median of the ratios inside each round. "Without start-up" is what the manifest says that the
-merge took: the daemon's part, which has started long before. Before the rounds each contender runs
-once, and what it merged is compared with the truth bit by bit.
+the median of the ratios inside each round. "Without start-up" is the time that the manifest says
+the merge took: the daemon's part, which has started long before. Before the rounds each contender
+runs once, and its output is compared with the truth bit by bit.
 
 A table is printed once its rounds are over, or of the whole rounds that there are if one fails.
 """
@@ -136,7 +136,7 @@ def _run(contender: Contender, place: Place, *, cold: bool = False) -> Usage:
 
 
 def _try(place: Place, field: tuple[Contender, ...], model: Model) -> int:
-    """Run everyone once: Python compiles what it imports, and what is merged is verified.
+    """Run everyone once: Python compiles its imports, and the output is verified.
 
     The first merge is kept for ``cp``; returns how many files it is.
     """
@@ -250,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="cat, and rows whose names begin with one of these",
     )
-    parser.add_argument("--no-torch", action="store_true", help="without what is slow")
+    parser.add_argument("--no-torch", action="store_true", help="without torch's slow rows")
     parser.add_argument(
         "--verl", type=Path, metavar="DIR", help="with verl, in a virtual environment of its own"
     )

@@ -22,7 +22,7 @@ _CP_SYNC: Final = 'cp -r --reflink=never "$1" "$2" && sync "$2"/*'
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is merged, as :mod:`benchmarks.shards` says: its size in bf16 and how it is cut."""
+    """The input, made by :mod:`benchmarks.shards`: its size in bf16, and its sharding."""
 
     gigabytes: float
     layout: str
@@ -60,7 +60,7 @@ class Place:
 
     @property
     def merged(self) -> Path:
-        """What ``cp`` copies: the folder of the model, merged once, before the rounds."""
+        """The input of ``cp``: the folder of the model, merged once, before the rounds."""
         return self.work / "merged"
 
     @property
@@ -75,8 +75,8 @@ class Contender:
 
     Attributes:
         merges: whether tensors come out.
-        stdout: whether its output is what it prints; only where it need not be durable.
-        memory: what it needs at most, page cache included, in sizes of the input.
+        stdout: True if it prints its output; only if that need not be durable.
+        memory: the most that it needs, page cache included, in sizes of the input.
     """
 
     name: str
@@ -105,10 +105,10 @@ def merges(model: Model) -> tuple[Contender, ...]:
 
 
 def contenders(model: Model, *, torch: bool, verl: Path | None) -> tuple[Contender, ...]:
-    """All rows; the slow ones where they are asked for, and can merge this layout.
+    """All rows; the slow ones only if asked for, and if they can merge this layout.
 
     Args:
-        model: what is merged.
+        model: the input.
         torch: whether torch takes part, in two ways.
         verl: the Python of verl's environment.
     """

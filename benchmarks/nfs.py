@@ -24,7 +24,7 @@ Question = Callable[[Path, Path], object]
 
 
 def _remembered(look: Callable[[Path], object], *, refresh: bool) -> Question:
-    """What the first client says of a name that was missing when it looked, and is there now."""
+    """The first client's answer about a name that was missing at its first look, and exists now."""
 
     def ask(first: Path, second: Path) -> object:
         for _ in range(2):
@@ -106,7 +106,7 @@ QUESTIONS: dict[str, Question] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what clients of a network filesystem remember")
+    parser = argparse.ArgumentParser(description="the caches of network filesystem clients")
     parser.add_argument("first", type=Path, help="the share, as one client mounts it")
     parser.add_argument("second", type=Path, help="the same share, as another client mounts it")
     parser.add_argument("--tries", type=int, default=15)

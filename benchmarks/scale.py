@@ -3,7 +3,7 @@
 Repeat with ``python -m benchmarks.scale`` from the project's root (some ten minutes), or a part of
 it with ``--parts``.
 
-Saves are full state dicts with a receipt, which are linked: what is measured is syncd, and no
+Saves are full state dicts with a receipt, which are linked: it measures syncd, and no
 copying of bytes.
 
 - **jobs**: ``syncd run --root`` on so many jobs, a real process with its defaults. Idle processor
@@ -16,7 +16,7 @@ copying of bytes.
 - **versions**: so many saves that are published within one injected day, each leased by an explorer
   that then lets the one before go; each is pruned in its turn.
 
-A call is one method of the Storage seam: what a network filesystem would be asked.
+A call is one method of the Storage seam: each is a request to a network filesystem.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _WAKE_UPS: Final = 20
 _DAY: Final = 86_400.0
 _TICKS: Final = 300
 Row = dict[str, float]
-#: Makes the rows of a part, for so many of what it is about.
+#: Makes the rows of a part, for a number of its subjects (explorers, versions, …).
 Part = Callable[[Path, tuple[int, ...]], Iterator[Row]]
 HEADS: Final = {
     "jobs": {
@@ -109,7 +109,7 @@ HEADS: Final = {
 
 @dataclass(slots=True)
 class _Counted:
-    """What rounds of a loop in this process took."""
+    """The times of a loop's rounds in this process."""
 
     calls: list[int]
     cpu: list[float]
@@ -320,7 +320,7 @@ def _each(row: Callable[[Path, int], Row]) -> Part:
     return lambda work, counts: (row(work, count) for count in counts)
 
 
-#: Name → what makes its rows, their counts, and whether each is a process of its own.
+#: Name → its function, the counts, and True if each row is a process of its own.
 _PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
     "jobs": (_each(_jobs), (50, 100, 200), True),
     "explorers": (_each(_explorers), (125, 250, 500), True),
@@ -331,7 +331,7 @@ _PARTS: Final[dict[str, tuple[Part, tuple[int, ...], bool]]] = {
 
 
 def _rows(part: str, folder: Path) -> Iterator[Row]:
-    """The rows of a part, by processes whose memory is theirs alone."""
+    """The rows of a part, each by a process of its own, so that its memory can be measured."""
     _, counts, alone = _PARTS[part]
     for some in ([count] for count in counts) if alone else [counts]:
         argv = [sys.executable, "-m", "benchmarks.scale", "--dir", str(folder), "--rows", part]
@@ -344,7 +344,7 @@ def _rows(part: str, folder: Path) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="what N, 2N and 4N of everything cost")
+    parser = argparse.ArgumentParser(description="the cost of N, 2N and 4N of everything")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")

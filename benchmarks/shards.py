@@ -1,9 +1,9 @@
-"""The input of the merge benchmark, and the check of what came out; runs in a child process.
+"""The input of the merge benchmark, and the check of its output; runs in a child process.
 
 ``python -m benchmarks.shards write JOB 3.087 fsdp`` writes global_step_1 of a job with the writer
 that ``TrainerHook`` uses: real ``torch.save`` of bf16 DTensors of four ranks, each with its real
 coordinate, with receipts. They are cut by rows (``fsdp``), or as FSDP2 on top of tensor parallelism
-leaves them on a 2 x 2 mesh (``fsdp+tp``: colwise, rowwise, and what FSDP alone cuts). The ranks
+leaves them on a 2 x 2 mesh (``fsdp+tp``: colwise, rowwise, and FSDP alone). The ranks
 take turns in one process, over torch's fake process group; nothing is communicated. global_step_2
 has hard links to the same shards and no receipts, as another trainer would leave them.
 
@@ -159,7 +159,7 @@ def _write_config(folder: Path) -> None:
 
 
 def verify(folder: Path, gigabytes: float, layout: str) -> str:
-    """What is wrong with the merged tensors in a folder, or nothing."""
+    """The faults of the merged tensors in a folder; empty if there are none."""
     left = shapes(gigabytes, layout)
     numbers = {name: number for number, name in enumerate(left)}
     for path in sorted(folder.glob("*.safetensors")):

@@ -6,8 +6,8 @@ the model's size in free memory, three times on the disk of ``--dir``).
 The ranks are real processes, FSDP2 (``fully_shard``) over gloo on the CPU, over NCCL where there
 are GPUs: as many as those, then. Each has one thread, as torchrun starts them. The model has the
 shapes of Qwen2.5-1.5B at another width, in bf16. A round: for each contender the ranks meet, change
-their parameters in place, and save; what counts is how long the call keeps the slowest of them.
-What a contender leaves to the background ends before the next one begins. Contenders take turns, in
+their parameters in place, and save; the time of the slowest rank's call counts.
+A contender's background work ends before the next one begins. Contenders take turns, in
 an order that rotates; a ratio is the median of the ratios inside each round. One round before them,
 apart: buffers are made then.
 
@@ -16,8 +16,8 @@ is into memory that is there already, pinned on a GPU: the least that a save can
 writes each rank's own shard, without fsync. ``async_save`` is that of torch.distributed.checkpoint,
 as it comes, and on a GPU also with its staging memory kept, which it does not do without one.
 
-Looking for NaN and Inf: on a CPU the thread that writes does it. What it takes of a rank's copied
-shard is set against writing that shard, with fsync, in turns.
+Looking for NaN and Inf: on a CPU the thread that writes does it. The benchmark
+times it on a rank's copied shard against writing that shard with fsync, in turns.
 
 Memory: for each rank the peak RSS of a run that saves ``--saves`` times, one right after the other,
 less that of the same run without saving, in local shards. Those saves wait for each other, so that
@@ -71,7 +71,7 @@ _CONTENDERS: Final = {
 _TIMEOUT: Final = 600.0
 _HIGH_WATER: Final = re.compile(r"VmHWM:\s+(\d+) kB")
 
-#: Saves the step with this number; returns what ends it, in the background or after it.
+#: Saves the step with this number; returns a function that waits for its end.
 Save = Callable[[int], Callable[[], object]]
 
 
@@ -223,7 +223,7 @@ class _Rank:
                     step += 1
                     self.train()
                     if self._rank == 0:
-                        os.sync()  # what the one before has written
+                        os.sync()  # the files of the contender before
                     self.wait_for_all()
                     begun = time.perf_counter()
                     end = saves[name](step)
@@ -242,7 +242,7 @@ class _Rank:
         from trainer_hooks.state.host_buffers import HostBuffers, nonfinite_names  # noqa: PLC0415
         from trainer_hooks.writing.parts import write_tensors  # noqa: PLC0415
 
-        # As a plain dict it is looked at, also where that was done on a GPU.
+        # NaNs are searched in a plain dict here, even if the GPU did so before.
         state = dict(HostBuffers().copy(self.model.state_dict()))
         path = self._work / f"look-{self._rank}.pt"
         found: dict[str, list[float]] = {"look": [], "write": []}
@@ -261,7 +261,7 @@ class _Rank:
     def peak(self, saves: int, *, saving: bool, casts: bool) -> int:
         """The peak RSS of this process, in bytes, after so many steps."""
         with ExitStack() as stack:
-            # What is skipped is not copied: one copy would be seen, and not two.
+            # A skipped save copies nothing: only one copy would be seen, not two.
             save = stack.enter_context(self.hook("wait", casts=casts)) if saving else None
             for step in range(1, saves + 1):
                 self.train()
@@ -297,7 +297,7 @@ def _be_rank(given: argparse.Namespace) -> None:
 
 
 def _run(what: str, world_size: int, given: argparse.Namespace, work: Path) -> list[dict[str, Any]]:
-    """What each rank of a job of its own tells."""
+    """Run a job of its own; returns the output of each rank."""
     folder = work / f"{what}-{world_size}"
     for job in ("job", "cast"):
         (folder / job).mkdir(parents=True)
@@ -393,7 +393,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world-sizes", type=int, nargs="+", help="2 and 4; as many as GPUs")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--saves", type=int, default=4, help="of the runs that measure memory")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is a GPU")
     parser.add_argument("--sync-dtype", choices=("bf16", "fp16"), help="of an fp32 model")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
     for name, kind in (("what", str), ("work", Path), ("rank", int), ("world-size", int)):

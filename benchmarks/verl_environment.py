@@ -13,14 +13,14 @@ from typing import Final
 
 #: The release that :mod:`benchmarks.verl_merge` was written for.
 VERL: Final = "0.9.1"
-#: For its Python, to import what :mod:`benchmarks.verl_merge` imports of it.
+#: A test for its Python: it can import verl as :mod:`benchmarks.verl_merge` does.
 IMPORT: Final = "import verl.model_merger.fsdp_model_merger"
 _CHECK: Final = f"{IMPORT}, importlib.metadata as m; assert m.version('verl') == '{VERL}'"
 _HERE: Final = Path(__file__).resolve().parent
 
 
 def environment(folder: Path) -> Path:
-    """The Python of the environment in a folder, made first where it is not there (1.4 GB)."""
+    """The Python of the environment in a folder, made first if it is missing (1.4 GB)."""
     python = folder.resolve() / "bin" / "python"
     check = (python, "-c", _CHECK)
     if not python.exists() or subprocess.run(check, check=False).returncode:

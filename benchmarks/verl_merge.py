@@ -1,9 +1,10 @@
 """verl's own merger: a contender of merge.py, in the environment of its own.
 
-``python -m benchmarks.verl_merge ACTOR OUT.safetensors [fsync]``. What runs is verl's
-``FSDPModelMerger(config).merge_and_save()`` as it is, with one method overridden: instead of making
-transformers' model and calling its ``save_pretrained``, it gives the merged tensors to safetensors'
-``save_file``. That flatters verl, and asks for no model class that has just these tensors.
+``python -m benchmarks.verl_merge ACTOR OUT.safetensors [fsync]``. It runs verl's
+``FSDPModelMerger(config).merge_and_save()`` unchanged, except for one overridden method: instead of
+making transformers' model and calling its ``save_pretrained``, it gives the merged tensors to
+safetensors' ``save_file``. That flatters verl, and asks for no model class that has just these
+tensors.
 
 verl loads pickles with ``weights_only=False``: give it no shards but your own.
 """

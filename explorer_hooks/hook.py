@@ -449,8 +449,8 @@ def _check_arguments(engine: object, staging: object) -> None:
         why = "it is a class" if is_class else f"it has no {missing[0]}"
         kind = getattr(engine, "__name__", type(engine).__name__)
         raise InvalidSettingsError(
-            f"engine is {kind}, which is not an engine ({why}): give TorchModule(model) for a model "
-            "of this process, or another engine of docs/engines.md"
+            f"engine is {kind}, which is not an engine ({why}): give TorchModule(model) for a "
+            "model of this process, or another engine of docs/engines.md"
         )
     if staging is not None and not isinstance(staging, Staging):
         raise InvalidSettingsError(

@@ -131,7 +131,7 @@ def build_model_folder(
                     )
             copied = work.clock()
             told = read_model_config(storage, folder, models)
-            hub = _names_on_hub(storage, actor, folder, contents, told, options.names)
+            hub = _names_on_hub(storage, actor, folder, contents, told, options)
             names: Names = options.names if hub else "trainer"
             plan = contents.plan(
                 options,
@@ -210,7 +210,7 @@ def _names_on_hub(
     folder: Path,
     contents: SaveContents,
     config: object,
-    wanted: Names,
+    options: MergeOptions,
 ) -> NameMap | None:
     """The name map of a full model, as its trainer saved it, or by the type of the model.
 
@@ -232,7 +232,8 @@ def _names_on_hub(
             raise CheckpointError(f"{where} is far too long: remove it") from error
     else:
         found = map_by_type(config, contents.shapes())
-    if found is not None and found.refused is not None and wanted == "hub":
+    wanted = options.names == "hub" and not options.may_keep
+    if found is not None and found.refused is not None and wanted:
         raise CheckpointError(
             f"{actor} cannot get the names of the hub: {found.refused}. Keep the trainer's: "
             "--names trainer"

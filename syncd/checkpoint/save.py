@@ -357,8 +357,8 @@ def _whole(
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
     """The files of a ``torch.distributed.checkpoint`` folder, or the reason why it is incomplete.
 
-    No files if the folder has no trace of one. All ``.distcp`` files count: which of them the metadata
-    names is only known once it is parsed.
+    No files if the folder has no trace of one. All ``.distcp`` files count: which of them the
+    metadata names is only known once it is parsed.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:

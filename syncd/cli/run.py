@@ -103,6 +103,13 @@ _DEFAULTS = RunConfig()
 )
 @options.digest
 @options.dtype
+@click.option(
+    "--names",
+    type=click.Choice(["hub", "trainer"]),
+    default=None,
+    help="The names of tensors in versions: as on the hub, or as in the trainer's module.  "
+    "[default: those of the newest version; of a new job hub, if all explorers take them]",
+)
 @options.max_shard_size
 @options.copy_threads
 @options.policy

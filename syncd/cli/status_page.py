@@ -118,6 +118,8 @@ def _facts(seen: dict[str, Any], now: float) -> list[tuple[str, str]]:
         if latest
         else ("latest", "nothing is published yet")
     )
+    if told := _names(seen):
+        facts.append(("names", told))
     facts += [
         ("rollback", f"to v{one['sequence']} is queued: {one['by']} asked {ago(now, one['time'])}")
         for one in seen["rollbacks"][:_ROLLBACKS]
@@ -169,6 +171,20 @@ def _deltas(seen: dict[str, Any]) -> str:
         elif making["state"] == "none":
             told.append(f"none to v{making['sequence']}: {making['why']}")
     return "; ".join(told)
+
+
+def _names(seen: dict[str, Any]) -> str:
+    """Whose names tensors have, and who does not take others; nothing if there are no others."""
+    names = (seen["daemon"] or {}).get("names")
+    if names is None:
+        return ""
+    without = [
+        one["name"]
+        for one in seen["explorers"]
+        if one["status"] != "stopped" and not one["hub_names"]
+    ]
+    told = "of the hub" if names == "hub" else "of the trainer's module"
+    return told + (f"; {_few(without)} did not report to take the hub's" if without else "")
 
 
 def _how_to_start(seen: dict[str, Any], now: float) -> str:
@@ -282,6 +298,9 @@ def _event(event: dict[str, Any]) -> str:  # noqa: PLR0911 - one return for each
             took = f"{size(event.get('bytes', 0))} in {span(event.get('seconds', 0.0))}"
             but = f", with {event['why']}" if event.get("why") else ""
             return f"published step {step} as {version}: {took}{but}"
+        case "names":
+            because = f", because {event['why']}" if event.get("why") else ""
+            return f"{version}: tensors have the names of the {event.get('names')}{because}"
         case "adopted":
             return f"adopted {version} of step {step}, which a daemon before had finished"
         case "rolled_back":

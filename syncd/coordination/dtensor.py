@@ -1,4 +1,4 @@
-"""The part of a DTensor that one rank has. Imports torch: imported where it is used alone."""
+"""The part of a DTensor that one rank has. Imports torch, so import this inside functions only."""
 
 from __future__ import annotations
 

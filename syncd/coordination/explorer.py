@@ -39,7 +39,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         job_dir: the job directory.
         name: the explorer's, unique among the live ones.
         settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, where versions are (method ``memory``).
+        memory_dir: the second job directory, which has the versions (method ``memory``).
         workers: how many ranks of a weight group it is; 0 if no transfer waits for it.
         hub_names: whether it takes versions under the hub's names, too (``syncd run --names``).
         seams: for tests.
@@ -112,7 +112,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         become(me, status, old_status, requests=me.record.requests + asks, starting=None)
 
     def close(self) -> None:
-        """As any member's; one that was starting is not starting any more."""
+        """End this explorer, as any member; it also stops counting as starting."""
         if self.is_ours and self._me.record.starting is not None:
             try:
                 self._me.update(starting=None)
@@ -139,7 +139,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         starting: str | None = None,
         delta_base: int | None = None,
     ) -> None:
-        """Set all of an explorer's report; fields that are left out are taken back.
+        """Set all fields of an explorer's report; omitted ones are cleared.
 
         Args:
             version: the served version; None before the first.
@@ -150,7 +150,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
             bench: the step that is evaluated, in place of a version.
             workers: how many ranks of a weight group it is from now on; None for as many as before.
             group: with that, the weight group that all of them have open.
-            starting: what it waits for before it runs; its next status takes that back too.
+            starting: the reason why it is not running yet; its next status clears that too.
             delta_base: the newest version that its host has, as a base of deltas.
         """
         self._serve(
@@ -267,15 +267,15 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         cancel: Cancellation | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> Version:
-        """Wait until a newer version than ``current`` is published, whatever the trainer says.
+        """Wait until a newer version than ``current`` is published, even without a trainer.
 
-        Where :meth:`wait_new_model_state_dict` ends with the trainer, or its word that nothing
-        newer comes, this goes on; nor does a job that is away (unmounted) end it.
+        Unlike :meth:`wait_new_model_state_dict`, it goes on if the trainer stops or says that
+        nothing newer comes, and while the job is unmounted.
 
         Args:
             current: nothing at or below its sequence is taken; None for any version.
             asks: whether a sync is required meanwhile, and once more after each answer that there
-                is nothing newer; what storage refuses of that is asked again.
+                is nothing newer; if storage fails, it asks again.
             timeout: seconds; 0 to take what is there now, and require nothing; None for as long as
                 it takes.
             cancel: ends the wait from another thread.
@@ -337,7 +337,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """Wait, holding nothing, until a first version is published or a trainer works.
 
         Trainers load for minutes before they register. Returns at once if something is held, or if
-        this explorer has seen a trainer work before; the log says, once, what is waited for.
+        this explorer has seen a trainer work before. It logs one warning that it waits.
 
         Args:
             current: what this explorer serves; None before its first version.
@@ -367,7 +367,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         held = served(self._me.record, newest, trainer.run_id if trainer else None)
         if trainer is not None and newest is not None:
             offer = self._offers.current()
-            # What goes by the files counts once it is published, as of any other method.
+            # Weights that come by the files count once published, as with any other method.
             is_sent = offer is not None and offer.decided in {None, "go"}
             if offer and offer.session == trainer.session and is_sent:
                 newest = Version(newest.sequence, max(newest.step, offer.step))
@@ -380,24 +380,24 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
     ) -> int | None:
         """Wait until the trainer and all other live explorers are ready for a transfer.
 
-        What is promised is said at the trainer's.
+        For its promises see :meth:`.TrainerSynchronizer.ready_to_nccl_sync`.
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
             cancel: ends the wait from another thread.
 
         Returns:
-            The trainer's step; None where they are not ready in time, the trainer is gone, or it
-            has said that these weights come by the checkpoint path.
+            The trainer's step; None if they are not ready in time, the trainer is gone, or it said
+            that these weights come by the checkpoint path.
         """
         with self._wait(timeout, cancel) as wait:
             return self._transfer.agree(wait)
 
     def nccl_sync_succeeded(self, step: int) -> None:
-        """Say that the weights of a step have arrived; after the transfer.
+        """Record that the weights of a step have arrived; call it after the transfer.
 
-        Where they came through the weight group that :meth:`rendezvous` named, the next transfer
-        uses it again.
+        If they came through the weight group that :meth:`rendezvous` named, the next transfer uses
+        that group again.
         """
         met = self._met
         self._me.update(
@@ -435,7 +435,7 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         """The weight group, for a first worker that is in this process: :meth:`rendezvous`, and in.
 
         Args:
-            device: where received tensors are.
+            device: the device of received tensors.
             cancel: ends the wait for the rendezvous from another thread.
 
         Raises:
@@ -459,20 +459,20 @@ class ExplorerSynchronizer(Member[ExplorerReport]):
         device: str = "cpu",
         cancel: Cancellation | None = None,
     ) -> None:
-        """Form the weight group with the trainer, who calls its own; nothing is transferred.
+        """Form the weight group with the trainer, which calls its own; nothing is transferred.
 
         For one worker, in this process.
 
         Args:
             timeout: seconds until the trainer has come; the settings' ``sync_timeout`` by default.
-            device: where received tensors are.
+            device: the device of received tensors.
             cancel: ends the wait from another thread.
 
         Raises:
             BroadcastError: it has not, or the group cannot be formed.
         """
         require_torch("a broadcast of weights")
-        import torch  # noqa: PLC0415 # for who broadcasts
+        import torch  # noqa: PLC0415 # needed for broadcasts only
 
         if self.ready_to_nccl_sync(timeout=timeout, cancel=cancel) is None:
             raise BroadcastError("the trainer did not come to form a weight group")

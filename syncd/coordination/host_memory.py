@@ -1,6 +1,6 @@
-"""Memory of the host that devices can copy into, and from, without anybody's help.
+"""Pinned host memory, which devices read and write without the CPU.
 
-Imports torch: imported where it is used alone.
+Imports torch, so import this inside functions only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-#: From here on a block is made of pages of its own. Torch's allocator of pinned memory would round
-#: it up to a power of two, a third more on average.
+#: Blocks from this size on are mapped directly. Torch's allocator of pinned memory would round them
+#: up to a power of two: a third more on average.
 _LARGE: Final = 1024 * 1024
 _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
@@ -24,13 +24,13 @@ _PORTABLE: Final = 1  # cudaHostRegisterPortable: pinned for every device of the
 class HostMemory:
     """A block of host memory; for copies from or to a device other than the CPU it is pinned.
 
-    Hold it for as long as anything is copied into it, or from it: what is in it stays as long as a
-    tensor that views it, but it is pinned only while this object lives. Where pinning is refused,
-    that is logged, and the memory is ordinary: copies are right, and slower.
+    Hold this object during every copy to or from it: a tensor that views it keeps its content, but
+    the memory is pinned only while this object lives. If pinning fails, a warning is logged and the
+    memory is ordinary: copies are right, and slower.
 
     Args:
         size: bytes.
-        device: that will be copied from, or to.
+        device: the other end of the copies.
 
     Attributes:
         content: all of it, uint8, of shape ``(size,)``.
@@ -57,12 +57,12 @@ class HostMemory:
             )
             _forget_last_error()
             return
-        # It is called with the memory still mapped: the finalizer holds it.
+        # The memory is still mapped when it is called, because the finalizer holds it.
         weakref.finalize(self, _unpin, self.content).atexit = False  # the driver is gone by then
 
 
 def wait_for_copies(devices: set[torch.device]) -> None:
-    """Wait for what was put on the current streams of these devices."""
+    """Wait for the work on the current streams of these devices."""
     for device in devices:
         if device.type != "cpu":
             torch.accelerator.current_stream(device).synchronize()
@@ -74,7 +74,7 @@ def _unpin(content: Tensor) -> None:
 
 
 def _forget_last_error() -> None:
-    """CUDA remembers a refusal, and blames the next launch of a kernel for it: one of ours."""
+    """CUDA reports a refusal again at the next kernel launch: launch one here to clear it."""
     try:
         torch.ones(1, device="cuda")
     except RuntimeError as error:

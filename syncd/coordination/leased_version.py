@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Hold(Protocol):
-    """Keeps a version's files: a lease, or its equivalent for a copy on one host."""
+    """Keeps a version's files on disk: a lease, or its equivalent for a copy on one host."""
 
     def release(self) -> None:
         """Let it go. Safe to call twice."""
@@ -49,7 +49,7 @@ class LeasedVersion:
             there is nothing in it to load.
         source: the folder that was published; another one than ``folder``, which may be pruned,
             if that is a copy on this host.
-        remote_path: where the weights are, of kind ``remote``; else None.
+        remote_path: the location of the weights, if the kind is ``remote``; else None.
         manifest: the files that the folder must hold.
         storage: the storage that the folder is on.
     """
@@ -76,8 +76,8 @@ class LeasedVersion:
     def verify(self, *, cancel: Callable[[], None] = lambda: None) -> None:
         """Read all of it, and compare sizes, headers and digests with the manifest.
 
-        A version without digests has its sizes and headers compared; of one of kind ``remote``
-        there is nothing to compare, and nothing is asked of where it points.
+        If the manifest has no digests, only sizes and headers are compared. A version of kind
+        ``remote`` has no files here, so nothing is compared, and its path is not accessed.
 
         Raises:
             VerificationError: a file is not what the manifest says.

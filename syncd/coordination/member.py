@@ -58,7 +58,7 @@ class Seams:
     """Substitutes that tests put in place of the real thing.
 
     Attributes:
-        storage: the shared storage; that of the job directory by default.
+        storage: the shared storage; by default the job directory's.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.
         poll: seconds between two looks if the filesystem sends no events, at most.
@@ -87,7 +87,7 @@ class Member(Generic[Report]):
         role: its role.
         name: its own, unique among the live ones of its role.
         settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, where versions are (method ``memory``).
+        memory_dir: the second job directory, which has the versions (method ``memory``).
         seams: for tests.
         path: gives the path of its report.
         first: makes its first report from its session.
@@ -215,7 +215,7 @@ class Member(Generic[Report]):
 
         Args:
             use_huggingface: the folder of the version, which is a complete Hugging Face model;
-                without, that of the trainer's shards, or None where they are pruned. Of a version
+                without, that of the trainer's shards, or None if they are pruned. Of a version
                 of kind ``remote`` both are its remote path, a string.
         """
         return self._versions.path(use_huggingface=use_huggingface)
@@ -274,8 +274,8 @@ class Member(Generic[Report]):
     ) -> Version | None:
         """Let a step that is on disk be published, wait for that, and return its version.
 
-        Where LATEST is of that step already, that version is returned, also when the step has been
-        saved again since. A step folder whose save is not whole yet is waited for.
+        If LATEST is of that step already, it returns that version, even if the step was saved again
+        since. If the save in the step folder is not complete yet, it waits for it.
 
         Args:
             step: the step; None for the newest version, without waiting.
@@ -373,8 +373,8 @@ class Member(Generic[Report]):
     def close(self) -> None:
         """End all waits, say that this participant has stopped, and give its name up.
 
-        Safe to call twice, and in a fork, where it does nothing. Not called, its death is noticed a
-        lease time later.
+        Safe to call twice; in a fork it does nothing. Without it, others notice the death a lease
+        time later.
         """
         if not self.is_ours:
             return

@@ -30,7 +30,7 @@ FirstReport = Callable[[str], Report]
 class Participant(Generic[Report]):
     """A session, a claimed name, and the report that nobody else writes.
 
-    Promised: from construction to :meth:`close` others see it live, and what it says last; and
+    Promised: from construction to :meth:`close` others see it live, with its latest report; and
     no two live participants have one name (:class:`~syncd.storage.claims.HeldName`).
 
     Args:
@@ -38,7 +38,7 @@ class Participant(Generic[Report]):
         role: ``trainer`` or ``explorer``.
         name: this participant's.
         lease_time: seconds, from the job's format.
-        path: where its report is.
+        path: the file of its report.
         first: makes the first report.
         clock: seconds, monotonic.
         wall: seconds since the epoch, for people.

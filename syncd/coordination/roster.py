@@ -194,7 +194,7 @@ class Roster:
     # -- liveness ------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look at those whose turn it is of all sessions that reports name, and at new ones."""
+        """Look at the next slice of the sessions that reports name, and at new ones."""
         self._liveness = self._lookout.look(self._sessions())
 
     def _look_at_new(self) -> None:
@@ -228,8 +228,8 @@ class Roster:
 
     def _work(self) -> None:
         while not self._closed.wait(self._period):
-            # Not for as long as it takes: whoever has it may be the one who closes, in a signal
-            # handler, and waits for this thread.
+            # With a timeout: the holder may be in close(), called by a signal handler, and wait for
+            # this thread.
             if not self._lock.acquire(timeout=self._period):
                 continue
             try:
@@ -237,7 +237,7 @@ class Roster:
             except SyncdError as error:
                 log.debug("%s", error)  # the caller is told
             except OSError as error:
-                # Not seen is not dead: the stopwatches stand still.
+                # Unreadable is not dead: nobody's lease time runs down meanwhile.
                 log.debug("the participants cannot be looked at now: %s", error)
             finally:
                 self._lock.release()
@@ -315,7 +315,7 @@ def served(report: ExplorerReport, newest: Version | None, run: str | None) -> V
     Args:
         report: the explorer's.
         newest: the newest published version.
-        run: the trainer's run; weights that came by a broadcast of it count as what they are.
+        run: the trainer's run; weights of its broadcasts count with their own step.
     """
     if report.sequence is None or report.step is None:
         return None

@@ -34,7 +34,7 @@ class StateFile:
 
     Args:
         job: the job.
-        path: where it is.
+        path: its file.
     """
 
     def __init__(self, job: Job, path: Path) -> None:

@@ -1,7 +1,7 @@
-"""``Synchronizer``: the methods of Trinity-RFT's, awaitable, over the files of a job.
+"""``Synchronizer``: the methods of Trinity-RFT's Synchronizer, async, over the files of a job.
 
-Each method awaits a blocking call that a thread makes. A cancelled task still waits until its
-thread is done, because its caller would go on beside it otherwise.
+Each method awaits a blocking call in a thread. A cancelled task still waits for its thread, because
+its caller would otherwise continue while the call is running.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _THREADS: Final = 4
 class Synchronizer:
     """One participant of a job: registered, live, and in agreement with the others.
 
-    It has the original's methods alone. What the hooks need besides is at :attr:`blocking`; call it
-    by ``await asyncio.to_thread(…)``.
+    It has only the original's methods. :attr:`blocking` has the others that the hooks need; call
+    them by ``await asyncio.to_thread(…)``.
 
-    What each method does, raises and does not promise is said at its blocking twin of the same
-    name: in :class:`~syncd.coordination.trainer.TrainerSynchronizer`,
+    Each method is documented at its blocking twin of the same name: in
+    :class:`~syncd.coordination.trainer.TrainerSynchronizer`,
     :class:`~syncd.coordination.explorer.ExplorerSynchronizer`, or
     :class:`~syncd.coordination.member.Member` for what both have. Here it is awaited; a wait whose
     task is cancelled has put its status back before the cancellation is raised.
@@ -179,7 +179,7 @@ class Synchronizer:
     async def get_state_dict_meta(
         self, version: Version | None = None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor; by default of the newest version."""
+        """Name, dtype (``torch.bfloat16``) and shape of each tensor, by default in the newest one."""
         return await self._run(self.blocking.get_state_dict_meta, version)
 
     # -- transfers -----------------------------------------------------------------------------
@@ -195,11 +195,11 @@ class Synchronizer:
 
         Args:
             module: our role.
-            trainer_step: the trainer's step; what an explorer passes is not looked at.
+            trainer_step: the trainer's step; an explorer's value is ignored.
             timeout: seconds; the settings' ``sync_timeout`` by default.
 
         Returns:
-            The trainer's step; None where they are not ready in time, or the other side is gone.
+            The trainer's step; None if they are not ready in time, or the other side is gone.
         """
         if module == "trainer":
             call = partial(self._trainer.ready_to_nccl_sync, trainer_step, timeout=timeout)
@@ -212,7 +212,7 @@ class Synchronizer:
     async def setup_weight_sync_group(
         self, master_address: str, master_port: int, state_dict_meta: object = None
     ) -> None:
-        """Say where the weight groups that are formed from now on meet; the one that is open ends.
+        """Set the meeting place of future weight groups, and close the open one.
 
         For the trainer alone.
         """
@@ -230,7 +230,7 @@ class Synchronizer:
         """Leave the weight group: explorers at once, the trainer once they have."""
         await self._wait(partial(self.blocking.coordinate_weight_sync_teardown, timeout))
 
-    # -- what is needed to resume, and the end -----------------------------------------------------
+    # -- the state to resume from, and the end -----------------------------------------------------
 
     async def save_state(self, iteration: int, state: Mapping[str, Any]) -> None:
         """Save this participant's latest iteration and state (JSON), atomically."""
@@ -279,12 +279,12 @@ class Threads:
         return await finished(self._submit(partial(call, *given)))
 
     async def wait(self, call: Callable[..., T]) -> T:
-        """The same of a wait, which is given a ``cancel`` to end with the task."""
+        """The result of a wait; if the task is cancelled, so is the wait."""
         cancel = Cancellation()
         return await finished(self._submit(partial(call, cancel=cancel)), cancel.cancel)
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Accept no more calls."""
         self._pool.shutdown(wait=False)
 
     def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
@@ -292,14 +292,14 @@ class Threads:
 
 
 def elsewhere(call: Callable[[], T]) -> asyncio.Future[T]:
-    """A call in a thread of the event loop's: ours may all be busy, or have ended."""
+    """A call in a thread of the event loop's pool: ours may all be busy, or have ended."""
     return asyncio.get_running_loop().run_in_executor(None, call)
 
 
 async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambda: None) -> T:
-    """Wait for a thread; a cancellation is raised once it is done, however often it comes.
+    """Wait for a thread; cancellations are raised only once it is done.
 
-    Not before: its caller would go on beside it, and the event loop might be closed by then.
+    Before that, the caller would continue beside it, and the event loop might close.
     """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -311,5 +311,5 @@ async def finished(future: asyncio.Future[T], cancel: Callable[[], None] = lambd
     if cancelled is None:
         return future.result()
     if not future.cancelled():
-        future.exception()  # looked at: asyncio complains of what nobody has seen
+        future.exception()  # retrieved, because asyncio warns of errors that nobody has retrieved
     raise cancelled

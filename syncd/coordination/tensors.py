@@ -1,4 +1,4 @@
-"""Tensors of a version as torch has them. Imports torch: imported where it is used alone."""
+"""A version's tensors, as torch tensors. Imports torch, so import this inside functions only."""
 
 from __future__ import annotations
 

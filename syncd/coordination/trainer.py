@@ -47,7 +47,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
         job_dir: the job directory.
         name: the trainer's.
         settings: who syncs when, and how long to wait.
-        memory_dir: the second job directory, where versions are (method ``memory``).
+        memory_dir: the second job directory, which has the versions (method ``memory``).
         run_id: for its report; its session's by default.
         world_size: how many ranks write a save.
         writer: writes the state dict that :meth:`set_model_state_dict` is given.
@@ -134,15 +134,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
             for one in self._compare_all(self._roster.explorers())
             if one.status == RunningStatus.REQUIRE_SYNC.value
         }
-        # Those who have left are not remembered for ever.
+        # Forget explorers that have left.
         self._answered = {who: n for who, n in self._answered.items() if who in self._asked}
         return bool(unanswered(self._asked, self._answered))
 
     def begin_save(self, step: int) -> None:
         """Announce a save before its first byte is written.
 
-        What lies at the step or above is then not for the pruner: a trainer that resumed at a lower
-        step is about to write it again.
+        The pruner then keeps the folders of this step and above: a trainer that resumed at a lower
+        step is about to write them again.
         """
         self._me.update(step=step)
         self._versions.announce(self._me.record)
@@ -153,8 +153,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """Announce new weights, which the daemon then publishes; answer explorers that asked.
 
         Args:
-            model_state_dict: a state dict, which is written by the ``writer``; None if the save
-                is on disk and the pointer names it; a remote path of a Tinker-style trainer.
+            model_state_dict: a state dict, which the ``writer`` writes; None if the save is on
+                disk and the pointer names it; or a Tinker-style trainer's remote path.
             trainer_step: the step that they are of.
 
         Raises:
@@ -182,7 +182,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def save_is_on_its_way(self) -> bool:
         """True if the daemon has neither published nor refused the last announced save.
 
-        Where the step was saved before, that save's outcome may be taken for this one's: explorers
+        If the step was saved before, that save's outcome may be mistaken for this one's; explorers
         then ask once more.
         """
         if self._saved_step is None:
@@ -202,8 +202,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> bool:
         """Wait while the slowest live explorer lags by more than ``max_explorer_lag`` steps.
 
-        One that has refused a newer version is not waited for: only a newer one still helps it.
-        Nor is one that evaluates a step (``explorer_hooks.bench``).
+        It does not wait for an explorer that has refused a version, because only a newer version
+        helps that one, nor for one that evaluates a step (``explorer_hooks.bench``).
 
         Args:
             timeout: seconds; the settings' ``sync_timeout`` by default.
@@ -234,9 +234,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> int | None:
         """Wait until all live explorers are ready for a transfer of a step's weights.
 
-        Promised: if one side gets the step all that live do, as long as their storage works.
-        Not promised: that one which dies right after takes part; a transfer needs a timeout of its
-        own. Nothing changes its version: :meth:`nccl_sync_succeeded` does.
+        Promised: if one side gets the step, all live participants do, as long as their storage
+        works. Not promised: that a participant which dies right after takes part; a transfer needs
+        its own timeout. Versions do not change here, but in :meth:`nccl_sync_succeeded`.
 
         Args:
             step: the trainer's.
@@ -244,18 +244,18 @@ class TrainerSynchronizer(Member[TrainerReport]):
             cancel: ends the wait from another thread.
 
         Returns:
-            The step; None where they are not all ready in time, or none works.
+            The step; None if they are not all ready in time, or no explorer works.
         """
         with self._wait(timeout, cancel) as wait:
             found = self._transfer.agree(step, wait)
         if (agreed := self._transfer.agreed) is not None:
             self._taking = frozenset(one.session for one in agreed.offer.members)
-            # To meet, to transfer, and to load it and say so.
+            # One each for meeting, for the transfer, and for loading and reporting it.
             self._taken_by = self._clock() + 3 * self.settings.broadcast_timeout
         return found
 
     def nccl_sync_succeeded(self) -> None:
-        """Say that the weights have left: this answers explorers that asked."""
+        """Record that the weights were sent, which answers explorers that asked."""
         self._answered |= self._asked
 
     def takers(self) -> Takers:
@@ -271,8 +271,8 @@ class TrainerSynchronizer(Member[TrainerReport]):
         """True if an explorer may not produce (``max_staleness``), and has missed the sent weights.
 
         Args:
-            save_id: of the last transfer. Who takes part in that one has missed it if it does
-                not say that it serves it three ``broadcast_timeout`` after it was agreed.
+            save_id: of the last transfer. A member of it has missed it if it does not report
+                serving it within three ``broadcast_timeout`` of the agreement.
         """
         newest = self._versions.newest()
         if newest is None:
@@ -286,9 +286,9 @@ class TrainerSynchronizer(Member[TrainerReport]):
         )
 
     def goes_by_files(self, step: int) -> None:
-        """Say that the weights of a step come by the checkpoint path.
+        """Announce that the weights of a step come by the checkpoint path.
 
-        Explorers that wait for a transfer end that at once.
+        Explorers that wait for a transfer stop waiting at once.
         """
         self._transfer.by_files(step)
 
@@ -298,15 +298,15 @@ class TrainerSynchronizer(Member[TrainerReport]):
         self,
         master_address: str,
         master_port: int,
-        state_dict_meta: object = None,  # noqa: ARG002 # what a transfer holds is agreed in it
+        state_dict_meta: object = None,  # noqa: ARG002 # the transfer itself agrees on it
     ) -> None:
-        """Say where the weight groups that are formed from now on meet; the one that is open ends.
+        """Set the meeting place of future weight groups, and close the open one.
 
         Args:
             master_address: of this host, by name or numbers.
-            master_port: 0 for one that is free, each time.
-            state_dict_meta: taken for the original's sake, and not looked at: each transfer agrees
-                on names, dtypes and shapes before its first byte.
+            master_port: 0 for any free port, each time.
+            state_dict_meta: ignored; it is here because Trinity's method has it. Each transfer
+                agrees on names, dtypes and shapes before its first byte.
         """
         self._group.close()
         self._group.place = MeetingPlace(master_address, master_port)
@@ -314,12 +314,12 @@ class TrainerSynchronizer(Member[TrainerReport]):
     def open_group(self, save_id: SaveId, device: torch.device) -> WeightGroup:
         """The weight group of all that :meth:`ready_to_nccl_sync` has agreed with, for a transfer.
 
-        It is the one of the transfer before, if the members are the same and none has failed;
-        else a new one is formed.
+        The group of the previous transfer is used again if its members are the same and none has
+        failed; else a new one is formed.
 
         Args:
             save_id: the weights to transfer.
-            device: where the tensors are; that of a GPU makes it a group of NCCL's.
+            device: the tensors' device; with a GPU the group uses NCCL.
 
         Raises:
             BroadcastError: nothing was agreed; or not all came within ``broadcast_timeout``.
@@ -343,18 +343,18 @@ class TrainerSynchronizer(Member[TrainerReport]):
     ) -> None:
         """Form the weight group with all live explorers, who call theirs; nothing is transferred.
 
-        A transfer does so by itself; this finds out before the training whether it can.
+        A transfer forms it by itself; call this before training to test that it can.
 
         Args:
             timeout: seconds until all have come; the settings' ``sync_timeout`` by default.
-            device: where the tensors of the transfers are.
+            device: the device of the tensors to transfer.
             cancel: ends the wait from another thread.
 
         Raises:
             BroadcastError: they have not, or the group cannot be formed.
         """
         require_torch("a broadcast of weights")
-        import torch  # noqa: PLC0415 # for who broadcasts
+        import torch  # noqa: PLC0415 # needed for broadcasts only
 
         step = self._me.record.step or 0
         if self.ready_to_nccl_sync(step, timeout=timeout, cancel=cancel) is None:
@@ -368,7 +368,7 @@ class TrainerSynchronizer(Member[TrainerReport]):
 
         Args:
             timeout: seconds that they are waited for, at most; ``broadcast_timeout`` by default.
-            cancel: ends the wait from another thread; nothing is left then.
+            cancel: ends the wait from another thread; the group then stays open.
         """
         open_now = self._group.rendezvous
         if open_now is not None:

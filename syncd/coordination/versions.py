@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often a version that is retired at that very moment is passed over for the newer one.
+#: How often to try the newer version if the one to hold is retired at that very moment.
 _ATTEMPTS: Final = 10
 #: safetensors' name of a dtype → torch's.
 _TORCH_NAMES: Final = {name: f"torch.{torch_name}" for torch_name, (name, _) in DTYPES.items()}
 
 
 class _Hold:
-    """One of those who hold a version together."""
+    """One of several holds on a version, which share a lease."""
 
     def __init__(self, let_go: Callable[[_Hold], None], folder: Path) -> None:
         self._let_go = let_go
@@ -118,7 +118,7 @@ class Versions:
 
     def _hold_newest(self) -> LeasedVersion | None:
         for left in reversed(range(_ATTEMPTS)):
-            # What is retired was named by what this client remembers of LATEST.
+            # A retired version was named by this client's cached LATEST.
             newest = self.newest(sure=left < _ATTEMPTS - 1)
             if newest is None:
                 return None
@@ -170,7 +170,7 @@ class Versions:
     def _let_go(self, hold: _Hold) -> None:
         """End one hold; the last one ends the lease, and stays if storage refuses that."""
         if os.getpid() != self._pid:
-            return  # a fork, that an iterator ends in, say: the lease is that of its parent
+            return  # a fork, for example where an iterator ends: the lease is its parent's
         with self._lock:
             version, holds = self._held.get(hold.folder, (None, set()))
             if version is None or hold not in holds:
@@ -296,13 +296,13 @@ class Versions:
         try:
             lives = self.daemon_lives()
         except OSError as error:
-            return f"nor can be seen whether a daemon works there: {error}"
+            return f"it cannot be seen whether a daemon works there: {error}"
         return daemon_hint(self.job.layout.root, lives=lives, is_memory=self._own is not None)
 
     def check_on_disk(self, step: int) -> None:
         """See that a step has a folder, by its name and on the server: listings may be late.
 
-        Whether the save in it is whole is not looked at.
+        It does not check that the save in it is complete.
 
         Raises:
             SaveNotReadyError: it has none; says which steps have.

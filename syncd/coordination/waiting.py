@@ -18,10 +18,10 @@ _LOOK: Final = 0.05
 
 
 class Cancellation:
-    """Ends waits from another thread, now and from now on."""
+    """Ends waits from another thread: present and future ones."""
 
     def __init__(self) -> None:
-        # Of a thread: whose signal handler may cancel while it is in here.
+        # Re-entrant, because a signal handler on the same thread may call cancel().
         self._lock = threading.RLock()
         self._wakes: set[Callable[[], None]] = set()
         self._done = False
@@ -48,9 +48,9 @@ class Cancellation:
             raise CancelledError("the wait was cancelled, or its synchronizer closed")
 
     def pause(self, seconds: float) -> bool:
-        """Wait for seconds, or until it is cancelled; whether it was."""
-        # By looks, and not on an Event: in the middle of its wait a thread has its lock, which a
-        # signal handler of this very thread, that cancels, would wait for in vain.
+        """Wait for seconds, or until it is cancelled; True if it was."""
+        # Polls instead of waiting on an Event: a thread that waits on one may hold its lock, and a
+        # signal handler on that thread that cancels would then deadlock.
         deadline = time.monotonic() + seconds
         while not self._done and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, _LOOK))
@@ -62,7 +62,7 @@ class Cancellation:
             self._wakes.add(wake)
 
     def detach(self, wake: Callable[[], None]) -> None:
-        """Let it not be called any more."""
+        """Stop calling it."""
         with self._lock:
             self._wakes.discard(wake)
 
@@ -71,7 +71,7 @@ class Wait:
     """One wait, as a context manager.
 
     Args:
-        watcher: ends a pause early; it stays the caller's.
+        watcher: ends a pause early; the caller closes it.
         timeout: seconds until :meth:`more` says that there is no time left.
         poll: seconds between two looks if the filesystem sends no events.
         cancels: the cancellations that may end it.
@@ -94,7 +94,7 @@ class Wait:
         self._clock = clock
 
     def more(self) -> bool:
-        """Wait for a hint or a poll; False if the time was up already.
+        """Pause until a hint or the next poll; False if the time is up.
 
         Raises:
             CancelledError: the wait was cancelled.
@@ -122,9 +122,9 @@ class Wait:
 
 
 class Waits:
-    """The waits of one participant, one at a time: each would put back another one's status.
+    """The waits of one participant: one at a time, because each sets the status back at its end.
 
-    The time that a wait takes counts for those that want to be next.
+    A wait that has to queue spends its timeout while it queues.
 
     Args:
         name: the participant's.
@@ -146,21 +146,21 @@ class Waits:
         self._poll = poll
         self._clock = clock
         self._ending = Cancellation()
-        # Of a thread: whose signal handler may end what it waits for.
+        # Re-entrant, because a signal handler on the same thread may call ended().
         self._turn = threading.RLock()
         self._watcher: Watcher | None = None
         self._watched: Mapping[Path, frozenset[str]] = {}
 
     @contextmanager
     def one(self, timeout: float, cancel: Cancellation | None) -> Iterator[Wait]:
-        """Wait for our turn, and then for whatever it is.
+        """Wait for the turn to wait, then give the wait itself.
 
         Args:
-            timeout: seconds for both.
+            timeout: seconds for both together.
             cancel: ends it from another thread.
 
         Raises:
-            WaitTimeoutError: another wait went on all the time.
+            WaitTimeoutError: another wait took all the time.
             CancelledError: it was cancelled, or all waits have ended.
         """
         cancels = (self._ending,) if cancel is None else (self._ending, cancel)
@@ -172,7 +172,9 @@ class Waits:
             if self._turn.acquire(timeout=max(0.0, min(left, self._poll))):
                 break
             if left <= 0:
-                raise WaitTimeoutError(f"{self._name} spent its whole time behind another wait")
+                raise WaitTimeoutError(
+                    f"{self._name} timed out behind another wait of the same participant"
+                )
         try:
             for each in cancels:
                 each.check()  # ended() may have had the turn before us, and closed the watcher
@@ -189,7 +191,7 @@ class Waits:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """End all waits, now and from now on; inside, none goes on."""
+        """End all waits, now and in future; inside the block none is running."""
         self._ending.cancel()
         with self._turn:
             if self._watcher is not None:
@@ -197,7 +199,7 @@ class Waits:
             yield
 
     def _hints(self) -> Watcher:
-        """The means to end a pause early: made for the first wait, and anew for other folders."""
+        """The watcher that ends pauses early; made again if the folders to watch change."""
         names = self._worth_a_look()
         if self._watcher is None or names != self._watched:
             if self._watcher is not None:

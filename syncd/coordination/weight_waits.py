@@ -21,7 +21,7 @@ from syncd.storage.judge import Clock
 
 log = logging.getLogger(__name__)
 
-#: How often which trainer has said that nothing newer will come; None for never.
+#: A trainer's session, and how often it has said that nothing newer comes; None for never.
 Said = tuple[str | None, int] | None
 
 
@@ -38,10 +38,10 @@ class WeightWaits:
         terms: the settings that a wait goes by if the explorer was given none.
         root: the job directory.
         clock: seconds, monotonic.
-        poll: seconds between two looks whether a request was answered, at least.
+        poll: seconds between two checks for an answer to a request, at least.
 
     Attributes:
-        has_seen_trainer: whether it has seen a trainer work.
+        has_seen_trainer: True once it has seen a trainer work.
         unlike: how the settings of the trainer that works differ.
     """
 
@@ -136,7 +136,7 @@ class WeightWaits:
                         f"{told} was published in {self._versions.job.layout.root} in time; "
                         f"{self._why_nothing()}"
                     )
-                if not watches_daemon:  # by two looks one that was killed is told from a live one
+                if not watches_daemon:  # it takes two looks to tell a killed daemon from a live one
                     watches_daemon = True
                     self._versions.daemon_hint()
         finally:
@@ -154,7 +154,7 @@ class WeightWaits:
     def _look_at_trainer(
         self, joins: Callable[[], bool] | None, ending: Ending | None
     ) -> tuple[Offer | None, bool]:
-        """One look: a transfer that takes place with us, and whether the wait is over."""
+        """Look once: the transfer to take part in, if any, and True if the wait is over."""
         if joins is None and ending is None:
             return None, False
         try:
@@ -180,7 +180,7 @@ class WeightWaits:
         return stopped
 
     def _offered(self, *, joins: bool, has_stopped: bool) -> Offer | None:
-        """One look at what is offered; a trainer that has stopped decides no more."""
+        """Look at the offer once; leave it if the trainer has stopped."""
         transfer = self._transfer
         offer = transfer.look() if joins or transfer.has_joined else None
         return offer or (transfer.leave() if has_stopped else None)
@@ -202,7 +202,7 @@ class SyncRequest:
         me: the explorer that waits.
         roster: knows the trainer.
         clock: seconds, monotonic.
-        poll: seconds between two looks whether it was answered, at least.
+        poll: seconds between two checks for an answer, at least.
     """
 
     def __init__(
@@ -252,10 +252,10 @@ class SyncRequest:
             log.warning("%s cannot ask for weights now: %s", me.record.name, error)
 
     def end(self, *, missed: bool) -> None:
-        """Require it no more; a refusal of the storage ends nothing.
+        """Withdraw the request; errors of storage are logged, not raised.
 
         Args:
-            missed: whether the wait ended without anything newer, which is counted.
+            missed: True if the wait ended without anything newer, which is counted.
         """
         me = self._me
         count = me.record.nothing_new + missed
@@ -280,7 +280,7 @@ class Ending:
     Args:
         versions: the published versions of the job.
         roster: knows the trainer.
-        request: what this wait asks of the trainer.
+        request: this wait's request to the trainer.
         clock: seconds, monotonic.
     """
 
@@ -299,7 +299,7 @@ class Ending:
         """True if nothing newer comes.
 
         Args:
-            has_stopped: whether the trainer has stopped, or died, or was never there.
+            has_stopped: True if the trainer has stopped, or died, or was never there.
 
         Raises:
             JobUnavailableError, OSError: storage failed: nothing is known.

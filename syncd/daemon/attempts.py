@@ -24,6 +24,7 @@ from syncd.protocol.errors import (
     VerificationError,
     VersionGoneError,
 )
+from syncd.protocol.records import Manifest
 from syncd.protocol.reports import MergeProgress
 from syncd.protocol.requests import RollbackRequest
 from syncd.storage.job import Job
@@ -130,6 +131,7 @@ class Attempts:
         self._failures = 0
         now = self._clock()
         self._journal.published(manifest, seconds=now - begun, latency=now - whole_since)
+        self._say_names(manifest)
         if before is not None:
             folders = [self._job.layout.version(one.sequence) for one in (before, manifest)]
             if changes := changed_settings(self._job.storage, *folders):
@@ -163,7 +165,12 @@ class Attempts:
             self._publisher.answer(request, made=None, why=str(error))
             return
         self._journal.rolled_back(request, manifest)
+        self._say_names(manifest)
         self._publisher.answer(request, made=manifest.sequence, why="")
+
+    def _say_names(self, manifest: Manifest) -> None:
+        if (change := self._publisher.naming.change) is not None:
+            self._journal.named_anew(manifest, change)
 
     def progress(self, save: WholeSave, begun: float, heard: Progress) -> Progress:
         """A callback that reports the progress of a merge now and then."""

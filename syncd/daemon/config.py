@@ -15,7 +15,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from syncd.checkpoint.tensor_rules import Cast
 from syncd.protocol.names import STATE_POINTER
-from syncd.protocol.records import LONGEST_LEASE_TIME, SHORTEST_LEASE_TIME
+from syncd.protocol.records import LONGEST_LEASE_TIME, SHORTEST_LEASE_TIME, Names
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -128,6 +128,9 @@ class DaemonConfig(BaseModel):
             rounded as torch does; None keeps the saved dtypes. Integers, bool and fp8 stay.
         dcp_prefix: the prefix of the model's tensor names in saves of
             ``torch.distributed.checkpoint``, e.g. ``model.``; the daemon removes it. None: detect.
+        names: the names of the tensors in versions: ``hub``, those of the model's checkpoints on
+            the hub, or ``trainer``, those of the trainer's module. None: those of the job's newest
+            version; in a new job ``hub`` if all live explorers take them, else ``trainer``.
         max_shard_size: the most bytes of tensors in one file of a version.
         copy_threads: how many files of a version to write at a time; never more than there are
             processors.
@@ -166,6 +169,7 @@ class DaemonConfig(BaseModel):
     digests: bool = True
     cast: Cast | None = None
     dcp_prefix: str | None = None
+    names: Names | None = None
     max_shard_size: Annotated[Bytes, Field(ge=1)] = 1_000_000_000
     copy_threads: Annotated[Count, Field(ge=1, le=64)] = 4
     prune_steps: bool = True
@@ -191,6 +195,7 @@ LIVE_KEYS: Final = frozenset(
         "keep_deltas",
         "digests",
         "cast",
+        "names",
         "max_shard_size",
         "copy_threads",
         "prune_steps",

@@ -31,6 +31,7 @@ from syncd.daemon.decide import (
     decide,
 )
 from syncd.daemon.delta_maker import DeltaMaker, DeltaWork
+from syncd.daemon.naming import Naming
 from syncd.daemon.notify import JobNotice
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
@@ -116,6 +117,7 @@ class Loop:
             config,
             epoch,
             session.id,
+            Naming(job, judge.lease_time, clock=clock),
             cancel=self._may_go_on,
             wall=wall,
             clock=clock,
@@ -337,6 +339,7 @@ class Loop:
     def _look_who_is_live(self, seen: Observation) -> None:
         latest = self._publisher.latest  # of this round: explorers may have it already
         try:
+            self._publisher.naming.look()
             for load in self._going_live.look(seen.leases, latest.sequence if latest else 0):
                 self._journal.live(load)
             self._deltas.takers = self._going_live.takers(self.config.tick)

@@ -15,6 +15,7 @@ from syncd.checkpoint.republish import republish
 from syncd.checkpoint.save import Remote, WholeSave
 from syncd.checkpoint.version import read_manifest
 from syncd.daemon.config import DaemonConfig
+from syncd.daemon.naming import Naming
 from syncd.daemon.outcomes import Outcomes
 from syncd.daemon.recover import look_back
 from syncd.protocol.errors import (
@@ -54,6 +55,7 @@ class Publisher:
         config: the daemon's.
         epoch: the active daemon's room.
         session: for the notice that something is coming.
+        naming: chooses the names of tensors.
         cancel: called between chunks; raises to stop.
         wall: seconds since the epoch, for records that people read.
         clock: seconds, monotonic, for timings.
@@ -65,6 +67,7 @@ class Publisher:
         published_save: the identity of the save that LATEST was made from, or stands in for.
         served_request: the request that LATEST is the result of; None for a save's version.
         outcomes: of the saves.
+        naming: knows the names of the tensors of LATEST.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Publisher:
         config: DaemonConfig,
         epoch: Epoch,
         session: str,
+        naming: Naming,
         *,
         cancel: Callable[[], None],
         wall: Callable[[], float] = time.time,
@@ -82,6 +86,7 @@ class Publisher:
         self.config = config
         self._epoch = epoch
         self._session = session
+        self.naming = naming
         self._cancel = cancel
         self._clock = clock
         self._floor = 0
@@ -256,6 +261,8 @@ class Publisher:
             digests=self.config.digests,
             cast=self.config.cast,
             prefix=self.config.dcp_prefix,
+            names=self.naming.choose(self.config.names),
+            may_keep=self.config.names is None,
             threads=self.config.copy_threads,
         )
 
@@ -340,6 +347,7 @@ class Publisher:
         return manifest
 
     def _serve(self, manifest: Manifest) -> None:
+        self.naming.serves(manifest)
         back = manifest.rolled_back
         self.latest_bytes = sum(file.size for file in manifest.files)
         self.published_save = manifest.settles

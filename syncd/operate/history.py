@@ -152,6 +152,8 @@ def _history(job: Job, limit: int) -> list[VersionHistory]:
 
 
 def _add(version: VersionHistory, line: JournalLine) -> None:
+    if line.event == "names":
+        return  # of one that another line tells of
     if line.event == "live":
         seconds = line.seconds
         if seconds is None and version.published is not None:

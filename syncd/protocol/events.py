@@ -71,6 +71,7 @@ class Event(StrEnum):
     VERSION_ADOPTED = "version_adopted"
     VERSION_DAMAGED = "version_damaged"
     VERSION_DISCARDED = "version_discarded"
+    VERSION_NAMES = "version_names"
     VERSION_NONFINITE = "version_nonfinite"
     VERSION_PUBLISHED = "version_published"
     VERSION_ROLLED_BACK = "version_rolled_back"

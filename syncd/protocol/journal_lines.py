@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from syncd.protocol.records import Kind, Record, Seconds, Sequence, Size, Step, Text
+from syncd.protocol.records import Kind, Names, Record, Seconds, Sequence, Size, Step, Text
 
 
 class AuditLine(Record):
@@ -28,7 +28,8 @@ class JournalLine(Record):
         event: ``active`` (a daemon took over), ``published``, ``adopted`` (a version that a daemon
             before this one had finished is LATEST), ``rolled_back``, ``live`` (an explorer serves
             it), ``skipped``, ``quarantined``, ``refused`` (a rollback), ``delta`` (one was made),
-            ``no_delta`` (one was begun, or wanted, and there is none).
+            ``no_delta`` (one was begun, or wanted, and there is none), ``names`` (its tensors have
+            other names than those of the version before, or could have).
         version: the version that it is about.
         step: its step, or that of the save.
         kind, bytes: of the version that was published.
@@ -43,14 +44,16 @@ class JournalLine(Record):
             read instead of the version's files, None if it has read the files.
         by: who asked for a rollback.
         explorer: the explorer that serves it.
+        names: whose names the tensors have.
         why: why it was quarantined or refused, or why there is no delta; of ``published`` the NaN
-            and Inf in it, if any.
+            and Inf in it, if any; of ``names`` the reason that they are the trainer's, if nobody
+            asked for these.
     """
 
     time: float
     event: Literal[
         "active", "published", "adopted", "rolled_back", "live", "skipped", "quarantined",
-        "refused", "delta", "no_delta",
+        "refused", "delta", "no_delta", "names",
     ]  # fmt: skip
     version: Sequence | None = None
     step: Step | None = None
@@ -64,4 +67,5 @@ class JournalLine(Record):
     explorer: Text | None = None
     changed: Annotated[float, Field(ge=0, le=1)] | None = None
     delta_bytes: Size | None = None
+    names: Names | None = None
     why: Text | None = None

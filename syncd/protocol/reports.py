@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from syncd.protocol.policy import SyncSettings, SyncStyle, Version
-from syncd.protocol.records import Record, Seconds, Sequence, SessionId, Size, Step, Text
+from syncd.protocol.records import Names, Record, Seconds, Sequence, SessionId, Size, Step, Text
 
 #: How many of its last loads an explorer's report names. The daemon reads each report at least once
 #: in half as many rounds, and publishes at most one version a round.
@@ -302,6 +302,7 @@ class DaemonReport(Record):
         merge: how far it is, while the state is ``merging`` and some of it is done. It may be some
             seconds old.
         release: the daemon's own; None of one that knows no bench requests.
+        names: whose names the tensors of LATEST have; None if they could have no others.
     """
 
     session: str
@@ -317,4 +318,5 @@ class DaemonReport(Record):
     counters: DaemonCounters = DaemonCounters()
     merge: MergeProgress | None = None
     release: Text | None = None
+    names: Names | None = None
     time: float

@@ -87,7 +87,7 @@ class HeldName:
         return held
 
     def check(self) -> None:
-        """See that the name is still ours, and take it again if it is nobody's.
+        """Check that this process still has the name; take it again if nobody has it.
 
         Raises:
             NameTakenError: another participant took it while we were counted as dead.

@@ -50,6 +50,11 @@ function words(event) {
         `published step ${step} as ${version}: ${size(event.bytes ?? 0)} in ${span(event.seconds ?? 0)}`,
         ...(event.why ? [", with ", said(event.why)] : []),
       ];
+    case "names":
+      return [
+        `${version}: tensors have the names of the ${event.names === "hub" ? "hub" : "trainer"}`,
+        ...(event.why ? [", because ", said(event.why)] : []),
+      ];
     case "adopted":
       return `adopted ${version} of step ${step}, which a daemon before had finished`;
     case "rolled_back":

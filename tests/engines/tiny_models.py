@@ -14,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -22,7 +23,7 @@ from transformers import (
 
 from syncd.daemon.config import DaemonConfig
 from syncd.protocol.names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, LORA_ADAPTER
-from syncd.protocol.records import ReceiptFile
+from syncd.protocol.records import Names, ReceiptFile
 from tests.jobs import SmallJob, receipt_of
 
 #: A head of 64: the attention of vLLM's CPU build takes no smaller ones.
@@ -50,6 +51,14 @@ EXPERTS: Final = Qwen3MoeConfig(
 )
 
 
+#: Experts of which vLLM finds no tensor by the trainer's names.
+MIXTRAL: Final = MixtralConfig(
+    **CONFIG.to_diff_dict() | {"model_type": "mixtral"},
+    num_local_experts=4,
+    num_experts_per_tok=2,
+)
+
+
 def model(seed: int, config: PreTrainedConfig = CONFIG) -> PreTrainedModel:
     """A model in bfloat16 that is sure of what it says."""
     torch.manual_seed(seed)
@@ -73,12 +82,16 @@ def state(seed: int) -> dict[str, Tensor]:
 
 
 def publish_model(
-    job: SmallJob, step: int, tensors: Mapping[str, Tensor], config: PreTrainedConfig = CONFIG
+    job: SmallJob,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    config: PreTrainedConfig = CONFIG,
+    names: Names | None = None,
 ) -> None:
     """Save a step as a full state dict, and let a daemon publish it."""
     told = config.to_json_string().encode()
     save_step(job, step, "model.safetensors", tensors, {"huggingface/config.json": told})
-    _publish(job, step)
+    _publish(job, step, names)
 
 
 def publish_adapter(job: SmallJob, step: int, peft: Any) -> None:
@@ -120,7 +133,7 @@ def save_step(
     job.receipt(step, f"run-{step}-0", 0, 1, receipt_of(content, weights), *told)
 
 
-def _publish(job: SmallJob, step: int) -> None:
+def _publish(job: SmallJob, step: int, names: Names | None = None) -> None:
     job.point(step)
-    with job.daemon(DaemonConfig(keep=3)) as loop:
+    with job.daemon(DaemonConfig(keep=3, names=names)) as loop:
         loop.run_once()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor import Partial as TorchPartial
 
 from explorer_hooks.engines.conformance import NoLease, TensorBytes, make_version
@@ -33,7 +33,9 @@ from syncd.checkpoint.version import read_manifest
 from syncd.coordination.broadcast.group import WeightGroup
 from syncd.coordination.tensors import bytes_of
 from syncd.protocol.errors import EngineMismatchError
+from syncd.protocol.names import NAME_MAP
 from tests.fsdp_ranks import mesh
+from tests.mapped_names import NAMES, Named, on_the_hub, state
 from tests.multiprocess import model_ranks
 from tests.multiprocess.test_dtensor_rules import (
     MESHES,
@@ -61,7 +63,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank_{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
-@pytest.mark.parametrize("what", ["layouts", *KINDS])
+@pytest.mark.parametrize("what", ["layouts", "other_names", *KINDS])
 def test_a_rank_fills_its_own_part_and_reads_as_many_bytes_as_that_has(
     said: list[dict[str, Any]], what: str
 ) -> None:
@@ -75,7 +77,7 @@ def test_a_rank_fills_its_own_part_and_reads_as_many_bytes_as_that_has(
         assert any(rank[what]["staged"]["own"] < rank[what]["whole"] for rank in said)
 
 
-@pytest.mark.parametrize("what", ["layouts", *KINDS])
+@pytest.mark.parametrize("what", ["layouts", "other_names", *KINDS])
 def test_a_rank_fills_its_own_part_of_what_is_broadcast(
     said: list[dict[str, Any]], what: str
 ) -> None:
@@ -88,6 +90,13 @@ def test_a_rank_of_four_reads_a_quarter_of_what_is_cut_in_four(said: list[dict[s
     for rank in said:
         told = rank["fsdp2_columns"]
         assert told["staged"]["own"] < told["whole"] * 0.4  # its one bias is cut evenly by no four
+
+
+def test_a_module_with_the_hubs_names_takes_a_broadcast_by_the_map_of_its_version(
+    said: list[dict[str, Any]],
+) -> None:
+    for rank in said:
+        assert rank["by_the_hubs_names"] == {"staged": [], "direct": []}
 
 
 def test_what_fsdp2_gathered_before_the_lock_was_had_is_not_computed_with(
@@ -131,7 +140,9 @@ class _Rank:
         self._rank = rank
         self._folder = folder
 
-    def version(self, name: str, tensors: Mapping[str, torch.Tensor]) -> LeasedVersion:
+    def version(
+        self, name: str, tensors: Mapping[str, torch.Tensor], **options: Any
+    ) -> LeasedVersion:
         """A version of these whole tensors, written by rank 0."""
         folder = self._folder / name
         if self._rank == 0:
@@ -145,6 +156,7 @@ class _Rank:
                     )
                     for key, value in tensors.items()
                 },
+                **options,
             )
         dist.barrier()
         hold: Any = NoLease()
@@ -155,7 +167,11 @@ class _Rank:
         self, name: str, module: nn.Module, tensors: Mapping[str, torch.Tensor], **options: Any
     ) -> dict[str, Any]:
         """Load the whole tensors into a module that has parts of them."""
-        version = self.version(name, tensors)
+        if name == "other_names":
+            files = {NAME_MAP: NAMES.encode()}
+            version = self.version(name, on_the_hub(tensors), names="hub", files=files)
+        else:
+            version = self.version(name, tensors)
         found: dict[str, Any] = {"whole": sum(value.nbytes for value in tensors.values())}
         for in_place in ("staged", "direct"):
             engine = TorchModule(module, in_place=in_place, **options)
@@ -170,7 +186,7 @@ class _Rank:
             arrived = {key: _bits(part) for key, part in parts.items()}
             _zero(parts.values())
             engine.check(version)
-            storage: Any = version._storage
+            storage: Any = version.storage
             storage.calls.clear()
             engine.load(version)
             read = sum(len(given[1]) for called, given in storage.calls if called == "pread_into")
@@ -229,6 +245,36 @@ class _Rank:
                 wholes[name] = whole
                 cut[name] = way(whole, local.clone(), meshes[number], layout)
         return self.loads("layouts", _Holder(cut), wholes)
+
+    def other_names(self) -> dict[str, Any]:
+        """A module whose tensors have other names in the version, cut along each dimension."""
+        whole, on = state(), mesh(a=WORLD_SIZE)
+        placements = {
+            "experts.gate_up_proj": Shard(0), "experts.down_proj": Shard(1), "q_proj": Shard(0),
+            "k_proj": Shard(1), "norm": Shard(0), "head": Replicate(),
+        }  # fmt: skip
+        module = Named(whole)
+        for name, placement in placements.items():
+            owner, _, last = name.rpartition(".")
+            part = distribute_tensor(whole[name].clone(), on, [placement])
+            module.get_submodule(owner).register_parameter(last, nn.Parameter(part))
+        return self.loads("other_names", module, whole)
+
+    def by_the_hubs_names(self) -> dict[str, list[str]]:
+        """A broadcast of the trainer's tensors, to a module that has the hub's, with a version."""
+        whole = state()
+        truth = on_the_hub(whole)
+        files = {NAME_MAP: NAMES.encode()}
+        version = self.version("by_the_hubs_names", truth, names="hub", files=files)
+        found = {}
+        for in_place in ("staged", "direct"):
+            module = Named(truth)
+            engine = TorchModule(module, in_place=in_place)
+            engine.check(version)
+            self.receives(engine, whole)
+            after = module.state_dict()
+            found[in_place] = [key for key in truth if not torch.equal(after[key], truth[key])]
+        return found
 
     def kind(self, name: str) -> dict[str, Any]:
         """A real model."""
@@ -295,8 +341,9 @@ def _run(rank: int, folder: Path) -> None:
     timeout = timedelta(seconds=DEADLINE / 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timeout)
     own = _Rank(rank, folder)
-    said: dict[str, Any] = {"layouts": own.layouts()}
+    said: dict[str, Any] = {"layouts": own.layouts(), "other_names": own.other_names()}
     said |= {name: own.kind(name) for name in KINDS}
+    said["by_the_hubs_names"] = own.by_the_hubs_names()
     said["gathered"] = own.gathered()
     said["fsdp1"] = own.refused("fsdp1", *model_ranks.fsdp1(WORLD_SIZE))
     summand = DTensor.from_local(torch.ones(3), mesh(a=WORLD_SIZE), [TorchPartial()])

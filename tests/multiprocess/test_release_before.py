@@ -18,7 +18,9 @@ from explorer_hooks import ExplorerHook, TorchModule
 from explorer_hooks.reader import Reader
 from syncd.cli import cli
 from syncd.protocol.layout import JobLayout
-from syncd.protocol.names import FULL, RETIRED
+from syncd.protocol.names import FULL, NAME_MAP, RETIRED
+from syncd.protocol.records import encode
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
 from tests.multiprocess.processes import (
     DEADLINE,
     LEASE_TIME,
@@ -27,7 +29,7 @@ from tests.multiprocess.processes import (
     wait_until,
 )
 from tests.rank_programs import ENVIRONMENT, ROOT
-from tests.stored_job import Model
+from tests.stored_job import Config, Model
 from trainer_hooks import SaveSettings, SyncSettings, TrainerHook, load_checkpoint
 from trainer_hooks.settings import SyncDtype
 
@@ -79,6 +81,36 @@ print(json.dumps({
     "resumed": [found.step, resumed.embed_tokens.weight[0, 0].item()],
 }))
 """
+
+
+#: An explorer that comes before the first version; run by the release before.
+EXPLORER_BEFORE = """
+import sys
+from explorer_hooks import ExplorerHook, TorchModule
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 2)
+        self.lm_head = nn.Linear(2, 4, bias=False)
+
+model = Model()
+with ExplorerHook(sys.argv[1], "explorer-before", TorchModule(model)) as hook:
+    for step in (1, 2):
+        print(hook.pull(60).step, model.lm_head.weight[0, 0].item(), flush=True)
+"""
+
+
+class HubConfig(Config):
+    """The config of a model that has another name for a tensor on the hub."""
+
+    def save_pretrained(self, folder: str) -> None:
+        super().save_pretrained(folder)
+        piece = HubPiece(name="output.weight")
+        mapped = MappedTensor(shape=(4, 2), pieces=(piece,))
+        record = NameMapRecord(tensors={"lm_head.weight": mapped})
+        (Path(folder) / NAME_MAP).write_bytes(encode(record))
 
 
 #: A trainer that would resume, and may not; run by the release before.
@@ -192,6 +224,37 @@ def test_a_job_of_the_release_before_is_served_on(job: Path) -> None:
     assert (layout.step(7) / FULL).exists()
     again = json.loads(said("history", job, "--json"))
     assert [one["version"] for one in again["versions"]] == [*range(1, 8)]
+
+
+def test_an_explorer_of_the_release_before_keeps_a_new_job_at_the_names_that_it_takes(
+    tmp_path: Path, before: Path
+) -> None:
+    new = tmp_path / "new"
+    new.mkdir()
+    layout = JobLayout(new)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(before)}
+    run = [sys.executable, "-P", "-c", EXPLORER_BEFORE, str(new)]
+    with subprocess.Popen(run, env=environment, stdout=subprocess.PIPE, text=True) as old:
+        try:
+            assert old.stdout is not None
+            wait_until(lambda: layout.explorer("explorer-before").exists(), "it has come")
+            with Daemon(new, *DAEMON) as daemon:
+                model = Model(0)
+                model.config = HubConfig()
+                settings = SyncSettings(sync_interval=1)
+                with TrainerHook(new, model, settings=settings) as hook:
+                    for step in (1, 2):
+                        model.fill(step)
+                        hook.after_step(step)
+                        assert old.stdout.readline().split() == [str(step), f"{-step}.0"]
+                status = json.loads(said("status", new, "--json"))
+                assert daemon.terminate() == 0
+            assert old.wait(DEADLINE) == 0
+        finally:
+            old.kill()
+    assert status["daemon"]["names"] == "trainer"
+    (line,) = [line for line in journal(new) if line["event"] == "names"]
+    assert line["why"] == "explorer-before did not report that it takes the hub's names"
 
 
 def sparse(job: Path, step: int) -> None:

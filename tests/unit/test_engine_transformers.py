@@ -14,15 +14,21 @@ from transformers import (
     GenerationConfig,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from explorer_hooks.engines.conformance import TensorBytes, make_version
 from explorer_hooks.engines.transformers_model import TransformersModel
 from explorer_hooks.reader import LeasedVersion
 from syncd.checkpoint.tensor_rules import DTYPES
+from syncd.daemon.config import DaemonConfig
 from syncd.protocol.errors import EngineMismatchError
 from syncd.protocol.records import Kind
 from tests.engines.subjects import bits_of, lora_qwen, tiny_qwen
+from tests.engines.tiny_models import save_step
+from tests.explorers import held
+from tests.jobs import SmallJob
 
 INPUTS = torch.arange(12).view(2, 6) * 3
 
@@ -126,6 +132,39 @@ def test_a_model_that_transformers_saves_by_other_names_says_so(tmp_path: Path) 
     assert saved.keys() != model.state_dict().keys()
     with pytest.raises(EngineMismatchError, match=r"the model's own state_dict\(\)"):
         TransformersModel(model).check(version_of(tmp_path, saved, sequence=2))
+
+
+def test_experts_are_filled_in_place_by_the_hubs_names(tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 64, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1,
+    }  # fmt: skip
+    config = Qwen3MoeConfig(
+        **sizes, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, head_dim=4
+    )
+    truth, model = Qwen3MoeForCausalLM(config).eval(), Qwen3MoeForCausalLM(config).eval()
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    job = SmallJob(tmp_path / "job")
+    with job.daemon(DaemonConfig(names="hub")) as loop:
+        save_step(
+            job,
+            1,
+            "model.safetensors",
+            truth.state_dict(),
+            {"huggingface/config.json": config.to_json_string().encode()},
+        )
+        job.point(1)
+        loop.run_once()
+    with held(job) as version:
+        names = {tensor.name for tensor in version.manifest.tensors}
+        assert "model.layers.1.mlp.experts.3.down_proj.weight" in names
+        engine = TransformersModel(model)
+        engine.check(version)
+        engine.load(version)
+        from_folder = Qwen3MoeForCausalLM.from_pretrained(version.folder).eval()
+    assert torch.equal(logits(model), logits(truth))
+    assert torch.equal(logits(from_folder), logits(truth))
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
 
 
 def test_an_adapter_is_swapped_in_place_and_the_base_model_stays(tmp_path: Path) -> None:

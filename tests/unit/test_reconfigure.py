@@ -100,7 +100,8 @@ def test_what_a_running_daemon_hears_of_is_what_the_loop_takes_over() -> None:
     # Each of these is read from the configuration that each round is handed; one that is added here
     # needs a test above, or in tests/multiprocess/test_reload.py.
     assert {
-        "tick", "keep", "digests", "cast", "max_shard_size", "copy_threads", "prune_steps",
+        "tick", "keep", "deltas", "keep_deltas", "digests", "cast", "names", "max_shard_size",
+        "copy_threads", "prune_steps",
         "prune_foreign", "refuse_nonfinite", "remote_timeout", "dead_reader_grace",
         "leftover_grace", "exit_when_idle", "log_format", "log_level",
     } == LIVE_KEYS  # fmt: skip

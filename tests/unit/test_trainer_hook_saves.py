@@ -487,7 +487,7 @@ def test_a_gathered_file_that_the_pruner_took_is_not_announced(
     saving = SaveSettings(layout=SaveLayout.FULL)
     hook = TrainerHook(job.layout.root, model, saving=saving, storage=storage)
     hook.after_step(4)
-    with pytest.raises(SaveFailedError, match=r"model\.safetensors is gone"):
+    with pytest.raises(SaveFailedError, match=r"model\.safetensors was deleted during the save"):
         hook.close()
     assert not job.layout.state_pointer.exists()
 

@@ -14,6 +14,7 @@ from syncd.checkpoint.save import SavedWeights, look_at_save
 from syncd.daemon.config import DaemonConfig
 from syncd.daemon.decide import RetireVersion
 from syncd.daemon.loop import Loop
+from syncd.daemon.naming import Naming
 from syncd.daemon.prune import Pruner
 from syncd.daemon.publish import Publisher
 from syncd.protocol.errors import SupersededError, SyncdError
@@ -41,7 +42,8 @@ def saved_with_a_nested_folder(job: SmallJob, step: int) -> SavedWeights:
 
 
 def publisher(job: SmallJob, storage: Storage, epoch: Epoch) -> Publisher:
-    made = Publisher(Job(storage, job.layout), DaemonConfig(), epoch, "session", cancel=nothing)
+    opened = Job(storage, job.layout)
+    made = Publisher(opened, DaemonConfig(), epoch, "session", Naming(opened, 30.0), cancel=nothing)
     made.recover()
     return made
 

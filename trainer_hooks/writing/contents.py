@@ -1,4 +1,4 @@
-"""``RankContents``: all that one rank writes in one save."""
+"""``RankContents``: everything that one rank writes in one save."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer_hooks.writing.spool import Spool
 
 @dataclass(frozen=True, slots=True)
 class RankContents:
-    """What one rank writes in one save; every tensor is in host memory and nobody changes it.
+    """Everything that one rank writes in one save. Its tensors are in host memory, unchanging.
 
     Attributes:
-        model: the rank's part of the state dict; None where it writes no shard.
+        model: the rank's part of the state dict; None if it writes no shard.
         optimizer, extra: for a full checkpoint; None otherwise.
         model_files: rank 0 only: writes config and tokenizer into the folder it is given.
         fsdp_version: for ``fsdp_config.json``.
@@ -24,19 +24,19 @@ class RankContents:
         full_model: rank 0 only: the weights in one file, instead of shards: the full state dict, or
             an adapter.
         adapter_files: rank 0 only, of an adapter: writes its config into the folder it is given.
-        trained: of a full checkpoint whose ``full_model`` is not what is resumed from (an adapter,
-            a merged model, or one that was cast): this rank's part of what is.
-        trained_name: the name of its file, by world size and rank.
-        critic, critic_optimizer: of a full checkpoint: another model, and its optimizer.
+        trained: this rank's part of the model that training resumes from, if ``full_model`` is
+            another one: an adapter, a merged model, or a cast one. Full checkpoints only.
+        trained_name: gives the name of its file from world size and rank.
+        critic, critic_optimizer: another model and its optimizer; full checkpoints only.
         hugging_face: rank 0 only: the full state dict, for ``huggingface/``.
-        links_hugging_face: rank 0 only: that it is the file of ``full_model``.
+        links_hugging_face: rank 0 only: True if that is the same file as ``full_model``.
         written_by: writes the rank's shard itself, under its name in ``actor/``, instead of
-            ``model``; called again, from its start, where storage refused for a moment.
-        sync_dtype: the dtype that the published weights were cast to; None where the cast has
-            changed none of this rank's tensors.
-        release: called when the save is over: memory of it may be used again.
-        completes: the weights of this very save are whole and announced already: only the rest of a
-            full checkpoint is written.
+            ``model``; called again, from its start, if storage failed for a moment.
+        sync_dtype: the dtype that the published weights were cast to; None if the cast changed
+            none of this rank's tensors.
+        release: called when the save is over: its memory may be used again.
+        completes: True if the weights of this save are announced already, so that only the rest
+            of the full checkpoint is written.
     """
 
     model: Mapping[str, Any] | None = None
@@ -59,7 +59,7 @@ class RankContents:
     completes: bool = False
 
     def close(self) -> None:
-        """Remove what was gathered and is in no save."""
+        """Delete gathered files that are part of no save."""
         for spool in (self.full_model, self.hugging_face):
             if spool is not None:
                 spool.close()

@@ -1,4 +1,4 @@
-"""The small files beside the weights: configs and tokenizer, of whatever model has them."""
+"""The small files beside the weights: configs and tokenizer, if the model has them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, Protocol
 
 from torch import nn
 
-#: What wrappers (DDP, FSDP1, ``torch.compile``) call the model inside.
+#: The attributes of wrappers (DDP, FSDP1, ``torch.compile``) that hold the wrapped model.
 _INSIDE = ("module", "_orig_mod")
 
 
 class Pretrained(Protocol):
-    """A tokenizer, a processor or a config of transformers, for our purposes."""
+    """Anything that writes its own files: a tokenizer, processor or config of transformers."""
 
     def save_pretrained(self, save_directory: str) -> object:
         """Write its files into a folder."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside wrappers that do not pass attributes on; itself where it has a config."""
+    """The model inside wrappers that hide its attributes; the model itself if it has a config."""
     while getattr(model, "config", None) is None:
         inside = (getattr(model, name, None) for name in _INSIDE)
         inner = next((one for one in inside if isinstance(one, nn.Module)), None)
@@ -31,7 +31,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def adapters_of(model: nn.Module) -> Mapping[str, Any]:
-    """The configs of a PEFT model's adapters, by name; none of any other model."""
+    """The configs of a PEFT model's adapters, by name; empty for any other model."""
     adapters = getattr(unwrapped(model), "peft_config", None)
     return adapters if isinstance(adapters, dict) else {}
 
@@ -39,7 +39,7 @@ def adapters_of(model: nn.Module) -> Mapping[str, Any]:
 def model_files(
     model: nn.Module, tokenizer: Pretrained | None
 ) -> tuple[Callable[[Path], object], ...]:
-    """Who writes the configs and the tokenizer, where the model has them."""
+    """Functions that write the configs and the tokenizer, as far as the model has them."""
     inner = unwrapped(model)
     parts = [getattr(inner, name, None) for name in ("config", "generation_config")]
     return tuple(

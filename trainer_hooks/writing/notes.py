@@ -1,6 +1,6 @@
-"""A save's receipts and failures, as its ranks leave them in ``.receipts/``.
+"""A save's receipts and failure records: the files that its ranks write into ``.receipts/``.
 
-Any rank reads them; each writes its own alone.
+Every rank reads all of them, and writes only its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Notes:
         self.folder = part / RECEIPTS
 
     def receipt(self, name: str) -> Receipt | None:
-        """A receipt; None where there is none, or what is there is none.
+        """A receipt; None if the file is missing or not a receipt.
 
         Raises:
             OSError: storage failed.
@@ -38,7 +38,7 @@ class Notes:
         return self._job.read(Receipt, self.folder / name)
 
     def written(self, name: str) -> SaveId | None:
-        """The save that a receipt is of.
+        """The save that a receipt belongs to.
 
         Raises:
             OSError: storage failed.
@@ -47,7 +47,7 @@ class Notes:
         return None if receipt is None else SaveId.parse(receipt.save_id)
 
     def failed(self, rank: int) -> SaveId | None:
-        """The save that a rank could not write, or rank 0 has given up.
+        """The save that a rank failed to write, or that rank 0 gave up.
 
         Raises:
             OSError: storage failed.
@@ -61,11 +61,14 @@ class Notes:
         return SaveId.parse(content.decode(errors="replace").strip())
 
     def write_receipt(self, name: str, receipt: Receipt) -> None:
-        """Say what this rank has written, whole and durable."""
+        """List the files that this rank has written completely and durably."""
         self._job.storage.replace(self.folder / name, encode(receipt))
 
     def say_failed(self, rank: int, save_id: SaveId) -> None:
-        """Let nobody wait for this rank; where that cannot be said, they wait in vain."""
+        """Record a failure, so that nobody waits for this rank.
+
+        If storage refuses even that, the others wait until their timeout.
+        """
         try:
             self._job.storage.make_folder(self.folder, below=self._part.parent)
             self._job.storage.replace(self.folder / failure_name(rank), f"{save_id}\n".encode())

@@ -1,4 +1,4 @@
-"""A rank's turn to write: at once, alone on its host, or after the rank before it."""
+"""Turns of the ranks: write at once, one rank per host at a time, or in order of rank."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from syncd.storage.job import Job
 from trainer_hooks.settings import WriteConcurrency
 from trainer_hooks.writing.notes import Notes
 
-#: Seconds between two looks at what another host writes, over storage that sends no events.
+#: Seconds between two looks for another host's files: shared storage sends no events.
 POLL: Final = 0.05
 
 
 class Pace:
-    """Lets a rank write when it may.
+    """Makes a rank wait until it may write.
 
-    Promised: with ``per_node`` one rank of this job and user writes at a time on a host; with
-    ``one_at_a_time`` one of all, in their order, for as long as each takes less than the timeout.
-    Not promised: any order under ``per_node``; nor that hosts which share a temporary folder count
-    as several.
+    Promised: with ``per_node``, one rank of this job and user writes at a time on each host; with
+    ``one_at_a_time``, one rank of all, in order of rank, if each takes less than the timeout.
+    Not promised: any order under ``per_node``; hosts that share a temporary folder count as one.
 
     Args:
         concurrency: how many may write at a time.
         storage, layout: the job's.
-        rank, world_size: this rank, of how many.
+        rank, world_size: this rank, and the number of ranks.
         timeout: seconds that a rank may take for its part.
-        stopped: ends a wait.
-        hosts_folder: where the locks of this host are; the system's temporary folder by default.
+        stopped: the event that ends a wait.
+        hosts_folder: the folder of this host's locks; the system's temporary folder by default.
     """
 
     def __init__(
@@ -62,19 +61,19 @@ class Pace:
 
     @property
     def in_turns(self) -> bool:
-        """Whether each rank waits for the one before it."""
+        """True if each rank waits for the one before it."""
         return self._concurrency is WriteConcurrency.ONE_AT_A_TIME
 
     @contextmanager
     def turn(self, save_id: SaveId, receipt_of: Callable[[int], str]) -> Iterator[None]:
-        """Wait until this rank may write; others may once the block has ended.
+        """Wait until this rank may write; its turn lasts until the block ends.
 
         Args:
-            save_id: what is written.
-            receipt_of: the receipt by which a rank says that its turn is over.
+            save_id: the save.
+            receipt_of: gives the name of the receipt that ends a rank's turn.
 
         Raises:
-            SaveFailedError: its turn did not come in time, or the save is over before.
+            SaveFailedError: its turn did not come in time, or the save failed before.
             OSError: storage failed.
         """
         if self._concurrency is WriteConcurrency.PER_NODE:
@@ -88,7 +87,7 @@ class Pace:
     @contextmanager
     def _alone_here(self, save_id: SaveId) -> Iterator[None]:
         job = hashlib.sha256(os.fsencode(self._job.layout.root)).hexdigest()[:16]
-        # Of this user: another's lock in a shared temporary folder could not be opened.
+        # One per user: in a shared temporary folder, another user's lock could not be opened.
         lock = FileLock(self._hosts_folder / f"syncd-{os.geteuid()}-{job}.lock")
         until = time.monotonic() + self._timeout
         while True:
@@ -110,8 +109,8 @@ class Pace:
 
     def _wait_for(self, before: int, save_id: SaveId, receipt_of: Callable[[int], str]) -> None:
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
-        # Each of those before it may take the timeout; so may those after it, which are still
-        # at the weights when it has come to the rest, or at the save before this one.
+        # Each rank before this one may take the timeout. So may each one after it, if it still
+        # writes the weights, or the save before, when this rank begins the rest.
         until = time.monotonic() + self._timeout * self._world_size
         ours = f"rank {self._rank} did not write its part of the save of step {save_id.step}"
         while notes.written(receipt_of(before)) != save_id:

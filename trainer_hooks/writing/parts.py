@@ -1,6 +1,6 @@
-"""The files of a save, each written whole and durable before it has its name.
+"""The files of a save; each is complete and durable before it gets its name.
 
-``torch.save`` writes every CRC-32, and large tensors where pages begin, as the merge likes it best.
+``torch.save`` writes CRC-32s and aligns large tensors to pages: both make the merge faster.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from syncd.storage.fsio import Draft, Storage
 from trainer_hooks.state.full_plan import shape_of
 from trainer_hooks.state.sync_dtype import cast_to
 
-#: Padding to pages, half of one on average, is then less than a hundredth of the file.
+#: For tensors this large, padding to pages (half a page on average) adds less than 1 %.
 _LARGE: Final = 256 * 1024
 
 
@@ -38,7 +38,7 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
     """``torch.save`` a state dict.
 
     Returns:
-        What a receipt says of the file.
+        The file's entry for the receipt.
 
     Raises:
         OSError: storage refused; names the file.
@@ -53,17 +53,17 @@ def write_tensors(storage: Storage, path: Path, state: Mapping[str, Any]) -> Rec
 
 
 def shard_written_by(storage: Storage, path: Path, write: Callable[[], object]) -> ReceiptFile:
-    """Let someone else ``torch.save`` a shard in place, and make it durable.
+    """Let a given function ``torch.save`` a shard in place, and make it durable.
 
     Returns:
-        What a receipt says of the file.
+        The file's entry for the receipt.
 
     Raises:
-        SaveFailedError: there is no such file afterwards.
-        ShardFormatError: it is not what ``torch.save`` writes.
+        SaveFailedError: ``write`` did not write the file.
+        ShardFormatError: it is no file of ``torch.save``.
         OSError: storage refused.
     """
-    # Whoever has the one before open goes on reading that one.
+    # A process that has the previous file open goes on reading that one.
     storage.unlink_if_there(path)
     write()
     if not storage.exists(path):
@@ -91,10 +91,10 @@ def write_small(storage: Storage, path: Path, content: bytes) -> None:
 def write_model_files(
     storage: Storage, folder: Path, writers: Iterable[Callable[[Path], object]]
 ) -> list[ReceiptFile]:
-    """Config and tokenizer: libraries write them in place, so elsewhere first.
+    """Write config and tokenizer: into a scratch folder first, because libraries write in place.
 
     Args:
-        storage: where they go.
+        storage: the shared storage.
         folder: the ``huggingface/`` or ``lora_adapter/`` folder, inside ``actor/``.
         writers: each writes its files into the folder that it is given.
 
@@ -122,7 +122,7 @@ def write_model_files(
 
 
 def make_mark(storage: Storage, path: Path) -> None:
-    """An empty file whose name says all."""
+    """Create an empty marker file, if it is not there yet."""
     try:
         storage.close(storage.create(path))
     except FileExistsError:
@@ -130,7 +130,7 @@ def make_mark(storage: Storage, path: Path) -> None:
 
 
 def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
-    """Give a file that nobody changes any more a second name, or copy it where that is refused.
+    """Give an unchanging file a second name; copy it if storage refuses hard links.
 
     Raises:
         OSError: storage refused; names the file.
@@ -155,17 +155,17 @@ def link_or_copy(storage: Storage, source: Path, target: Path) -> None:
 
 @contextmanager
 def saying_which(storage: Storage, path: Path, needed: Callable[[], int]) -> Iterator[None]:
-    """Let an error name its file, and on a full disk how much was needed and how much is free.
+    """Make an ``OSError`` name its file; on a full disk, also the bytes needed and free.
 
-    A refused write has a descriptor and no name.
+    The error of a refused write knows a descriptor only, and no name.
 
     Args:
-        storage: where it is written.
+        storage: the shared storage.
         path: the file.
-        needed: how many bytes it has; asked for on a full disk alone.
+        needed: gives the file's size in bytes; called only on a full disk.
 
     Raises:
-        OSError: the same, saying more.
+        OSError: the same error, with these details.
     """
     try:
         yield
@@ -190,10 +190,10 @@ def _free(storage: Storage, path: Path) -> str:
 
 
 def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
-    """``torch.save``; where a write is refused, that error and not torch's about its zip.
+    """``torch.save``; a refused write raises its own error, not torch's about its zip.
 
-    Receipts bind the CRC-32 of the records. Where blocks can be shared between files (XFS, btrfs,
-    NFS 4.2), records that begin at pages make the merge share them instead of copying.
+    Receipts contain the CRC-32 of the records. On filesystems that share blocks between files (XFS,
+    btrfs, NFS 4.2) the merge shares records that begin at a page instead of copying them.
 
     Raises:
         OSError: the storage refused a write.
@@ -211,7 +211,7 @@ def save_state_dict(state: Mapping[str, Any], draft: Draft) -> None:
 
 @contextmanager
 def _with_crc32() -> Iterator[None]:
-    """A setting of the whole process, for the time of a save."""
+    """Turn CRC-32s on, for the whole process, during a save."""
     before = get_crc32_options()
     set_crc32_options(compute_crc32=True)
     try:
@@ -221,7 +221,7 @@ def _with_crc32() -> Iterator[None]:
 
 
 def _on_pages() -> AbstractContextManager[object]:
-    """Another one: where records begin."""
+    """Align records to pages, for the whole process, during a save."""
     try:
         from torch.utils.serialization import config  # noqa: PLC0415 - torch 2.6 has none
     except ImportError:
@@ -233,18 +233,18 @@ def _on_pages() -> AbstractContextManager[object]:
 
 
 def _is_large(state: Mapping[str, Any]) -> bool:
-    """Whether the tensors are so large that padding them to pages costs next to nothing."""
+    """True if the tensors are so large that padding them to pages costs next to nothing."""
     sizes = [
         (value.to_local() if isinstance(value, DTensor) else value).nbytes
         for value in state.values()
-        # What is no plain tensor, a ShardedTensor say, may not know its bytes.
+        # Other types, for example ShardedTensor, may not know their size in bytes.
         if type(value) in {Tensor, nn.Parameter, DTensor} and value.layout is torch.strided
     ]
     return sum(sizes) >= _LARGE * max(1, len(sizes))
 
 
 class _Sink:
-    """The file object that torch.save writes to; it keeps what storage refused."""
+    """The file object that torch.save writes to; it keeps the error of a refused write."""
 
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
@@ -262,7 +262,7 @@ class _Sink:
 
 
 def tensor_bytes(value: Any) -> int:
-    """The bytes of all tensors of this rank's in any nesting of dicts, lists and tuples."""
+    """The bytes of this rank's tensors, in any nesting of dicts, lists and tuples."""
     match value:
         case ShardedTensor():
             return sum(shard.tensor.nbytes for shard in value.local_shards())
@@ -278,7 +278,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def full_bytes(state: Mapping[str, Any], sync_dtype: Cast | None = None) -> int:
-    """The bytes of a state dict's whole tensors after a cast, whatever this rank has of them."""
+    """The bytes of a state dict's whole tensors after a cast; not only this rank's parts."""
     return sum(
         shape_of(value).numel() * cast_to(value.dtype, sync_dtype).itemsize
         for value in state.values()

@@ -1,4 +1,4 @@
-"""One rank's files of a save, each step of their order a method.
+"""One rank's files of a save: one method for each step of the protocol.
 
 The order itself is in :mod:`~trainer_hooks.writing.writer`.
 """
@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 
 
 class RankFiles:
-    """Writes one rank's files; each method may be done again from its start.
+    """Writes one rank's files; each method may be repeated from its start.
 
     Args:
         storage, layout: the job's.
-        rank, world_size: whose.
+        rank, world_size: this rank, and the number of ranks.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
@@ -64,37 +64,38 @@ class RankFiles:
         self._world_size = world_size
 
     def add_saving(self, save_id: SaveId) -> None:
-        """Make the step's folders, and ``.saving``, which keeps the pruner away."""
+        """Create the step's folders, and ``.saving``, which keeps the pruner away."""
         folder, actor, notes = self._places(save_id)
         make_step_folder(self._job, save_id.step, mark=SAVING)
-        # One by one: a client that remembers a folder by its handle could go on inside one that the
-        # pruner has set aside.
+        # One by one: a client that caches folder handles could go on writing into a folder that
+        # the pruner has renamed.
         for made in (actor, notes.folder):
             self._job.storage.make_folder(made, below=folder)
         make_mark(self._job.storage, folder / SAVING)
 
     def remove_full_mark(self, save_id: SaveId) -> None:
-        """Remove ``.full_checkpoint``: nobody may resume from files that are about to be replaced.
+        """Delete ``.full_checkpoint``: nobody may resume from files that are about to be replaced.
 
-        The mark of another trainer, beside no full receipts, stays: Trinity deletes a step without.
+        If there are no full receipts, another trainer made the mark, and it stays: Trinity deletes
+        a step without a mark.
         """
         folder, actor, notes = self._places(save_id)
         if any(map(is_full_receipt_name, self._job.storage.names(notes.folder))):
             self._job.storage.unlink_if_there(folder / FULL)
             if self._rank == 0:
                 self._drop_hugging_face(actor / HUGGINGFACE)
-        # Also where it was gone: whoever removed it may not have come to this.
+        # Even if it was deleted before: the process that deleted it may not have synced the folder.
         self._job.storage.sync_folder(folder)
 
     def remove_receipts(self, save_id: SaveId) -> None:
-        """Remove this rank's receipts of the save before, which its new files would contradict."""
+        """Delete this rank's receipts of the previous save: its new files would contradict them."""
         _, _, notes = self._places(save_id)
         names = receipt_name(self._rank), full_receipt_name(self._rank), failure_name(self._rank)
         self._unlink_all(notes.folder, *names)
         self._job.storage.sync_folder(notes.folder)
 
     def remove_full_receipt(self, save_id: SaveId) -> None:
-        """Remove the receipt, or the failure, of an earlier try to complete this save."""
+        """Delete the receipt, or the failure record, of an earlier try to complete this save."""
         _, _, notes = self._places(save_id)
         self._unlink_all(notes.folder, full_receipt_name(self._rank), failure_name(self._rank))
 
@@ -104,12 +105,12 @@ class RankFiles:
         """Write this rank's part of the weights: a temporary name, fsync, rename.
 
         Args:
-            save_id: of the save.
-            contents: of this rank.
+            save_id: the save.
+            contents: this rank's.
             nonfinite: the tensors of its shard that hold NaN or Inf.
 
         Returns:
-            The files, as the receipt tells of them.
+            The files' entries for the receipt.
 
         Raises:
             OSError: storage refused; names the file.
@@ -150,10 +151,10 @@ class RankFiles:
     def vouch(
         self, save_id: SaveId, name: str, files: list[ReceiptFile], sync_dtype: str | None
     ) -> None:
-        """Say by a receipt of this name that these files are whole and durable.
+        """Write a receipt: these files are complete and durable.
 
         Raises:
-            OSError: storage refused; the receipt may have been seen all the same.
+            OSError: storage refused; others may have seen the receipt nevertheless.
         """
         _, _, notes = self._places(save_id)
         receipt = Receipt(
@@ -167,7 +168,7 @@ class RankFiles:
         notes.write_receipt(name, receipt)
 
     def is_vouched(self, save_id: SaveId, name: str) -> bool:
-        """Whether others can see that receipt; where storage does not say, they may."""
+        """True if others can see that receipt, and if storage cannot tell."""
         _, _, notes = self._places(save_id)
         try:
             return notes.written(name) == save_id
@@ -181,7 +182,7 @@ class RankFiles:
             This rank's files of the weights.
 
         Raises:
-            SaveFailedError: they are gone.
+            SaveFailedError: they were deleted or replaced.
         """
         folder, _, notes = self._places(save_id)
         try:
@@ -198,10 +199,10 @@ class RankFiles:
         return list(receipt.files)
 
     def write_rest(self, save_id: SaveId, contents: RankContents) -> list[ReceiptFile]:
-        """Write what is needed to resume, beside the model's part: as :meth:`write_weights`.
+        """Write the other files needed to resume, as :meth:`write_weights` does.
 
         Returns:
-            The files that were written now, the weights for ``huggingface/`` aside.
+            The entries of the files written now, without the weights for ``huggingface/``.
 
         Raises:
             OSError: storage refused; names the file.
@@ -222,9 +223,9 @@ class RankFiles:
         return rest
 
     def add_full_mark(self, save_id: SaveId) -> None:
-        """Make ``.full_checkpoint``: it can be resumed from; the mark of a retired one goes."""
+        """Create ``.full_checkpoint``, so that the step can be resumed; delete ``.retired``."""
         folder = self._job.layout.step(save_id.step)
-        # Of an earlier full checkpoint of this step.
+        # Left by an earlier full checkpoint of this step.
         self._job.storage.unlink_if_there(folder / RETIRED)
         make_mark(self._job.storage, folder / FULL)
         self._job.storage.sync_folder(folder)
@@ -232,7 +233,7 @@ class RankFiles:
     def _write_critic(
         self, save_id: SaveId, model: Mapping[str, Any], optimizer: Mapping[str, Any] | None
     ) -> list[ReceiptFile]:
-        """Another model; its files are named as seen from the step's folder."""
+        """Write the critic; its files are named relative to the step's folder."""
         folder = self._job.layout.step(save_id.step)
         critic = folder / CRITIC
         self._job.storage.make_folder(critic, below=folder)
@@ -243,7 +244,7 @@ class RankFiles:
         return [file.model_copy(update={"name": f"{CRITIC}/{file.name}"}) for file in files]
 
     def _write_hugging_face(self, save_id: SaveId, contents: RankContents) -> None:
-        """The full weights beside config and tokenizer. The daemon publishes none from there."""
+        """Put the full weights beside config and tokenizer; the daemon never publishes them."""
         folder, actor, _ = self._places(save_id)
         if contents.hugging_face is not None:
             self._job.storage.make_folder(actor / HUGGINGFACE, below=folder)
@@ -254,15 +255,15 @@ class RankFiles:
             link_or_copy(self._job.storage, actor / FULL_STATE_DICT, target)
 
     def _drop_hugging_face(self, folder: Path) -> None:
-        """Remove the full weights of the full checkpoint that is replaced; what names them last.
+        """Delete the full weights of the replaced checkpoint; the file that lists them last.
 
-        The new one may get none: then nothing would say that these are of the one before.
+        The new checkpoint may have none: the old weights would then pass for its own.
         """
         weights = filter(is_weights_name, self._job.storage.names(folder))
         self._unlink_all(folder, *weights, MANIFEST)
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
-        """Give a full checkpoint that is whole its full weights too.
+        """Add the full weights to a complete full checkpoint.
 
         Raises:
             OSError: storage refused.
@@ -275,7 +276,7 @@ class RankFiles:
         self._job.storage.unlink_if_there(folder / SAVING)
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """Whether all ranks' weights of a save that was announced are there, by their names.
+        """True if all ranks' weights of an announced save are there, judged by file names.
 
         Raises:
             OSError: storage failed.
@@ -299,7 +300,7 @@ class RankFiles:
     # -- small things ----------------------------------------------------------------------------
 
     def _places(self, save_id: SaveId) -> tuple[Path, Path, Notes]:
-        """The step's folder, ``actor/`` in it, and what the ranks say in there."""
+        """The step's folder, its ``actor/``, and the receipts in there."""
         step = save_id.step
         actor = self._job.layout.actor(step)
         return self._job.layout.step(step), actor, Notes(self._job, actor)

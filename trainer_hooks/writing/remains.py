@@ -1,4 +1,4 @@
-"""Removing a save that does not become whole: each rank removes its own files."""
+"""Deletes the files of an incomplete save: each rank deletes its own."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Attempt:
-    """A save as far as this rank knows.
+    """The state of a save, as far as this rank knows it.
 
     Attributes:
-        weights_stay: whether its weights may be announced by now: they are not to be taken back.
-        rest_stays: the same of the part for resuming, or there is none.
-        trained: the file of that which holds the rank's part of the model; None if it has none.
+        weights_stay: True if its weights may be announced by now, so that they must not be deleted.
+        rest_stays: the same for the part for resuming; also True if the save has no such part.
+        trained: the name of the file with this rank's part of the trained model; None without.
     """
 
     save_id: SaveId
@@ -43,11 +43,11 @@ class Attempt:
 
 
 class Remains:
-    """Removes what one rank wrote of a save that was given up. A refusal is logged, never raised.
+    """Deletes one rank's files of a save that was given up. Errors are logged, never raised.
 
     Args:
         storage, layout: the job's.
-        rank, world_size: whose.
+        rank, world_size: this rank, and the number of ranks.
     """
 
     def __init__(self, job: Job, rank: int, world_size: int) -> None:
@@ -56,12 +56,12 @@ class Remains:
         self._world_size = world_size
 
     def discard(self, attempt: Attempt) -> None:
-        """Remove what is not, and will not be, announced; the receipts first.
+        """Delete the files that were not announced, and will not be; the receipts first.
 
-        Of the weights alone the shard stays where this rank's optimizer, which such a save does not
-        write, lies beside it: that is a full checkpoint of another trainer (verl's, of the same
-        step), which may be all that can be resumed from. The daemon takes nothing without receipts
-        from a folder that has had some.
+        If the save has weights only, but this rank's optimizer is beside its shard, the shard
+        stays: the two are from another trainer's full checkpoint of the same step (verl's), maybe
+        the only one to resume from. The daemon publishes no save without receipts from a folder
+        that has had some.
         """
         step, rank, world_size = attempt.save_id.step, self._rank, self._world_size
         actor, critic = self._job.layout.actor(step), self._job.layout.step(step) / CRITIC
@@ -90,11 +90,11 @@ class Remains:
             self._remove(path)
 
     def unprotect(self, step: int) -> None:
-        """Take ``.saving`` away: the save is over, and what is left of it is for the pruner."""
+        """Delete ``.saving``: the save is over, and the pruner may delete its remaining files."""
         self._remove(self._job.layout.step(step) / SAVING)
 
     def remove_temporaries(self, *folders: Path) -> None:
-        """What this rank left half written when it was killed in an earlier save of this step.
+        """Delete temporary files of this rank, left when it was killed in a save of this step.
 
         Raises:
             OSError: storage failed.

@@ -1,6 +1,6 @@
-"""Choosing the full checkpoints that stay, and marking the others as ready to be pruned.
+"""Retention of full checkpoints: chooses those to keep, and retires the others.
 
-Nothing is deleted here: the daemon does that, by its own rules (``docs/protocol.md``, "Pruning").
+Nothing is deleted here: the daemon deletes retired checkpoints (``docs/protocol.md``, "Pruning").
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ log = logging.getLogger(__name__)
 def kept_steps(
     steps: Collection[int], *, newest: int, max_to_keep: int, keep_every: int
 ) -> frozenset[int]:
-    """Which of the full checkpoints stay. Pure.
+    """The steps of the full checkpoints to keep. Pure.
 
-    Those above ``newest`` stay too, and do not count: a trainer that resumed at a lower step has
-    them before it, of a run that was given up, and will write them again when it comes there.
+    Steps above ``newest`` are kept too, and do not count. They are from an abandoned run: the
+    trainer resumed at a lower step, and will write them again when it reaches them.
 
     Args:
-        steps: of all full checkpoints.
-        newest: the one that is pointed to; it stays, and counts, even where it is not in ``steps``.
-        max_to_keep: how many of the newest stay, ``newest`` among them; 0 keeps all.
-        keep_every: besides, all whose step is a multiple of this stay; 0 for no such rule.
+        steps: the steps of all full checkpoints.
+        newest: the step that the pointer names; it is kept and counts, even if not in ``steps``.
+        max_to_keep: how many of the newest to keep, including ``newest``; 0 keeps all.
+        keep_every: also keep all steps that are a multiple of this; 0 for no such rule.
     """
     older = sorted(step for step in steps if step < newest)
     among = older[max(0, len(older) - max_to_keep + 1) :] if max_to_keep else older
@@ -40,12 +40,12 @@ def kept_steps(
 def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> list[int]:
     """Rename ``.full_checkpoint`` to ``.retired`` in the steps that the rules do not keep.
 
-    The list is read from disk, so that a trainer that starts anew forgets nothing. Called by rank 0
-    once all ranks have written ``newest`` and the checkpoint pointer names it; where the pointer
-    names another step nothing is retired. Each renaming is a commit of its own: cut off anywhere,
-    what was not renamed is found by the next call.
+    The steps are read from disk, so a restarted trainer forgets none. Rank 0 calls this once all
+    ranks have written ``newest`` and the checkpoint pointer names it; if the pointer names another
+    step, nothing is retired. Each rename is a commit of its own: if the process is killed in
+    between, the next call renames the rest.
 
-    Not promised: that what is retired goes. The daemon, or ``syncd prune``, decides that.
+    Not promised: that retired checkpoints are deleted. The daemon, or ``syncd prune``, decides.
 
     Args:
         job: the job.
@@ -57,14 +57,14 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
         The steps that were retired now, lowest first.
 
     Raises:
-        OSError: the storage refused; what was retired until then stays retired.
+        OSError: storage refused; the steps retired before that stay retired.
     """
     if max_to_keep == 0:
         return []
     pointed = pointed_step(job)
     if pointed != newest:
         log.warning(
-            "%s names step %s and not %d: no full checkpoint is retired",
+            "%s names step %s and not %d: not retiring any full checkpoint",
             job.layout.checkpoint_pointer, pointed, newest,
         )  # fmt: skip
         return []
@@ -74,8 +74,8 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
     for step in sorted(set(steps) - kept):
         folder = job.layout.step(step)
         try:
-            # All ranks have written a newer one, each after this: the mark is of a trainer that was
-            # killed between the last two things that a save does, and would keep it for ever.
+            # All ranks have finished a newer checkpoint, so this step is not being saved: a trainer
+            # that was killed just before the end left the mark, which would keep it for ever.
             job.storage.unlink_if_there(folder / SAVING)
             job.storage.rename(folder / FULL, folder / RETIRED)
             job.storage.sync_folder(folder)
@@ -83,7 +83,7 @@ def retire_old(job: Job, *, newest: int, max_to_keep: int, keep_every: int) -> l
             if not is_gone(error):
                 raise
             continue  # someone deleted it
-        log.info("the full checkpoint of step %d is retired", step)
+        log.info("retired the full checkpoint of step %d", step)
         retired.append(step)
     return retired
 
@@ -94,7 +94,7 @@ def full_steps(job: Job) -> list[int]:
 
 
 def pointed_step(job: Job) -> int | None:
-    """The step that ``latest_checkpointed_iteration.txt`` names; None where it names none."""
+    """The step that ``latest_checkpointed_iteration.txt`` names; None if it names none."""
     try:
         step = parse_pointer(job.storage.read(job.layout.checkpoint_pointer))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A full state dict that is gathered by the training thread, and written beside it."""
+"""Writes a full state dict in a thread, while the training thread gathers its tensors."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ log = logging.getLogger(__name__)
 class Spool:
     """A file that is written, under a temporary name, while its tensors are being gathered.
 
-    The temporary name is in ``.syncd/drafts/``: so that it needs no step folder, and waits for no
-    save that is being written. It is collected there if this process is killed.
+    The temporary file is in ``.syncd/drafts/``, so it needs no step folder and waits for no other
+    save. If this process is killed, the daemon deletes it there.
 
-    Promised: the file has its name only once it is whole and durable. Not promised: a second
-    attempt; what is gathered is gone.
+    Promised: the file gets its name only once it is complete and durable. Not promised: a second
+    attempt, because the gathered tensors are freed as they are written.
 
     Args:
         storage, layout: the job's.
         path: the file.
-        stream: what it holds.
-        size: its bytes, about, for the message on a full disk.
+        stream: gives its content.
+        size: its approximate size in bytes, for the message on a full disk.
     """
 
     def __init__(self, job: Job, path: Path, stream: FullStateStream, *, size: int) -> None:
@@ -51,7 +51,7 @@ class Spool:
 
     def _write(self) -> None:
         try:
-            # Outermost: what is free is asked for once the temporary file is gone.
+            # Outermost, so that the temporary file is deleted before free space is measured.
             with (
                 saying_which(self._job.storage, self.path, lambda: self._size),
                 ExitStack() as stack,
@@ -65,12 +65,12 @@ class Spool:
             self._stream.abort(error)
 
     def commit(self) -> ReceiptFile:
-        """Wait until all is written, and give it its name. Again, where storage refused that.
+        """Wait until the file is complete, and give it its name. Call again if storage refused.
 
         Raises:
             OSError: storage refused; names the file.
-            SaveFailedError: the pruner took the folder away with the file in it.
-            Exception: whatever ended the gathering.
+            SaveFailedError: the pruner deleted the folder with the file in it.
+            Exception: the error that ended the gathering.
         """
         self._thread.join()
         if self._error is not None:
@@ -81,15 +81,20 @@ class Spool:
             self._job.storage.rename(self._draft.temporary, self.path)
             self._named = True
         elif not self._job.storage.exists(self.path):
-            raise SaveFailedError(f"{self.path} is gone, and what was gathered with it")
+            raise SaveFailedError(
+                f"{self.path} was deleted during the save, and its gathered tensors are freed: "
+                "save the step again"
+            )
         self._job.storage.sync_folder(self.path.parent)
         return self._file
 
     def close(self) -> None:
-        """Remove what has no name of its own. Safe to call twice, and after :meth:`commit`."""
+        """Delete the temporary file, if it is still there. Safe to call twice or after a commit."""
         self._stream.abort(RuntimeError("the save is over"))
         self._thread.join()
         try:
             self._stack.close()
         except OSError as error:
-            log.warning("%s is left for the daemon to collect: %s", self._draft.temporary, error)
+            log.warning(
+                "cannot delete %s; the daemon deletes it later: %s", self._draft.temporary, error
+            )

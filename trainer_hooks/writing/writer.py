@@ -1,7 +1,7 @@
-"""``RankWriter``: one rank's saves, and on rank 0 their announcement.
+"""``RankWriter``: writes one rank's saves; on rank 0 it also announces them.
 
-The whole order of a save is in ``RankWriter._save``, as ``docs/protocol.md`` ("When a save is
-complete", with receipts) tells it.
+``RankWriter._save`` has the whole order of a save; ``docs/protocol.md`` ("When a save is complete",
+with receipts) specifies it.
 """
 
 from __future__ import annotations
@@ -42,27 +42,33 @@ T = TypeVar("T")
 
 
 def _nothing(_: SaveId) -> None:
-    """Nobody is told."""
+    """The default callback: does nothing."""
 
 
 class RankWriter:
     """Writes the saves of one rank, one after the other.
 
-    Promised: a pointer names a step only when every rank's files of one save are whole and durable;
-    a save that is cut off at any point is never announced; of one that fails nothing of this rank's
-    stays that was not announced, except where the process is killed. Not promised: that a save
-    which was overtaken by a newer one of the same step is announced; nor, on other ranks than 0,
-    that what they wrote is removed before they begin the next save: until then they do not know.
+    Promised:
+
+    - A pointer names a step only when every rank's files of one save are complete and durable.
+    - A save that is cut off at any point is never announced.
+    - If a save fails, this rank deletes its unannounced files, unless the process is killed.
+
+    Not promised:
+
+    - That a save is announced if a newer save of the same step overtakes it.
+    - That ranks other than 0 delete their files of a failed save before they begin the next one:
+      until then they do not know that it failed.
 
     Args:
         job: the job.
         rank: this rank.
-        world_size: how many there are.
+        world_size: the number of ranks.
         save_timeout: seconds that rank 0 waits for the other ranks' receipts.
         concurrency: how many ranks write at a time.
         weights_announced: on rank 0, called once the state pointer has moved.
-        checkpoint_announced: on rank 0, once the checkpoint pointer has.
-        pauses: seconds before each further attempt at what storage refused for the moment.
+        checkpoint_announced: on rank 0, called once the checkpoint pointer has moved.
+        pauses: seconds before each retry of an operation that storage refused for the moment.
         stopped: set by :meth:`stop_waiting`; for tests.
     """
 
@@ -99,10 +105,10 @@ class RankWriter:
         """Write this rank's files; on rank 0 also wait for the others and move the pointers.
 
         Returns:
-            The bytes that this rank has written.
+            The number of bytes that this rank wrote.
 
         Raises:
-            SaveFailedError: the save did not become whole. A pointer that was moved names what is.
+            SaveFailedError: the save is incomplete. If a pointer has moved, its part is complete.
         """
         attempt = Attempt(
             save_id,
@@ -121,17 +127,17 @@ class RankWriter:
             self._after_failure(attempt)
             raise SaveFailedError(
                 f"rank {self._rank} could not write the save of step {save_id.step}: {error}; "
-                "unannounced parts of it are never served, and the previous version stays"
+                "its unannounced parts are never served, and the previous version stays published"
             ) from error
         except BaseException:
-            self._after_failure(attempt)  # a tokenizer that cannot be saved, say
+            self._after_failure(attempt)  # for example a tokenizer that cannot be saved
             raise
 
     def add_hugging_face(self, save_id: SaveId, weights: Spool) -> None:
-        """Put the full weights beside the config of a full checkpoint that is whole; on rank 0.
+        """Add the full weights to a complete full checkpoint, beside its config; on rank 0.
 
         Raises:
-            SaveFailedError: they could not be written; the checkpoint is as whole as before.
+            SaveFailedError: they could not be written; the checkpoint is still complete.
         """
         try:
             self.again(save_id, lambda: self._files.add_hugging_face(save_id, weights))
@@ -145,7 +151,7 @@ class RankWriter:
             ) from error
 
     def say_failed(self, save_id: SaveId) -> None:
-        """Let nobody wait for this rank's part of a save that it could not even begin."""
+        """Record that this rank could not begin a save, so that nobody waits for its part."""
         try:
             # No rank may have begun to write it yet.
             make_step_folder(self._job, save_id.step)
@@ -154,7 +160,7 @@ class RankWriter:
         self._give_up(Attempt(save_id, weights_stay=True, rest_stays=True))
 
     def are_weights_there(self, save_id: SaveId) -> bool:
-        """Whether all ranks' weights of a save that was announced are there, by their names.
+        """True if all ranks' weights of an announced save are there, judged by file names.
 
         Raises:
             OSError: storage failed.
@@ -162,14 +168,15 @@ class RankWriter:
         return self._files.are_weights_there(save_id)
 
     def stop_waiting(self) -> None:
-        """Give up the saves that other ranks have not finished."""
+        """Stop waiting for other ranks; saves that they have not finished fail."""
         self._stopped.set()
 
     def again(self, save_id: SaveId, work: Callable[[], T]) -> T:
-        """Do something that storage may refuse for a moment, from its start, a few times.
+        """Do ``work``, and repeat it from its start a few times if storage refuses for a moment.
 
-        A folder that the pruner took away under us is made again. What an fsync has refused is
-        written again, under a new name: a second fsync of the same file would say that all is well.
+        The repetition creates again a folder that the pruner deleted meanwhile. It writes a file
+        whose fsync failed again, under a new name: a second fsync of the same file would wrongly
+        report success.
         """
         for pause in self._pauses:
             try:
@@ -185,7 +192,7 @@ class RankWriter:
     def _save(self, attempt: Attempt, contents: RankContents) -> int:
         """Write a save, in the order of the protocol; every file is durable before its receipt is.
 
-        Each call of :meth:`again` is one unit: if storage refuses, it is done from its start.
+        Each call of :meth:`again` is one unit: if storage refuses, it is repeated from its start.
         """
         save_id, step, rank = attempt.save_id, attempt.save_id.step, self._rank
         layout, files = self._job.layout, self._files
@@ -196,7 +203,7 @@ class RankWriter:
             files.remove_full_mark(save_id)
             files.remove_receipts(save_id)
             self._remains.remove_temporaries(actor, critic)
-            # It reads tensors: not while others wait for this rank's turn to end.
+            # Reads all tensors; so do it before the turn, while no other rank waits for this one.
             nonfinite = NonFinite.of(nonfinite_names(contents.model or {}))
             with self._pace.turn(save_id, receipt_name):
                 # Each file: a temporary name, fsync, rename.
@@ -213,7 +220,7 @@ class RankWriter:
             with self._pace.turn(save_id, full_receipt_name):
                 written = files.write_rest(save_id, contents)
             kept = weights
-            if contents.trained is not None:  # nobody may resume from what is published
+            if contents.trained is not None:  # nobody may resume from published weights
                 published = {shard_name(self._world_size, rank), FULL_STATE_DICT}
                 kept = [file for file in weights if file.name not in published]
             self._write_receipt(attempt, [*kept, *written], contents.sync_dtype, is_full=True)
@@ -224,7 +231,7 @@ class RankWriter:
             point(self._job, layout.checkpoint_pointer, step)
 
         size = 0
-        if contents.completes:  # all of the first half is there, but for .saving
+        if contents.completes:  # all of the first half is there, except .saving
             weights = self.again(save_id, lambda: files.begin_rest(save_id))
         else:
             weights = self.again(save_id, write_weights)
@@ -260,12 +267,12 @@ class RankWriter:
         *,
         is_full: bool = False,
     ) -> None:
-        """Say that these files are whole and durable.
+        """Write the receipt: these files are complete and durable.
 
         Raises:
             OSError: storage refused; nobody has seen the receipt.
-            SaveFailedError: storage refused to make it durable once others could see it: rank 0 may
-                have announced the files, which must not be removed, or written again.
+            SaveFailedError: others can see the receipt, but storage refused to make it durable.
+                Rank 0 may have announced the files: they must not be deleted or rewritten.
         """
         save_id = attempt.save_id
         name = full_receipt_name(self._rank) if is_full else receipt_name(self._rank)
@@ -285,17 +292,17 @@ class RankWriter:
                     attempt.weights_stay = True
                 raise SaveFailedError(
                     f"rank {self._rank} has written its part of the save of step {save_id.step}, "
-                    "but storage does not make its receipt durable: see the log"
+                    "but its receipt could not be made durable: see the storage error in the log"
                 ) from None
 
     def _wait_for_all(self, save_id: SaveId, name_of: Callable[[int], str]) -> bool:
         """Wait for the receipts of all ranks.
 
         Returns:
-            False if some rank is at a newer save of this step already.
+            False if a rank is already at a newer save of this step.
 
         Raises:
-            SaveFailedError: one of them failed, or took too long.
+            SaveFailedError: a rank failed, or took too long.
             OSError: storage failed.
         """
         notes = Notes(self._job, self._job.layout.actor(save_id.step))
@@ -305,7 +312,9 @@ class RankWriter:
                 until = time.monotonic() + self._timeout
             while (found := notes.written(name_of(rank))) != save_id:
                 if found is not None and found.is_newer_than(save_id):
-                    log.info("save %s was overtaken by %s", save_id, found)
+                    log.info(
+                        "save %s is not announced: the newer save %s overtook it", save_id, found
+                    )
                     return False
                 missing = f"rank {rank} of {self._world_size} has not written its part of the save"
                 if notes.failed(rank) == save_id:
@@ -315,7 +324,7 @@ class RankWriter:
                         f"{missing} of step {save_id.step} within {self._timeout:g} s; it was not "
                         "announced"
                     )
-                # Another host writes it, over storage that sends no events.
+                # A poll: shared storage sends no events for another host's files.
                 if self._stopped.wait(POLL):
                     raise SaveFailedError(f"{missing} of step {save_id.step}, and training ended")
         return True
@@ -325,20 +334,20 @@ class RankWriter:
         try:
             self.again(save_id, lambda: self._job.storage.unlink_if_there(saving))
         except OSError as error:
-            # All is whole and pointed to: who took that for a failure would write it again.
+            # The save is complete and announced: an error would make the caller write it again.
             log.warning("cannot remove %s, so the step is not pruned: %s", saving, error)
 
     # -- what fails ------------------------------------------------------------------------------
 
     def _after_failure(self, attempt: Attempt) -> None:
         if self._rank == 0 and attempt.weights_stay and attempt.rest_stays:
-            # All that can be whole is, and may be pointed to; only what comes after was refused.
+            # All files are complete, and pointers may name them; only a later operation failed.
             self._remains.unprotect(attempt.save_id.step)
         else:
             self._give_up(attempt)
 
     def _give_up(self, attempt: Attempt) -> None:
-        """Remove what this rank wrote and is not announced, and let nobody wait for it."""
+        """Delete this rank's unannounced files, and record that it failed."""
         step = attempt.save_id.step
         self._remains.discard(attempt)
         notes = Notes(self._job, self._job.layout.actor(step))
@@ -347,7 +356,7 @@ class RankWriter:
             self._remains.unprotect(step)
 
     def _remove_given_up(self, attempt: Attempt) -> None:
-        """Remove this rank's part of its last save, where rank 0 has given that up."""
+        """Delete this rank's part of its last save, if rank 0 gave that save up."""
         last, self._last = self._last, attempt
         if last is None or last.save_id == attempt.save_id or self._rank == 0:
             return
@@ -355,7 +364,7 @@ class RankWriter:
         try:
             if notes.failed(0) != last.save_id:
                 return
-            # Rank 0's receipt goes before it says so, where the weights were not announced.
+            # If the weights were not announced, rank 0 deletes its receipt before it records that.
             last.weights_stay = notes.written(receipt_name(0)) == last.save_id
         except OSError as error:
             log.warning(

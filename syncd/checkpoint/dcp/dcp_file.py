@@ -44,7 +44,7 @@ class DcpFile:
     Attributes:
         path: its name when it was opened.
         fd: the descriptor.
-        records: of the items that were looked up: where the bytes of their tensors are.
+        records: for each item that was looked up, the position of its tensor's bytes.
         has_crc: False when the trainer switched CRC-32 off: every record's is 0.
     """
 

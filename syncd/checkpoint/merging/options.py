@@ -42,6 +42,8 @@ class MergeOptions:
         prefix: the beginning of the model's names, in a save of ``torch.distributed.checkpoint``;
             None to find out.
         names: those that tensors get: ``hub``, as on the hub, or ``trainer``, as they were saved.
+        may_keep: whether tensors keep the trainer's names if those of the hub cannot be told; else
+            that is an error.
         threads: how many files are written at a time, and no more than there are processors: into
             one file several gain nothing, for they wait for its lock.
         in_kernel: whether the kernel copies into this open file, if nothing is computed of the
@@ -53,6 +55,7 @@ class MergeOptions:
     cast: Cast | None = None
     prefix: str | None = None
     names: Names = "trainer"
+    may_keep: bool = False
     threads: int = 1
     in_kernel: Callable[[int], bool] = may_copy_remotely
 

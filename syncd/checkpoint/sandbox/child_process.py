@@ -124,7 +124,7 @@ class ChildProcess:
 
         Raises:
             EndedError: it has ended.
-            OSError: it did not give them in time.
+            OSError: it did not send them in time.
         """
         parts: list[bytes] = []
         while count:

@@ -231,7 +231,7 @@ def read_chunked(row: Row) -> tuple[HeaderEntry, Shape]:
         entry, offsets = read_entry(row[:-1]), shape_of(row[-1])
         if offsets is not None and len(offsets) == len(entry.shape):
             return entry, offsets
-    raise ValueError("is no chunk of a header")
+    raise ValueError("is not a chunk of a header")
 
 
 def contents_rows(contents: StoredModel) -> Iterator[Row]:

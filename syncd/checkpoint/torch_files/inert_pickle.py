@@ -326,7 +326,7 @@ class _Loading:
                 # Asked here, and not of the pattern, which is half as fast.
                 if isinstance(kind, StorageType) and isinstance(key, str):
                     return StorageRef(key, kind.dtype, location, numel)
-        raise pickle.UnpicklingError("names a storage in an unknown way")
+        raise pickle.UnpicklingError("names a storage in an unknown format")
 
 
 class _Fast(_Loading, pickle.Unpickler):

@@ -8,17 +8,17 @@ from typing import Final
 
 from syncd.protocol.errors import BroadcastError
 
-#: Hosts that nobody has (RFC 5737, RFC 3849): the way to them is the way to anywhere.
+#: Addresses that no host has (RFC 5737, RFC 3849): packets to them take the default route.
 _ANYWHERE: Final = ("192.0.2.1", "2001:db8::1")
-#: No packet is sent; a number has to be there.
+#: Any port will do, because no packet is sent.
 _DISCARD: Final = 9
 
 
 def own_address() -> str:
     """The address by which other hosts reach this one: that of its default route, as numbers.
 
-    Where there is no such route it is ``127.0.0.1``, and nobody else reaches it. A host that has
-    several networks may need another one: see ``master_address`` of the settings.
+    Without such a route it is ``127.0.0.1``, which no other host reaches. A host on several
+    networks may need another address: see ``master_address`` of the settings.
     """
     for host in _ANYWHERE:
         try:
@@ -29,10 +29,10 @@ def own_address() -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this host that packets to another one leave from, as numbers.
+    """The address of this host from which it sends packets to another one, as numbers.
 
     Raises:
-        OSError: there is no way to it, or no such host.
+        OSError: there is no route to it, or no such host.
     """
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -45,7 +45,7 @@ def listen(address: str, port: int) -> socket.socket:
 
     Args:
         address: a name or numbers.
-        port: 0 for a free port.
+        port: 0 for any free port.
 
     Raises:
         BroadcastError: the port is taken, or this host has no such address.
@@ -58,7 +58,7 @@ def listen(address: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:  # a name that no host can have
         raise BroadcastError(f"cannot listen on {address}: {error}") from error
     try:
-        # For a port that is given: the connections of the group before linger for a minute.
+        # If the port is fixed: connections of the previous group linger for a minute.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(where)
         listening.listen(socket.SOMAXCONN)

@@ -1,7 +1,7 @@
 """The weight group: the trainer's rank 0 and all explorers' workers, beside any other group.
 
-One process group of its own over a TCPStore of its own; every wait in it has a deadline. Whatever
-torch does that could wait for a peer longer than that is done in a thread that is left to itself.
+It is one process group over its own TCPStore; every wait in it has a deadline. A call of torch that
+could wait longer for a peer runs in a thread of its own, which is abandoned at the deadline.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 _YES: Final = "yes"
 _NO: Final = "no"
-#: Seconds between two looks whether a broadcast is done, at most.
+#: Seconds between two checks for the end of a broadcast, at most.
 _LOOK: Final = 0.001
 #: Seconds beyond the deadline for the store to give the decision made at it.
 _GRACE: Final = 1.0
 
 
 class Broadcasting:
-    """A broadcast under way.
+    """A broadcast in progress.
 
     Args:
-        finish: waits for it.
+        finish: waits for its end.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
@@ -62,20 +62,22 @@ class Broadcasting:
 
 
 class WeightGroup:
-    """One generation of a weight group, as one of its ranks; :meth:`join` makes it.
+    """One rank's membership in one generation of a weight group; :meth:`join` makes it.
 
-    It works beside a default process group and without one. A transfer is: the same broadcasts on
-    all ranks in the same order, and :meth:`agree` on whether they have arrived. Promised: no method
-    waits for longer than the transfer's deadline, and a second; an error ends the generation for
-    this rank, and peers that wait for this rank end theirs at their deadlines. Not promised:
-    anything about a tensor of a transfer that was not agreed; that strangers on the network keep
-    out: any process that can reach the store can take part, as in any torch.distributed job.
+    It works beside a default process group and without one. In a transfer all ranks do the same
+    broadcasts in the same order, and then :meth:`agree` that all have arrived.
+
+    Promised: no method waits longer than the transfer's deadline plus one second. An error ends the
+    generation for this rank; its peers end theirs at their deadlines.
+
+    Not promised: the content of tensors if the transfer was not agreed; protection from strangers:
+    any process that can reach the store can take part, as in any torch.distributed job.
 
     Its methods are for one thread at a time; :meth:`close` for any.
 
     Attributes:
         rank, world_size, generation, name: its own.
-        device: where tensors must be.
+        device: the device that tensors must be on.
     """
 
     def __init__(
@@ -116,12 +118,12 @@ class WeightGroup:
         """Form the group together with all its other ranks, and begin a transfer.
 
         Args:
-            rendezvous: where they meet.
+            rendezvous: their meeting place.
             rank: ours.
             deadline: seconds, for this, and again for each transfer.
-            device: where the tensors that are broadcast are: for ``nccl`` a GPU.
-            listening: rank 0's, at the address and port of the rendezvous: where its store listens.
-                It is taken over.
+            device: the device of the tensors to broadcast; for ``nccl`` a GPU.
+            listening: rank 0 only: a socket at the address and port of the rendezvous, for its
+                store, which takes it over.
 
         Raises:
             BroadcastError: they did not all come in time, or it cannot be formed here.
@@ -136,7 +138,7 @@ class WeightGroup:
         servers: list[Store] = []
 
         def form() -> tuple[Any, Store]:
-            # Two connections: what waits on one of them must not hold up the other.
+            # Two connections, because a call that waits on one of them blocks all others on it.
             ours, theirs = (connect(rendezvous, deadline) for _ in range(2))
             backend = make_backend(rendezvous, rank, theirs, deadline=deadline, device=device)
             return backend, ours
@@ -159,15 +161,15 @@ class WeightGroup:
                 f"{in_words(error)}"
             ) from error
         finally:
-            servers.clear()  # of one that was not formed the port is free, whoever keeps the error
+            servers.clear()  # frees the port if forming failed, even if the caller keeps the error
 
     @property
     def has_failed(self) -> bool:
-        """True if it is of no more use."""
+        """True if it cannot be used any more."""
         return self._failure is not None
 
     def begin(self) -> None:
-        """Begin a transfer: its deadline is that of the constructor from now."""
+        """Begin a transfer; its deadline starts now."""
         self._deadline = time.monotonic() + self._patience
 
     def broadcast(self, tensor: Tensor) -> Broadcasting:
@@ -192,18 +194,18 @@ class WeightGroup:
         return Broadcasting(lambda: self._finish(work))
 
     def agree(self, ok: bool) -> bool:
-        """Say whether all is well here, and learn whether it is everywhere.
+        """Tell the other ranks if all arrived here, and learn if it arrived everywhere.
 
-        Promised: all ranks that come back with an answer have the same one, and rank 0 comes back
-        with True only when all others have. So what one of them may have missed is an error there,
-        and the files bring it to all.
+        Promised: all ranks that get an answer get the same one, and rank 0 gets True only after all
+        others did. If a rank may have missed it, rank 0 gets an error, and all get the weights by
+        the files.
 
         Returns:
-            True only where all said yes.
+            True only if all ranks said yes.
 
         Raises:
-            BroadcastError: not all have said so within the transfer's deadline, or the store is
-                gone: what the others have agreed on is not known here, and nothing is committed.
+            BroadcastError: not all ranks answered within the transfer's deadline, or the store is
+                gone. This rank does not know the outcome: nothing is committed.
         """
         self._check()
         key = f"agree/{self._agreements}"
@@ -212,7 +214,7 @@ class WeightGroup:
         try:
             verdict, late = within(
                 self._deadline + _GRACE,
-                # Whoever was stopped until the deadline must not say yes: the others have given up.
+                # A rank that was paused until the deadline must not say yes: the others gave up.
                 lambda: self._decide(store, key, ok=ok and self._left() > 0),
             )
             if not verdict and self._left() <= 0:
@@ -246,8 +248,8 @@ class WeightGroup:
     def _finish(self, work: dist.Work) -> None:
         """Wait for a broadcast.
 
-        By looks, for both backends alike: a signal is heard meanwhile, and no time of torch's
-        counts. gloo ends its side of the operation at the group's timeout.
+        It polls, for both backends alike, so that signals are handled meanwhile and no timeout of
+        torch's counts. gloo ends its side of the operation at the group's timeout.
         """
         self._check()
         pause = 0.0
@@ -263,14 +265,14 @@ class WeightGroup:
         self._unfinished.remove(work)
 
     def _decide(self, store: Store, key: str, *, ok: bool) -> tuple[bool, list[int]]:
-        """The verdict, and which ranks had not said yes when it was made."""
+        """The verdict, and the ranks that had not said yes when it was made."""
         if ok:
             store.set(f"{key}/yes/{self.rank}", _YES)
             if store.add(f"{key}/yes", 1) == self.world_size:
                 store.compare_set(key, "", _YES)
             with contextlib.suppress(dist.DistStoreError):  # the deadline
                 store.wait([key], torch_time(self._left()))
-        # The first verdict counts. Where there is none by now, ours is: no.
+        # The first verdict counts. If there is none yet, make it "no".
         verdict = store.compare_set(key, "", _NO) == _YES.encode()
         ranks = [] if verdict else range(self.world_size)
         return verdict, [rank for rank in ranks if not store.check([f"{key}/yes/{rank}"])]
@@ -286,7 +288,7 @@ class WeightGroup:
             store.delete_key(f"{key}/read/{rank}")
 
     def _named(self, ranks: list[int]) -> str:
-        """Ranks as people know them."""
+        """The names of ranks, for people."""
         names = {0: "the trainer"} | {
             member.rank_offset + worker: f"explorer {member.name} (worker {worker})"
             for member in self._rendezvous.members
@@ -302,14 +304,14 @@ class WeightGroup:
             raise BroadcastError(f"the weight group {self.name} has failed: {self._failure}")
 
     def _fail(self, why: str) -> BroadcastError:
-        """The error of this generation, which ends here."""
+        """End this generation; returns the error to raise."""
         self._failure = why
         self.close()
         return BroadcastError(f"{why} (weight group {self.name})")
 
 
 class KeptGroup:
-    """A worker's weight group from one transfer to the next: formed anew where it has to be."""
+    """A worker's weight group, kept between transfers and formed again if necessary."""
 
     def __init__(self) -> None:
         self._group: WeightGroup | None = None
@@ -338,7 +340,7 @@ class KeptGroup:
         return self._group
 
     def close(self) -> None:
-        """Leave the group: at the end, or where a transfer failed. Safe to call twice."""
+        """Leave the group: at the end, or if a transfer failed. Safe to call twice."""
         group, self._group = self._group, None
         if group is not None:
             group.close()

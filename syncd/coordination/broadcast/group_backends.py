@@ -1,6 +1,6 @@
 """The parts of a weight group: rank 0's store, connections to it, and a backend of torch's.
 
-A call into torch may wait for ever for a peer that has stopped, because torch has no limit for it:
+A call into torch may wait forever for a stopped peer, because torch has no timeout for it;
 :func:`within` gives such a call a deadline.
 """
 
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 #: torch takes 0 for no limit, and rounds down.
 _SHORTEST: Final = 0.01
-#: Seconds between two looks whether what a closed group was at has ended.
+#: Seconds between two checks that a closed group's work has ended.
 _REAP: Final = 0.1
 #: Seconds: torch rounds a connection's limit down to whole ones.
 _CONNECT: Final = 1.0
-#: A group's NCCL errors are the caller's, and not for a watchdog that would end the process.
+#: With it, NCCL errors are raised to the caller; otherwise a watchdog ends the process.
 _BLOCKING: Final = "TORCH_NCCL_BLOCKING_WAIT"
 _ENVIRONMENT: Final = threading.Lock()
 
@@ -44,7 +44,7 @@ _ENVIRONMENT: Final = threading.Lock()
 #: the process with it (std::terminate), so none may be in torch by then.
 _ENDING: Final = threading.Lock()
 _exiting: Final = threading.Event()
-#: Seconds that the interpreter's end waits for that: in a fork nobody may be there to let it go.
+#: Seconds that the interpreter's end waits for that lock: in a fork its holder may not exist.
 _PATIENCE: Final = 10.0
 
 Name = Literal["nccl", "gloo"]
@@ -71,8 +71,8 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
     """Rank 0's store. It lives for as long as the returned object, and so does its port.
 
     Args:
-        rendezvous: where it is.
-        listening: there. It is taken over.
+        rendezvous: has its address and port.
+        listening: a socket there, which the store takes over.
         deadline: seconds.
     """
     return dist.TCPStore(  # type: ignore[attr-defined] # public, and not so in torch's stub
@@ -86,9 +86,9 @@ def serve(rendezvous: Rendezvous, listening: socket.socket, deadline: float) -> 
 
 
 def connect(rendezvous: Rendezvous, deadline: float) -> Store:
-    """A connection to rank 0's store, where only this group's keys are seen.
+    """A connection to rank 0's store that sees only this group's keys.
 
-    Its calls wait for one another.
+    Calls on one connection wait for one another.
     """
     store = dist.TCPStore(  # type: ignore[attr-defined] # likewise
         rendezvous.address,
@@ -103,7 +103,7 @@ def connect(rendezvous: Rendezvous, deadline: float) -> Store:
 def make_backend(
     rendezvous: Rendezvous, rank: int, store: Store, *, deadline: float, device: torch.device
 ) -> Any:
-    """A backend that is connected to those of all other ranks.
+    """A backend that is connected to all other ranks.
 
     Raises:
         ValueError: this process lacks the device that it needs.
@@ -113,16 +113,16 @@ def make_backend(
 
 
 def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
-    """Let a backend go, in the background: its destructor waits for all that is under way.
+    """Destroy a backend in the background, because its destructor waits for unfinished work.
 
     Args:
-        backends: one, and the last reference to it.
-        unfinished: the work that may be under way.
+        backends: one backend; this list holds the last reference to it.
+        unfinished: work that may still be in progress.
     """
 
     def work() -> None:
         backend = backends.pop()
-        is_aborted = backend.name() != "nccl"  # gloo cannot be
+        is_aborted = backend.name() != "nccl"  # gloo cannot be aborted
         while True:
             with _ENDING:
                 if _exiting.is_set():
@@ -135,7 +135,7 @@ def release(backends: list[Any], unfinished: list[dist.Work]) -> None:
                     del backend
                     return
             time.sleep(_REAP)
-        threading.Event().wait()  # for ever: what this frame holds ends with the process
+        threading.Event().wait()  # forever: the process's end frees what this frame holds
 
     threading.Thread(target=work, name="syncd-weight-group-end", daemon=True).start()
 
@@ -163,7 +163,7 @@ def _end_no_more() -> None:
 
 
 def in_words(error: Exception) -> str:
-    """The error of torch in one line, without its stack."""
+    """An error of torch in one line, without its stack."""
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, dist.DistNetworkError):
         return f"the trainer's store is gone or cannot be reached ({said})"
@@ -180,7 +180,7 @@ def _gloo(
     deadline: float,
     device: torch.device,  # noqa: ARG001 # gloo takes tensors of any
 ) -> Any:
-    # By an address, and not by this host's name, which need not lead anywhere.
+    # By address, because this host's name may not resolve.
     address = address_towards(rendezvous.address, rendezvous.port) if rank else rendezvous.address
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 # torch has no other name for it
@@ -202,11 +202,11 @@ def _nccl(
         with _blocking():
             backend = nccl(store, rank, rendezvous.world_size, options)
         try:
-            # The communicator is made by the first operation: here, where that has a deadline.
+            # The first operation makes the communicator: do it here, with a deadline.
             work = backend.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)])
             work.wait(torch_time(deadline))
         except BaseException:
-            # Its destructor would abort it, and end the process where that takes too long.
+            # Its destructor would abort it, and end the process if that takes too long.
             backends = [backend]
             del backend
             release(backends, [])
@@ -219,7 +219,7 @@ _MAKERS: Final[Mapping[Name, _Maker]] = {"gloo": _gloo, "nccl": _nccl}
 
 @contextlib.contextmanager
 def _blocking() -> Iterator[None]:
-    """Let the NCCL group that is made meanwhile have no watchdog, and leave all others theirs."""
+    """Turn the watchdog off for the NCCL group that is made inside; other groups keep theirs."""
     with _ENVIRONMENT:
         before = os.environ.get(_BLOCKING)
         os.environ[_BLOCKING] = "1"
@@ -233,14 +233,14 @@ def _blocking() -> Iterator[None]:
 
 
 def within(end: float, call: Callable[[], T]) -> T:
-    """The result of a call, or its error; if it takes longer it is left to itself, in its thread.
+    """The result of a call, or its error; at the deadline its thread is abandoned.
 
     Args:
-        end: until when, by the monotonic clock.
+        end: the deadline, by the monotonic clock.
         call: must not hold the interpreter's lock while it waits.
 
     Raises:
-        TimeoutError: it has not returned.
+        TimeoutError: it did not return in time.
     """
     done = threading.Event()
     results: list[T] = []
@@ -263,5 +263,5 @@ def within(end: float, call: Callable[[], T]) -> T:
 
 
 def torch_time(seconds: float) -> timedelta:
-    """A time limit for torch, of whatever is left: never none."""
+    """A timeout for torch; never 0, which torch takes for no limit."""
     return timedelta(seconds=max(_SHORTEST, seconds))

@@ -26,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class MeetingPlace(NamedTuple):
-    """The meeting place of rank 0 and the others.
+    """The address and port of rank 0, for the other ranks.
 
     Attributes:
         address: a name or numbers of rank 0's host; None for :func:`.addresses.own_address`.
-        port: 0 for one that is free.
+        port: 0 for any free port.
     """
 
     address: str | None
@@ -38,7 +38,7 @@ class MeetingPlace(NamedTuple):
 
 
 class Meetings:
-    """``group.json``: where the members of an offer meet. The trainer alone writes it."""
+    """``group.json``: the meeting place of an offer's members. Only the trainer writes it."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -50,7 +50,7 @@ class Meetings:
         return self._job.read(Rendezvous, self._path)
 
     def put(self, rendezvous: Rendezvous) -> None:
-        """Let the members know."""
+        """Write it, for the members to read."""
         self._job.storage.replace(self._path, encode(rendezvous), room=self._room)
 
 
@@ -63,7 +63,7 @@ class TrainerGroup:
     Args:
         meetings: of the job.
         run: the trainer's identity among all trainers.
-        place: where groups are formed.
+        place: the meeting place of new groups.
     """
 
     def __init__(self, meetings: Meetings, run: str, place: MeetingPlace) -> None:
@@ -75,7 +75,7 @@ class TrainerGroup:
 
     @property
     def rendezvous(self) -> Rendezvous | None:
-        """Of the group that is open; None if none is."""
+        """The rendezvous of the open group; None if none is open."""
         return self._rendezvous
 
     def open(
@@ -87,10 +87,10 @@ class TrainerGroup:
             agreed: the transfer.
             save_id: the weights to transfer.
             deadline: seconds to form the group, if there is none; and for each transfer.
-            device: where the tensors are.
+            device: the tensors' device.
 
         Raises:
-            BroadcastError: it cannot be formed, or not all came; there is none now.
+            BroadcastError: it cannot be formed, or not all came; no group is open now.
         """
         group, known = self._group, self._rendezvous
         members = _with_ranks(agreed.offer)
@@ -151,7 +151,7 @@ class TrainerGroup:
             )
 
     def close(self) -> None:
-        """Leave the group: at the end, or where a transfer failed. Safe to call twice."""
+        """Leave the group: at the end, or if a transfer failed. Safe to call twice."""
         group, self._group, self._rendezvous = self._group, None, None
         if group is not None:
             group.close()
@@ -176,7 +176,7 @@ class ExplorerGroup:
         """The meeting place of an offer's members, and the rank of this explorer's first worker.
 
         Raises:
-            BroadcastError: the trainer has not said so in time, or does without this explorer.
+            BroadcastError: the trainer did not name it in time, or excluded this explorer.
             CancelledError: the wait was cancelled.
             OSError: storage failed.
         """
@@ -186,13 +186,13 @@ class ExplorerGroup:
                 break
             now = self._offers.current()
             if now is not None and now.offer != offer.offer:
-                raise BroadcastError("the trainer has given this broadcast up")
+                raise BroadcastError("the trainer has given up this broadcast and offered another")
             if not wait.more():
                 raise BroadcastError("the trainer did not say in time where the weight group meets")
         for member in found.members:
             if (member.name, member.session) == self._us:
                 return found, member.rank_offset
-        raise BroadcastError(f"the weight group {found.group_name} meets without {self._us[0]}")
+        raise BroadcastError(f"the weight group {found.group_name} does not include {self._us[0]}")
 
     def open(
         self, rendezvous: Rendezvous, rank: int, *, deadline: float, device: torch.device
@@ -213,7 +213,7 @@ class ExplorerGroup:
 
 
 def _with_ranks(offer: Offer) -> tuple[GroupMember, ...]:
-    """The members of an offer, one after the other behind the trainer."""
+    """The members of an offer with their ranks; the trainer is rank 0."""
     found: list[GroupMember] = []
     rank = 1
     for member in offer.members:

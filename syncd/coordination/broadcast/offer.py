@@ -1,8 +1,8 @@
 """Agreeing on a transfer of weights (``nccl``): all registered explorers take part, or nobody does.
 
 The trainer makes an offer that names every live explorer; each joins by saying so in its own
-report; once all have, the trainer decides it. The decision is one file that is made exclusively, so
-that whoever gives up first and the trainer cannot both be right.
+report; once all have, the trainer decides it. The decision is one file that is created exclusively,
+so that an explorer that gives up and the trainer cannot decide differently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Agreed(NamedTuple):
     """A transfer that takes place.
 
     Attributes:
-        offer: that all its members have joined.
+        offer: the offer; all its members have joined it.
         group: the name of the weight group that all of them have open; None if not all have one.
     """
 
@@ -70,7 +70,7 @@ class Offers:
         members: tuple[OfferedMember, ...],
         decided: Literal["files"] | None = None,
     ) -> Offer:
-        """Make an offer; the verdicts of earlier ones are removed."""
+        """Make an offer, and delete the verdicts of earlier ones."""
         folder = self._job.layout.offer.parent
         self._job.storage.make_folder(folder, below=self._job.layout.state)
         for name in self._job.storage.names(folder):
@@ -87,7 +87,7 @@ class Offers:
         return offer
 
     def put(self, offer: Offer) -> None:
-        """Write the offer; the trainer alone does."""
+        """Write the offer; only the trainer does this."""
         self._job.storage.replace(
             self._job.layout.offer, encode(offer), room=self._job.layout.drafts
         )
@@ -124,7 +124,7 @@ class TrainerSide:
         me: the trainer.
 
     Attributes:
-        agreed: the transfer that was agreed last; None if that came to nothing.
+        agreed: the last transfer, if it was agreed; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[TrainerReport]) -> None:
@@ -146,7 +146,7 @@ class TrainerSide:
     def agree(self, step: int, wait: Wait) -> int | None:
         """Wait until all live explorers have joined; the step, or None if they do not.
 
-        Those that take no part in broadcasts are not waited for.
+        It does not wait for explorers that take no part in broadcasts.
         """
         self.agreed = None
         require_sync(self._me)
@@ -173,14 +173,14 @@ class TrainerSide:
         return self._roster.working()
 
     def _try(self, step: int, working: list[ExplorerReport]) -> bool:
-        """One look; whether the transfer takes place."""
+        """Look once; True if the transfer takes place."""
         members = tuple(
             OfferedMember(name=one.name, session=one.session, workers=one.workers)
             for one in sorted(working, key=lambda one: one.name)
         )
         waiting = all(one.status == RunningStatus.REQUIRE_SYNC.value for one in working)
         if self._open is not None and (self._open.members != members or not waiting):
-            self._withdraw()  # one has died or left, or another has come: all over again
+            self._withdraw()  # the explorers have changed: start again
         if not waiting:
             return False
         if self._open is None:
@@ -206,24 +206,27 @@ class TrainerSide:
         self._open = None
         decided = self._offers.decide(offer.offer, wish, self._me.session.id)
         try:
-            # What counts is decided; this lets those who wait know of it without looking for a file
-            # that their client may remember as not there.
+            # The verdict file decides. The offer repeats it, because the client of a waiting
+            # explorer may have cached that the verdict file does not exist.
             self._offers.put(offer.model_copy(update={"decided": decided}))
         except OSError as error:
-            log.warning("explorers learn the outcome only at the deadline: %s", error)
+            log.warning(
+                "cannot write the outcome of a transfer; explorers learn it at their deadline: %s",
+                error,
+            )
         return decided
 
 
 class ExplorerSide:
-    """Joins an offer, and gives up where it comes to nothing.
+    """Joins an offer, and leaves it if the transfer does not take place.
 
     Args:
         offers: of the job.
-        roster: tells whether the trainer works.
+        roster: knows if the trainer works.
         me: the explorer.
 
     Attributes:
-        agreed: the offer that was agreed last; None if that came to nothing.
+        agreed: the last offer, if it was agreed; else None.
     """
 
     def __init__(self, offers: Offers, roster: Roster, me: Participant[ExplorerReport]) -> None:
@@ -240,10 +243,10 @@ class ExplorerSide:
             log.debug("an earlier offer may end the first wait: %s", error)
         else:
             if past is not None and past.decided is not None:
-                self._over.add(past.offer)  # it was for those who were there
+                self._over.add(past.offer)  # it was for explorers that were there then
 
     def agree(self, wait: Wait) -> int | None:
-        """Wait for an offer and join it; its step, or None if nothing is transferred."""
+        """Wait for an offer and join it; returns its step, or None if nothing is transferred."""
         self.agreed = None
         require_sync(self._me, requests=self._me.record.requests + 1)
         called_off, found = self._called_off, None
@@ -257,7 +260,7 @@ class ExplorerSide:
                     break
                 given_up = self._called_off > called_off and not self.has_joined
                 if given_up and trainer is RunningStatus.RUNNING:
-                    break  # it has given up, and not begun again with those who are left
+                    break  # it gave up, and did not begin again with the others
                 if not wait.more():
                     log.error("the trainer was not ready for a transfer in time")
                     break
@@ -274,18 +277,18 @@ class ExplorerSide:
         return self._joined is not None
 
     def look(self) -> Offer | None:
-        """One look at what is offered: an open offer to us is joined, if none is.
+        """Look at the current offer once; join it if it is open, made to us, and none is joined.
 
         Returns:
-            The one that was joined, once it is decided that it takes place.
+            The joined offer, once it is decided that the transfer takes place.
         """
         offer, joined = self._offers.current(), self._joined
         other = joined is not None and offer is not None and offer.offer != joined.offer
-        # It was called off, as far as its trainer goes; or another trainer has come.
+        # Its trainer called it off, or another trainer has come.
         if other and (decided := self.leave()) is not None:
             return decided
         if self._joined is None and offer is not None and self._concerns_us(offer):
-            self._joined = offer  # first: what is said may arrive, though an error is all we get
+            self._joined = offer  # first, because the update may arrive even if it raises
             self._me.update(joined=offer.offer)
         elif self._joined is not None and offer is not None and offer.decided is not None:
             joined, self._joined = self._joined, None
@@ -297,7 +300,7 @@ class ExplorerSide:
         return None
 
     def leave(self) -> Offer | None:
-        """Give up the joined offer; returns it if it was decided just before: take part."""
+        """Leave the joined offer; if it was agreed just before, return it: we must take part."""
         joined, self._joined = self._joined, None
         if joined is None:
             return None
@@ -314,7 +317,7 @@ class ExplorerSide:
         return ours and offer.decided is None and offer.offer not in self._over
 
     def _goes_by_files(self) -> bool:
-        """True if the trainer says so now, and has not said it of this offer before."""
+        """True if the trainer announces weights by files, and this offer was not seen before."""
         offer = self._offers.current()
         if self.has_joined or offer is None or offer.decided != "files":
             return False

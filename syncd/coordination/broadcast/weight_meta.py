@@ -1,6 +1,6 @@
 """The contents of a weight transfer, and its buckets of bytes. Pure, without torch.
 
-All tensors lie end to end in one image, in the order of the meta, each beginning at a multiple of
+All tensors are laid out in one image, in the order of the meta; each begins at a multiple of
 :data:`ALIGNED` bytes. The image is cut into buckets; one broadcast moves one of them.
 """
 
@@ -26,19 +26,19 @@ from syncd.checkpoint.tensor_rules import (
 )
 from syncd.protocol.errors import BroadcastError
 
-#: Where a tensor begins in the image: a multiple of this, in bytes. More than any dtype needs.
+#: Alignment of tensors in the image, in bytes; more than any dtype needs.
 ALIGNED: Final = 64
-#: Bytes in a bucket, unless said otherwise.
+#: The default size of a bucket, in bytes.
 BUCKET: Final = 256 * 1024 * 1024
-#: Buckets that are packed, or looked at, at a time: one is, while the other is under way.
+#: Buckets in memory at a time: one is packed or checked while the other travels.
 AT_A_TIME: Final = 2
-#: Broadcasts under way at a time, where nothing is packed or looked at meanwhile.
+#: Broadcasts in progress at a time, if nothing is packed or checked meanwhile.
 AHEAD: Final = 8
-#: The most bytes of a meta as text: of a million tensors it has about half of it.
+#: The most bytes of an encoded meta; that of a million tensors has about half as many.
 META_LIMIT: Final = 256 * 1024 * 1024
 #: Bytes of the digest of a meta, and of a bucket: xxh3-128.
 DIGEST: Final = 16
-#: Its last byte is the version of the format after it.
+#: The last byte is the version of the format that follows.
 _MAGIC: Final = b"syncd-w\x01"
 _HEADER: Final = struct.Struct("<8s16sQQ?")
 #: Bytes of a header.
@@ -46,11 +46,11 @@ HEADER: Final = _HEADER.size
 
 
 class Described(Protocol):
-    """Anything with the name, dtype and shape of a tensor: an entry of a manifest, of a plan."""
+    """Anything with a tensor's name, dtype and shape: an entry of a manifest or of a plan."""
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The tensor's name."""
 
     @property
     def dtype(self) -> str:
@@ -58,14 +58,14 @@ class Described(Protocol):
 
     @property
     def shape(self) -> Shape:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
 
 
 class WeightSpec(NamedTuple):
     """One tensor of a transfer.
 
     Attributes:
-        name: as in a version that the same model is published as.
+        name: the same as in a published version of the model.
         dtype: safetensors' name.
         shape: of the whole tensor.
     """
@@ -76,12 +76,12 @@ class WeightSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole tensor."""
+        """The bytes of the whole tensor."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     @property
     def digest(self) -> None:
-        """As an entry of a manifest has it; of what has not arrived it is not known."""
+        """None: unlike an entry of a manifest, a tensor of a transfer has no digest yet."""
         return None
 
 
@@ -93,26 +93,26 @@ class WeightMeta:
 
     @classmethod
     def of(cls, tensors: Iterable[Described]) -> Self:
-        """Of tensors as a plan or a manifest describes them, in that order."""
+        """The meta of the tensors of a plan or a manifest, in their order."""
         return cls(tuple(WeightSpec(one.name, one.dtype, one.shape) for one in tensors))
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors, without what lies between them."""
+        """The bytes of all tensors, without padding."""
         return sum(one.nbytes for one in self.tensors)
 
     @property
     def digest(self) -> bytes:
-        """16 bytes: equal where the same tensors travel in the same order."""
+        """16 bytes: equal if the same tensors travel in the same order."""
         return xxhash.xxh3_128_digest(self.encode())
 
     def encode(self) -> bytes:
-        """As text: a JSON list of ``[name, dtype, [size, ...]]``."""
+        """The meta as a JSON list of ``[name, dtype, [size, ...]]``."""
         return json.dumps(self.tensors, separators=(",", ":")).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes that :meth:`encode` made, or anybody else.
+        """Parse the bytes of :meth:`encode`; they may come from anybody.
 
         Raises:
             BroadcastError: it is not the meta of a transfer.
@@ -146,9 +146,9 @@ class Header(NamedTuple):
 
     Attributes:
         digest: of the meta.
-        meta_bytes: of the meta as text.
-        bucket_bytes: the image is cut into pieces of this size.
-        has_digests: whether the buckets are followed by their digests.
+        meta_bytes: the size of the encoded meta.
+        bucket_bytes: the size of the buckets that the image is cut into.
+        has_digests: True if the digests of the buckets follow them.
     """
 
     digest: bytes
@@ -158,17 +158,17 @@ class Header(NamedTuple):
 
     @classmethod
     def of(cls, meta: WeightMeta, bucket_bytes: int, *, has_digests: bool) -> Self:
-        """Of a transfer; of a bucket that could hold nothing, the least that can."""
+        """The header of a transfer; a bucket size that is too small is raised to the minimum."""
         size = len(meta.encode())
         return cls(meta.digest, size, max(bucket_bytes, ALIGNED), has_digests)
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """The bytes that are sent."""
         return _HEADER.pack(_MAGIC, *self)
 
     @classmethod
     def decode(cls, content: bytes) -> Self:
-        """Parse the bytes that :meth:`encode` made, or anybody else.
+        """Parse the bytes of :meth:`encode`; they may come from anybody.
 
         Raises:
             BroadcastError: it is no header, or one of another syncd.
@@ -190,9 +190,9 @@ class BucketPiece(NamedTuple):
 
     Attributes:
         tensor: its number in the meta.
-        first: where they begin in the tensor, in bytes.
-        at: where they begin in the bucket.
-        size: how many.
+        first: their offset in the tensor, in bytes.
+        at: their offset in the bucket, in bytes.
+        size: the number of bytes.
     """
 
     tensor: int
@@ -205,7 +205,7 @@ class Bucket(NamedTuple):
     """The bytes that one broadcast moves.
 
     Attributes:
-        begin: where it begins in the image.
+        begin: its offset in the image, in bytes.
         size: in bytes.
         pieces: its content, in order.
     """
@@ -220,8 +220,8 @@ class Image:
     """All tensors of a transfer, one after the other, and how they are cut.
 
     Attributes:
-        offsets: where each tensor of the meta begins.
-        size: of all, in bytes.
+        offsets: the offset of each tensor of the meta, in bytes.
+        size: of the whole image, in bytes.
         buckets: in the order in which they travel. An empty tensor is in none.
     """
 
@@ -233,10 +233,10 @@ class Image:
     def of(cls, meta: WeightMeta, bucket_bytes: int) -> Self:
         """Cut a transfer into buckets.
 
-        A tensor of a sixteenth of a bucket's limit, or more, has buckets of its own, one
-        if that is enough: they are memory of the tensor itself, so nothing has to be packed.
-        Smaller ones are packed together, into a quarter of a bucket's limit, because copying them
-        costs less than as many broadcasts.
+        A tensor of at least a sixteenth of the limit has buckets of its own: one, if that is
+        enough. They are views of the tensor's memory, so nothing has to be packed. Smaller tensors
+        are packed together, up to a quarter of the limit, because copying them costs less than as
+        many broadcasts.
 
         Args:
             meta: of the transfer.

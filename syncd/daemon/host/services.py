@@ -399,8 +399,13 @@ def share_what_is_made(config: DaemonConfig) -> None:
 
 
 def _for_memory(config: DaemonConfig) -> DaemonConfig:
-    """The configuration for the memory directory: no full checkpoints, and readers of one host."""
-    return config.model_copy(update={"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"})
+    """The configuration for the memory directory: no full checkpoints, and readers of one host.
+
+    These report elsewhere. Unless told otherwise it keeps the trainer's names: a version with these
+    is the trainer's own file.
+    """
+    told: dict[str, object] = {"pointer": STATE_POINTER, "memory_dir": None, "deltas": "off"}
+    return config.model_copy(update=told | {"names": config.names or "trainer"})
 
 
 def _check_apart(root: Path, memory: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from syncd.checkpoint.save import Save
 from syncd.daemon.delta_maker import DeltaOutcome
+from syncd.daemon.naming import NewNames
 from syncd.daemon.telling.going_live import SeenLive
 from syncd.daemon.telling.meter import Meter
 from syncd.protocol.errors import SyncdError
@@ -164,6 +165,35 @@ class Journal:
             "; ".join(changes),
             extra=Event.MODEL_CONFIG_CHANGED(
                 version=manifest.sequence, step=manifest.step, before=before, changes=changes
+            ),
+        )
+
+    def named_anew(self, manifest: Manifest, change: NewNames) -> None:
+        """The tensors of a version have other names than before, or could have."""
+        of = {"hub": "of the hub", "trainer": "of the trainer's module"}
+        told = f"tensors have the names {of[change.names]}"
+        if change.before is not None:
+            told += f", up to the version before those {of[change.before]}"
+        if change.why:
+            told += f", because {change.why}; 'syncd run --names hub' chooses others"
+        self._file.note(
+            "names",
+            version=manifest.sequence,
+            step=manifest.step,
+            names=change.names,
+            why=change.why or None,
+        )
+        log.log(
+            logging.WARNING if change.why else logging.INFO,
+            "version %d: %s",
+            manifest.sequence,
+            told,
+            extra=Event.VERSION_NAMES(
+                version=manifest.sequence,
+                step=manifest.step,
+                names=change.names,
+                before=change.before,
+                reason=change.why or None,
             ),
         )
 

@@ -97,6 +97,7 @@ class Reporter:
                 "counters": self._journal.counters,
                 "merge": merge,
                 "release": __version__,
+                "names": self._publisher.naming.newest,
                 "time": 0.0,
             }
         )

@@ -1,0 +1,113 @@
+"""The names of tensors in versions: those of the hub, or those of the trainer's module.
+
+A job keeps the names of its newest version, because its explorers were started for them. A new job
+gets the hub's, which every server knows, if all its live explorers take them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from syncd.protocol.names import NAME_MAP, printable
+from syncd.protocol.records import Manifest, Names
+from syncd.storage.job import Job
+from syncd.storage.judge import LOOKS_PER_LEASE, Clock, Judge, Liveness, Lookout
+from syncd.storage.record_files import OF_OTHERS
+
+#: How many explorers a message names.
+_NAMED: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class NewNames:
+    """A version has other names than the one before, or is the first one that could have others.
+
+    Attributes:
+        names: the version's.
+        before: those of the version before; None for the first.
+        why: the reason that they are the trainer's, if nobody has asked for these.
+    """
+
+    names: Names
+    before: Names | None
+    why: str
+
+
+class Naming:
+    """Chooses the names of a job's next version, and remembers those of the newest.
+
+    Args:
+        job: the job.
+        lease_time: seconds, from the job's format.
+        clock: seconds, monotonic.
+
+    Attributes:
+        newest: the names of the newest version; None if the hub and its trainer name them alike, or
+            before the first.
+        change: the change that came with the newest version, if any.
+    """
+
+    def __init__(self, job: Job, lease_time: float, *, clock: Clock = time.monotonic) -> None:
+        self._job = job
+        judge = Judge(job.storage, lease_time, clock=clock, counts_pauses=True)
+        self._often = lease_time / LOOKS_PER_LEASE
+        self._lookout = Lookout(judge, job.layout, tick=self._often, clock=clock)
+        self._clock = clock
+        self._looked_at = -math.inf
+        self._kept: Names | None = None
+        self._is_new = True
+        self._why = ""
+        self.newest: Names | None = None
+        self.change: NewNames | None = None
+
+    def look(self) -> None:
+        """In a job without versions, look at the explorers, so that dead ones are known as such.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        if self._is_new and self._clock() >= self._looked_at + self._often:
+            self._without()
+
+    def choose(self, told: Names | None) -> Names:
+        """The names of the next version.
+
+        Args:
+            told: by the configuration; None for nothing.
+
+        Raises:
+            OSError: storage does not answer.
+        """
+        self._why = ""
+        if told is not None:
+            return told
+        if not self._is_new:
+            return self._kept or "trainer"
+        without = self._without()
+        if not without:
+            return "hub"
+        shown = ", ".join(map(printable, without[:_NAMED])) + ", …" * (len(without) > _NAMED)
+        self._why = f"{shown} did not report that it takes the hub's names"
+        return "trainer"
+
+    def serves(self, manifest: Manifest) -> None:
+        """A version is LATEST now."""
+        self._is_new, self.change, self.newest = False, None, None
+        if all(file.name != NAME_MAP for file in manifest.files):
+            return
+        self.newest = manifest.names
+        before, self._kept = self._kept, self.newest
+        if before != self.newest:
+            self.change = NewNames(self.newest, before, self._why)
+        self._why = ""
+
+    def _without(self) -> list[str]:
+        """The names of the live explorers that do not take the hub's names."""
+        self._looked_at = self._clock()
+        names = self._job.storage.names(self._job.layout.explorers)
+        found = [one for one in self._job.explorer_reports(names, OF_OTHERS) if not one.hub_names]
+        living = self._lookout.look({one.session for one in found})
+        return sorted(one.name for one in found if living[one.session] is Liveness.ALIVE)

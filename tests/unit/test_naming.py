@@ -1,0 +1,197 @@
+"""Whose names the tensors of a job's versions have."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from syncd.checkpoint.version import read_manifest
+from syncd.cli.status_page import page
+from syncd.daemon.config import DaemonConfig
+from syncd.daemon.host.services import Services
+from syncd.daemon.telling.journal import read_journal
+from syncd.operate.job_state import look
+from syncd.protocol.names import NAME_MAP
+from syncd.protocol.records import encode
+from syncd.protocol.reports import ExplorerReport
+from syncd.protocol.requests import RollbackRequest
+from syncd.protocol.tensor_names import HubPiece, MappedTensor, NameMapRecord
+from syncd.storage.sessions import Session
+from tests.jobs import LEASE_TIME, SmallJob
+from tests.storages import Clock
+
+MAP = NameMapRecord(
+    tensors={"weight": MappedTensor(shape=(3,), pieces=(HubPiece(name="hub.weight"),))}
+)
+
+
+def save(job: SmallJob, step: int) -> None:
+    folder = job.layout.actor(step) / "huggingface"
+    folder.mkdir(parents=True)
+    (folder / NAME_MAP).write_bytes(encode(MAP))
+    job.save(step)
+
+
+@contextmanager
+def explorer(job: SmallJob, name: str, *, hub_names: bool) -> Iterator[None]:
+    with Session(job.layout, LEASE_TIME) as session:
+        report = ExplorerReport(
+            name=name, session=session.id, status="running", hub_names=hub_names, time=0.0
+        )
+        content = encode(report)
+        if not hub_names:  # as a release before there were any
+            content = content.replace(b',"hub_names":false', b"")
+        job.put(job.layout.explorer(name), content)
+        yield
+
+
+def tensors(job: SmallJob, sequence: int) -> tuple[str, list[str]]:
+    """Whose names a version has, and which."""
+    manifest = read_manifest(job.storage, job.layout.version(sequence))
+    return manifest.names or "none", [tensor.name for tensor in manifest.tensors]
+
+
+HUB = ("hub", ["hub.weight"])
+TRAINER = ("trainer", ["weight"])
+
+
+def said(job: SmallJob) -> list[tuple[int | None, str | None, str | None]]:
+    lines = (line for line in read_journal(job) if line.event == "names")
+    return [(line.version, line.names, line.why) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("explorers", "names"),
+    [
+        ({}, HUB),
+        ({"new": True}, HUB),
+        ({"new": True, "old": False}, TRAINER),
+    ],
+)
+def test_a_new_job_gets_the_hubs_names_if_all_live_explorers_take_them(
+    job: SmallJob, clock: Clock, explorers: dict[str, bool], names: object
+) -> None:
+    with ExitStack() as stack:
+        for name, takes in explorers.items():
+            stack.enter_context(explorer(job, name, hub_names=takes))
+        with job.daemon(clock=clock) as loop:
+            save(job, 1)
+            loop.run_once()
+            seen = look(job)
+    assert tensors(job, 1) == names
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(page(seen, 0.0, 100))
+    shown = console.export_text()
+    assert ("old did not report to take the hub's" in shown) == (names == TRAINER)
+    assert ("names    of the hub" in shown) == (names == HUB)
+    why = "old did not report that it takes the hub's names" if names == TRAINER else None
+    assert said(job) == [(1, names[0], why)]  # type: ignore[index] # one of the two above
+    assert seen["daemon"]["names"] == names[0]  # type: ignore[index]
+
+
+def test_an_explorer_that_is_gone_is_not_asked(job: SmallJob, clock: Clock) -> None:
+    with explorer(job, "old", hub_names=False):
+        pass
+    with job.daemon(clock=clock) as loop:
+        save(job, 1)
+        loop.run_once()
+    assert tensors(job, 1) == HUB
+
+
+def test_a_job_keeps_the_names_of_its_newest_version_over_daemons(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with explorer(job, "old", hub_names=False), job.daemon(clock=clock) as loop:
+        save(job, 1)
+        loop.run_once()
+    for step in (2, 3):
+        with job.daemon(clock=clock) as loop:
+            save(job, step)
+            loop.run_once()
+            assert tensors(job, step) == TRAINER
+    assert len(said(job)) == 1
+    told = [record for record in caplog.records if getattr(record, "event", "") == "version_names"]
+    assert [record.levelno for record in told] == [logging.WARNING]
+    assert "--names hub" in told[0].getMessage()
+
+
+def test_a_change_of_names_is_said_once(
+    job: SmallJob, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with job.daemon(DaemonConfig(names="trainer"), clock=clock) as loop:
+        save(job, 1)
+        loop.run_once()
+        loop.config = DaemonConfig(names="hub")
+        for step in (2, 3):
+            save(job, step)
+            loop.run_once()
+    with job.daemon(DaemonConfig(names="hub"), clock=clock) as loop:
+        save(job, 4)
+        loop.run_once()
+    assert [tensors(job, n) for n in (3, 4)] == [HUB, HUB]
+    assert said(job) == [(1, "trainer", None), (2, "hub", None)]
+    assert "up to the version before those of the trainer's module" in caplog.text
+
+
+def test_a_rollback_brings_its_names_back_and_they_are_kept(job: SmallJob, clock: Clock) -> None:
+    with job.daemon(DaemonConfig(names="trainer", keep=9), clock=clock) as loop:
+        save(job, 1)
+        loop.run_once()
+        loop.config = DaemonConfig(names="hub", keep=9)
+        save(job, 2)
+        loop.run_once()
+        loop.config = DaemonConfig(keep=9)
+        ask = RollbackRequest(id="ask", sequence=1, by="me", time=0.0)
+        job.put(job.layout.request("ask"), encode(ask))
+        loop.run_once()
+        save(job, 4)
+        loop.run_once()
+    assert [tensors(job, n) for n in (2, 3, 4)] == [HUB, TRAINER, TRAINER]
+    assert [line[:2] for line in said(job)] == [(1, "trainer"), (2, "hub"), (3, "trainer")]
+
+
+def test_a_model_whose_names_are_the_same_is_nothing_to_be_said(
+    job: SmallJob, clock: Clock
+) -> None:
+    with explorer(job, "old", hub_names=False), job.daemon(clock=clock) as loop:
+        job.save(1)
+        loop.run_once()
+        seen = look(job)
+    assert said(job) == []
+    assert seen["daemon"]["names"] is None
+
+
+def test_a_memory_folder_keeps_the_trainers_own_file_unless_told_otherwise(tmp_path: Path) -> None:
+    job = SmallJob(tmp_path / "job")
+    told = {}
+    for names in (None, "hub"):
+        config = DaemonConfig(memory_dir=tmp_path / "memory", names=names)
+        services = Services(job.layout.root, config)
+        told[names] = [keeper._config.names for keeper in services._keepers]
+    assert told == {None: [None, "trainer"], "hub": ["hub", "hub"]}
+
+
+def test_an_explorer_that_was_killed_is_not_asked_once_it_is_known_as_dead(
+    job: SmallJob, clock: Clock
+) -> None:
+    with explorer(job, "old", hub_names=False):
+        report = job.layout.explorer("old").read_bytes()
+        heartbeat = next(path for path in job.layout.sessions.iterdir() if path.suffix == ".lock")
+        left = heartbeat.read_bytes()
+    job.put(job.layout.explorer("old"), report)
+    heartbeat.write_bytes(left)  # nobody touches it any more
+    with job.daemon(clock=clock) as loop:
+        for _ in range(12):
+            loop.run_once()
+            clock.now += LEASE_TIME / 4
+        save(job, 1)
+        loop.run_once()
+    assert tensors(job, 1) == HUB
