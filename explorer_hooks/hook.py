@@ -232,8 +232,8 @@ class ExplorerHook:
             The version that the engine serves now.
 
         Raises:
-            WaitTimeoutError: nothing newer came in time, or another thread pulled all the time; the
-                engine is as it was.
+            WaitTimeoutError: no newer version came in time, or another thread was pulling all the
+                time; the engine is as it was.
             VerificationError, EngineMismatchError, or an error of the engine: the version was
                 refused; the engine is as it was. The next pull waits for a later one.
             OSError, or an error of ``on_remote``: storage or the callback failed; the engine is as
@@ -449,8 +449,8 @@ def _check_arguments(engine: object, staging: object) -> None:
         why = "it is a class" if is_class else f"it has no {missing[0]}"
         kind = getattr(engine, "__name__", type(engine).__name__)
         raise InvalidSettingsError(
-            f"engine is {kind}, which is no engine ({why}): give TorchModule(model) for a model of "
-            "this process, or another engine of docs/engines.md"
+            f"engine is {kind}, which is not an engine ({why}): give TorchModule(model) for a "
+            "model of this process, or another engine of docs/engines.md"
         )
     if staging is not None and not isinstance(staging, Staging):
         raise InvalidSettingsError(

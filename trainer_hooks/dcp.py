@@ -64,7 +64,7 @@ def announce_dcp(
     if DCP_UNFINISHED in names or not (DCP_METADATA in names or parts):
         raise SaveNotReadyError(
             f"{source} has no {DCP_METADATA}, which torch.distributed.checkpoint writes last: "
-            "announce a save after it is done, and check its checkpoint_id"
+            "announce a save after it is done, and check that its checkpoint_id is that folder"
         )
     is_elsewhere = folder is not None and source.absolute() != actor.absolute()
     others = [

@@ -355,10 +355,10 @@ def _whole(
 
 
 def _dcp_files(names: Sequence[str]) -> tuple[str, ...] | str:
-    """The files of a folder of ``torch.distributed.checkpoint``; or why it is none yet.
+    """The files of a ``torch.distributed.checkpoint`` folder, or the reason why it is incomplete.
 
-    Nothing if there is no trace of one. All ``.distcp`` files count: which of them the metadata
-    names is only known once it is parsed.
+    No files if the folder has no trace of one. All ``.distcp`` files count: which of them the
+    metadata names is only known once it is parsed.
     """
     files = sorted((name for name in names if name.endswith(DCP_SUFFIX)), key=distcp_order)
     if DCP_UNFINISHED in names:

@@ -143,7 +143,7 @@ def each_file(
         if entry.file not in listed:
             raise VerificationError(
                 f"the manifest of {folder} has {shown(entry.name)} in {shown(entry.file)}, "
-                "which it does not list"
+                "but the manifest lists no such file"
             )
         told[entry.file][entry.name] = entry
     for listed_file in manifest.files:

@@ -187,7 +187,7 @@ _POLICY: tuple[Callable[[Callable[..., Any]], Callable[..., Any]], ...] = (
     click.option(
         "--prune-foreign/--no-prune-foreign",
         default=_DEFAULTS.prune_foreign,
-        help=f"Do so also for saves without receipts in a job without {STATE_POINTER}.",
+        help=f"Also delete steps without receipts, in a job without {STATE_POINTER}.",
     ),
     click.option(
         "--dead-reader-grace",

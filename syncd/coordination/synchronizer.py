@@ -179,7 +179,11 @@ class Synchronizer:
     async def get_state_dict_meta(
         self, version: Version | None = None
     ) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version, or the newest."""
+        """Name, dtype (``torch.bfloat16``) and shape of each tensor of a version.
+
+        Args:
+            version: the newest by default.
+        """
         return await self._run(self.blocking.get_state_dict_meta, version)
 
     # -- transfers -----------------------------------------------------------------------------

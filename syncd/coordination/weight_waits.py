@@ -131,10 +131,13 @@ class WeightWaits:
                 if not wait.more():
                     if (offer := self._transfer.leave()) is not None:
                         return offer
-                    raise WaitTimeoutError(
-                        f"nothing newer than {current or 'nothing'} was published in "
-                        f"{self._versions.job.layout.root} in time; {self._why_nothing()}"
+                    root = self._versions.job.layout.root
+                    told = (
+                        f"nothing newer than {current} was published in {root} in time"
+                        if current
+                        else f"no version was published in {root} in time"
                     )
+                    raise WaitTimeoutError(f"{told}; {self._why_nothing()}")
                 if not watches_daemon:  # it takes two looks to tell a killed daemon from a live one
                     watches_daemon = True
                     self._versions.daemon_hint()

@@ -105,7 +105,7 @@ def load(
 
     Args:
         file: a TOML file.
-        environ: the environment; of it ``SYNCD_KEY`` is read for each key.
+        environ: the environment: ``SYNCD_KEY`` sets each key, e.g. ``SYNCD_KEEP`` sets ``keep``.
         options: key → its value on the command line.
 
     Raises:

@@ -55,7 +55,7 @@ def open_weights(storage: Storage, version: WholeVersion) -> Iterator[Places]:
         if tensor.file not in told:
             raise NoDeltaError(
                 f"the manifest of {version} has {shown(tensor.name)} in {shown(tensor.file)}, "
-                "which it does not list"
+                "but the manifest lists no such file"
             )
         told[tensor.file][tensor.name] = tensor
     with ExitStack() as stack:

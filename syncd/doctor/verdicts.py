@@ -192,9 +192,9 @@ def replaced(counts: Sequence[Mapping[str, int]]) -> Finding:
     """Whether a reader of a file that is being replaced finds it whole.
 
     Args:
-        counts: of each reader: ``read``, and of these ``missing`` (the name was not there),
-            ``torn``, ``stale`` (to be opened again, which does no harm), and ``different`` from the
-            one before.
+        counts: for each reader, the number of its reads (``read``). Some of these were ``missing``
+            (the name was not there), ``torn``, ``stale`` (harmless: the file must be opened again),
+            or ``different`` from the read before.
     """
     kinds = ("read", "missing", "torn", "stale", "different")
     total = {kind: sum(one.get(kind, 0) for one in counts) for kind in kinds}

@@ -147,8 +147,8 @@ class SyncSettings:
         max_staleness: steps that an explorer may lag before it must not produce; None = any.
         max_explorer_lag: steps that the slowest explorer may lag before the trainer waits for it;
             None = any.
-        checkpoint_every: of method ``nccl``: of so many syncs one is saved by the checkpoint path
-            too, for explorers that come late.
+        checkpoint_every: with method ``nccl``, every n-th sync is also saved by the checkpoint
+            path, for late joiners.
         broadcast_timeout: seconds that a broadcast's handshake, its setup and its transfer may take
             each, before that step goes by the checkpoint path instead.
         broadcast_bucket: bytes of the buckets that a broadcast packs tensors into.

@@ -48,7 +48,7 @@ class Metrics:
     """All metrics of one process, in a registry of its own.
 
     Attributes:
-        registry: what is served.
+        registry: the metrics that are served.
     """
 
     def __init__(self) -> None:
