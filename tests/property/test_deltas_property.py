@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from syncd.checkpoint.tensor_rules import ITEMSIZE
 from syncd.deltas.applying import Link, apply_chain, changed_positions
 from syncd.deltas.delta_folder import BLOCK, BLOCKS, ENTRY, INDEX
+from syncd.deltas.delta_reader import DeltaReader
 from syncd.deltas.encoding import UINT, BlockError, Decoder, Encoder, longest
-from syncd.deltas.ends import NoDeltaError, content_of, find_chain
+from syncd.deltas.ends import NoDeltaError, content_of, find_chain, in_order
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.names import DELTA
 from syncd.protocol.records import Delta, encode
@@ -423,6 +424,36 @@ def test_a_delta_with_another_index_is_refused(small: Small, data: st.DataObject
     with TemporaryDirectory() as name:
         link = rewritten(small, Path(name) / "d", index, small.blocks)
         assert outcome(small, link, Path(name)) == ("made" if index == small.index else "refused")
+
+
+def read(small: Small, link: Link) -> None:
+    DeltaReader(STORAGE, link.folder, link.delta, in_order(small.target.manifest)).close()
+
+
+def test_an_index_with_a_block_twice_is_refused(small: Small, tmp_path: Path) -> None:
+    first, *others, last = ENTRY.iter_unpack(small.index)
+    twice = b"".join(ENTRY.pack(*entry) for entry in (first, *others, first))
+    blocks = small.blocks[: -last[2]] + small.blocks[: first[2]]
+    update = {"changed": small.link.delta.changed - last[3] + first[3]}
+    link = rewritten(small, tmp_path / "d", twice, blocks, **update)
+    with pytest.raises(NoDeltaError, match="a block twice"):
+        read(small, link)
+
+
+def test_an_index_that_is_longer_than_the_version_allows_is_not_read(
+    small: Small, tmp_path: Path
+) -> None:
+    link = rewritten(small, tmp_path / "d", small.index * 5, small.blocks)
+    (link.folder / INDEX).unlink()
+    with pytest.raises(NoDeltaError, match="more entries than the version has blocks"):
+        read(small, link)
+
+
+def test_an_index_of_another_digest_is_refused(small: Small, tmp_path: Path) -> None:
+    link = rewritten(small, tmp_path / "d", small.index, small.blocks)
+    (link.folder / INDEX).write_bytes(small.index[::-1])
+    with pytest.raises(NoDeltaError, match="another digest"):
+        read(small, link)
 
 
 @given(data=st.data())

@@ -33,6 +33,8 @@ from tests.made_deltas import quick, work
 from tests.storages import CHANGES, Clock, RuledStorage, refuse
 
 ON = DaemonConfig(deltas="on", keep=99)
+pytestmark = pytest.mark.lagging
+
 #: A guard against a thread that hangs, in seconds.
 _HANGS = 60
 
@@ -133,6 +135,7 @@ def test_each_version_gets_a_delta_from_the_one_before_it(job: SmallJob) -> None
     )
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_a_real_child_makes_one_that_a_reader_believes(job: SmallJob) -> None:
     threads: list[Any] = []
 
@@ -240,6 +243,7 @@ def test_a_name_that_is_taken_stays_as_it_is(job: SmallJob) -> None:
     assert deltas(job) == ["d000002", "d000003"]
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_a_newer_version_ends_the_work_and_does_not_wait_for_it(job: SmallJob) -> None:
     with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
         publish(job, loop, 1)
@@ -257,6 +261,7 @@ def test_a_newer_version_ends_the_work_and_does_not_wait_for_it(job: SmallJob) -
     assert drafts(job) == []
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_work_that_does_not_end_delays_no_version_and_is_the_only_one(job: SmallJob) -> None:
     with finished(Held(heeds=False)) as held, job.daemon(ON, deltas=held.work) as loop:
         for step in (1, 2):
@@ -273,6 +278,7 @@ def test_work_that_does_not_end_delays_no_version_and_is_the_only_one(job: Small
     assert deltas(job) == ["d000006"]  # that of version 2 was ended, though nobody heeded it
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_the_base_is_not_pruned_while_the_work_goes_on_and_is_pruned_after_it(
     job: SmallJob,
 ) -> None:
@@ -289,6 +295,7 @@ def test_the_base_is_not_pruned_while_the_work_goes_on_and_is_pruned_after_it(
         assert job.versions == ["v000002"]
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_a_sweep_leaves_the_draft_alone(job: SmallJob, storage: RuledStorage) -> None:
     with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
         publish(job, loop, 1)
@@ -302,6 +309,7 @@ def test_a_sweep_leaves_the_draft_alone(job: SmallJob, storage: RuledStorage) ->
     assert deltas(job) == ["d000002"]
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_the_end_of_a_daemon_ends_the_work(job: SmallJob) -> None:
     held = Held()
     with job.daemon(ON, deltas=held.work) as loop:
@@ -313,6 +321,7 @@ def test_the_end_of_a_daemon_ends_the_work(job: SmallJob) -> None:
     assert drafts(job) == []
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_a_superseded_daemon_commits_no_delta(job: SmallJob) -> None:
     with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
         publish(job, loop, 1)
@@ -324,6 +333,7 @@ def test_a_superseded_daemon_commits_no_delta(job: SmallJob) -> None:
         assert [path.name.partition("-")[0] for path in successor.condemned()] == ["d000002"]
 
 
+@pytest.mark.local_only("the lagging client is of one thread")
 def test_the_next_daemon_takes_the_progress_of_the_last_one_down(job: SmallJob) -> None:
     with finished(Held()) as held, job.daemon(ON, deltas=held.work) as loop:
         publish(job, loop, 1)

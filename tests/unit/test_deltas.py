@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from syncd.checkpoint.merging.merge import digest_safetensors
 from syncd.checkpoint.merging.options import Work
+from syncd.checkpoint.safetensors_file import SafetensorsFile
+from syncd.checkpoint.safetensors_header import HeaderEntry, header_bytes
 from syncd.deltas.applying import Link, apply_chain, changed_positions
 from syncd.deltas.delta_folder import BLOCKS, DENSEST, INDEX, read_delta, verify_delta
 from syncd.deltas.ends import NoDeltaError, content_of, find_chain, why_no_delta
@@ -18,6 +21,7 @@ from syncd.deltas.making import DeltaChild, why_not_here
 from syncd.deltas.whole_version import WholeVersion
 from syncd.protocol.errors import CancelledError
 from syncd.protocol.names import DELTA
+from syncd.storage.fsio import Storage
 from tests.deltas import (
     STORAGE,
     changed,
@@ -329,3 +333,60 @@ def test_the_shortest_chain_of_those_that_there_are_is_found(chain: list[Link]) 
 
 def test_this_host_has_what_deltas_need() -> None:
     assert why_not_here() is None
+
+
+# -- a tensor over 4 GiB -------------------------------------------------------------------------
+
+
+class HolesStorage(Storage):
+    """Leaves holes for zeros, so that gigabytes of them take no room."""
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset: int) -> int:
+        if bytes(data).count(0) == len(data):
+            os.ftruncate(fd, max(os.fstat(fd).st_size, offset + len(data)))
+            return len(data)
+        return super().pwrite(fd, data, offset)
+
+
+def _holes(folder: Path, sequence: int, size: int, *changes: int) -> WholeVersion:
+    """A version of one tensor of bytes, all zero but at some positions."""
+    tensor = {"big": ("U8", np.zeros(0, np.uint8))}
+    version = write_version(folder, sequence, tensor)
+    path = version.folder / "model.safetensors"
+    header = header_bytes([HeaderEntry("big", "U8", (size,), 0, size)])
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + size)
+        for position in changes:
+            file.seek(len(header) + position)
+            file.write(b"\x07")
+    with SafetensorsFile.open(STORAGE, path) as opened:
+        found = digest_safetensors(STORAGE, opened, cancel=nothing)
+    files = (*found.files, *version.manifest.files[1:])
+    update = {"files": files, "tensors": found.tensors}
+    return WholeVersion(version.folder, version.manifest.model_copy(update=update))
+
+
+@pytest.mark.deep
+def test_a_tensor_over_four_gib_changes_at_its_ends(tmp_path: Path) -> None:
+    size = 2**32 + 2**20 + 5
+    ends = [0, 2**32 - 1, 2**32, size - 1]
+    base = _holes(tmp_path, 1, size)
+    target = _holes(tmp_path, 2, size, *ends)
+    link = make_delta(base, target, tmp_path / "d")
+    assert link.delta.changed == len(ends)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    apply_chain(STORAGE, target, [link], base, to=HolesStorage(), draft=draft)
+    with (draft / "model.safetensors").open("rb") as file:
+        file.seek(-size, os.SEEK_END)
+        begin = file.tell()
+        for position in (*ends, 1, size - 2):
+            file.seek(begin + position)
+            assert file.read(1) == (b"\x07" if position in ends else b"\0")
+    found = [
+        position
+        for _, positions in changed_positions(STORAGE, base.manifest, target.manifest, [link])
+        for position in positions.tolist()
+    ]
+    assert set(found) >= set(ends)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from explorer_hooks import ExplorerHook, TorchModule
+from explorer_hooks import ExplorerHook, TorchModule, TransformersModel
 from syncd.checkpoint.version import read_manifest
 from syncd.cli import cli
 from syncd.daemon.config import DaemonConfig
@@ -373,6 +373,23 @@ def test_a_module_in_fp32_or_in_the_sync_dtype_takes_the_versions(
     published(job)
     served = nn.Linear(5, 3).to(own)
     with ExplorerHook(job.layout.root, "explorer", TorchModule(served, cast=True)) as explorer:
+        explorer.pull(10)
+    wanted = cast(dict(model.state_dict()), torch.bfloat16)
+    check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+def test_a_transformers_model_in_fp32_or_in_the_sync_dtype_takes_the_versions(
+    job: SmallJob, own: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(**SIZES, tie_word_embeddings=True)
+    model = Qwen2ForCausalLM(config)
+    saved(job, model, sync_dtype="bf16")
+    published(job)
+    served = Qwen2ForCausalLM(config).to(own)
+    engine = TransformersModel(served, cast=True)
+    with ExplorerHook(job.layout.root, "explorer", engine) as explorer:
         explorer.pull(10)
     wanted = cast(dict(model.state_dict()), torch.bfloat16)
     check_same(dict(served.state_dict()), {name: one.to(own) for name, one in wanted.items()})
