@@ -66,7 +66,7 @@ def test_a_job_that_trains_lora_publishes_adapters_that_peft_loads(
             assert AutoTokenizer.from_pretrained(version.folder).decode([1, 2]) == "a b"
             assert "config.json" not in names_in(version.folder)
             version.release()
-        assert "(adapter)" in said_by_syncd("status", job)
+        assert "(adapter" in said_by_syncd("status", job)
         assert json.loads(said_by_syncd("status", job, "--json"))["latest"]["kind"] == "adapter"
         assert "whole adapter" in said_by_syncd("verify", job)
         assert daemon.terminate() == 0

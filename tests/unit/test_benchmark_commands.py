@@ -35,6 +35,7 @@ def test_a_benchmark_that_a_page_names_is_there_and_has_its_options(
     assert not option or f'"{option}"' in source
 
 
+@pytest.mark.slow
 def test_the_merge_benchmark_measures_a_size_once_and_prints_what_it_has_if_a_later_part_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

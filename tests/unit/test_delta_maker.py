@@ -529,6 +529,7 @@ class TakeOver:
                 self._job.take_over()
 
 
+@pytest.mark.slow
 def test_whichever_call_a_take_over_comes_before_there_is_a_whole_delta_or_none(
     tmp_path: Path, hosts: Hosts
 ) -> None:

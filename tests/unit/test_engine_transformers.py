@@ -303,6 +303,7 @@ def test_an_adapter_of_other_tokens_is_refused(tmp_path: Path) -> None:
         TransformersModel(lora_qwen(trainable_token_indices=[3, 4])).check(version)
 
 
+@pytest.mark.slow
 def test_prompts_that_continuous_batching_has_kept_are_forgotten(tmp_path: Path) -> None:
     truth, model = trained(tiny_qwen(), 1), tiny_qwen()
     prompt = [number % 39 + 1 for number in range(600)]  # more than a block of its cache

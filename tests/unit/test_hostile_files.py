@@ -792,6 +792,6 @@ def test_status_shows_what_others_wrote_as_text_on_its_own_line(shared: Shared) 
     assert result.exception is None, result.exc_info
     assert "\x1b" not in result.output
     assert [line for line in result.output.splitlines() if line.startswith("latest")] == [
-        "latest   version 4, step 4"
+        "latest   version 4, step 4 (F32)"
     ]
     assert "[/bold]" in result.output

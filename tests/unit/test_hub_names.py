@@ -116,6 +116,7 @@ def test_the_merge_of_shards_is_what_transformers_saves(model_type: str, tmp_pat
             assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", types())
 def test_a_table_says_what_transformers_says(model_type: str) -> None:
     for kind in classes(model_type):

@@ -228,6 +228,7 @@ def test_a_merge_is_ended_by_a_newer_save_if_it_is_late_and_the_next_has_twice_a
         job.check(lambda: True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [LEAST - 10, 7 * LEAST])
 def test_saves_that_come_twice_in_the_time_of_a_merge_are_still_published(
     job: SmallJob, seconds: float
