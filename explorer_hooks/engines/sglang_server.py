@@ -54,7 +54,7 @@ class SGLangServer(ServerEngine):
     _is_flushed = False
 
     def _takes_names_of(self, version: LeasedVersion) -> bool:  # noqa: ARG002 # others look
-        return False  # 0.5.23 knows the hub's; it drops all others, and says success
+        return False  # 0.5.23 loads the hub's names only; it drops others and still reports success
 
     def _find_kinds(self) -> frozenset[str]:
         for route in (_PAUSE, _RESUME, _UPDATE, _FLUSH, _GENERATE):

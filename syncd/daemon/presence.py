@@ -34,10 +34,12 @@ class Participants:
     ) -> None:
         self._job = job
         self._clock = clock
-        # A participant seen alive for longer than the dead can seem to be was alive at first sight.
+        # A dead participant may still look alive for a lease time. One that looks alive for longer
+        # than that was alive when this process first looked.
         self._proof = 2 * lease_time
-        # Leftovers of the dead are collected later than this, by more than a tick after the proof;
-        # otherwise a participant that leaves between two looks would be missed.
+        # A heartbeat that disappears sooner than this was removed by its owner, because the daemon
+        # collects those of dead participants later. It is longer than the proof by more than a
+        # tick, so that a participant that leaves between two looks is noticed.
         self._soon = 2.5 * lease_time
         judge = Judge(job.storage, lease_time, clock=clock)
         self._lookout = Lookout(judge, job.layout, tick=lease_time / 4, clock=clock)

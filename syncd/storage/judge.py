@@ -84,8 +84,8 @@ class Judge:
             fd = self._storage.open_read(path)
         except OSError as error:
             if is_unreadable(error):
-                # Nobody's heartbeat, or one that this user may not see, and not ours to break: its
-                # owner lives, for all we know. Nor may it keep us from looking at the others.
+                # It is no heartbeat, or this user may not read it. Its owner may be alive, so it is
+                # not broken. The other heartbeats are still looked at.
                 self._watched.pop(path, None)
                 if self._repeats.due(path):
                     log.error(

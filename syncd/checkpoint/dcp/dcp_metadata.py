@@ -303,8 +303,8 @@ def _own_name(entry: SavedName, parent: Keys) -> str:
     if entry.path[: len(parent)] != parent or not within:
         return ""
     if len(within) > 1 and not within[0].endswith(EXTRA_STATE):
-        return ""  # in another dict, which may be inside
-    # At the top level there may be a step count and the like, which is none of the model's.
+        return ""  # it is in a nested dict
+    # The top level may also have entries that are not the model's, for example a step count.
     return own if parent or _is_tensor(entry) or _is_extra(own) else ""
 
 
