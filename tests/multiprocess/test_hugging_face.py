@@ -99,7 +99,7 @@ def assert_loads_as_trained(folder: Path, save: Path, *, left_out: frozenset[str
 def test_a_merged_folder_loads_to_the_logits_of_its_trainer(
     saves: Path, tmp_path: Path, name: str, size: str
 ) -> None:
-    folder = merged(saves / name, tmp_path / "out", *SIZES[size])
+    folder = merged(saves / name, tmp_path / "out", "--names", "trainer", *SIZES[size])
     assert (len(list(folder.glob("*.safetensors"))) > 1) == (size == "small files")
     left_out = frozenset({LM_HEAD} if name == "qwen2" else ())
     assert_loads_as_trained(folder, saves / name, left_out=left_out)
@@ -109,7 +109,7 @@ def test_a_merged_folder_loads_to_the_logits_of_its_trainer(
 
 def test_fused_experts_are_loaded_by_the_names_of_the_module(saves: Path, tmp_path: Path) -> None:
     """save_pretrained writes one tensor an expert, and other names; both are read."""
-    found = tensors(merged(saves / "mixtral", tmp_path / "out"))
+    found = tensors(merged(saves / "mixtral", tmp_path / "out", "--names", "trainer"))
     assert found["model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 64, 16)
     assert found["model.layers.1.mlp.experts.down_proj"].shape == (3, 16, 32)
     assert not any("block_sparse_moe" in name for name in found)
