@@ -158,7 +158,7 @@ class Versions:
         """Hold a folder: one lease of it, however many of this participant hold it.
 
         Args:
-            folder: of a version, or of a step that was built to be evaluated.
+            folder: the folder of a version, or of a step that was built to be evaluated.
             lease: makes the first hold.
         """
         with self._lock:

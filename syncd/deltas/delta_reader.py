@@ -35,9 +35,9 @@ class DeltaReader:
 
     Args:
         storage: the storage that the delta is on.
-        folder: of the delta.
+        folder: the folder of the delta.
         delta: its record.
-        tensors: of the target, in the order of the names.
+        tensors: the tensors of the target, in the order of the names.
 
     Raises:
         NoDeltaError: the delta is not whole, or not one of these tensors.
@@ -112,7 +112,7 @@ class DeltaReader:
             tensor: its number in the order of the names.
             block: the number of the block.
             elements: the old ones, of the whole block.
-            decoder: of this thread.
+            decoder: the decoder of this thread.
 
         Returns:
             False if nothing changed.

@@ -23,7 +23,7 @@ class WholeVersion:
 
     Attributes:
         folder: with the files that the manifest lists.
-        manifest: of the version.
+        manifest: the manifest of the version.
     """
 
     folder: Path
