@@ -26,6 +26,7 @@ from syncd.protocol.policy import (
     SyncSettings,
     SyncStyle,
     Version,
+    check_step,
     explorer_sync_is_due,
     explorer_syncs,
     given_or_default,
@@ -317,8 +318,10 @@ class ExplorerHook:
         Raises:
             WaitTimeoutError: none of these events came within ``sync_timeout``.
             EngineBrokenError, CancelledError, NotFollowingError: as :meth:`pull`.
-            InvalidSettingsError: ``fully_async``, and :meth:`start` was not called.
+            InvalidSettingsError: ``fully_async``, and :meth:`start` was not called; or the step is
+                not a whole number.
         """
+        check_step(step)
         self._follower.check()
         if self._settings.style is SyncStyle.FULLY_ASYNC and not self._follower.is_on:
             raise InvalidSettingsError("style fully_async: call start() before the first step")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from syncd.coordination.trainer import TrainerSynchronizer
 from syncd.protocol.errors import SaveFailedError
-from syncd.protocol.policy import SyncMethod, SyncSettings, given_or_default
+from syncd.protocol.policy import SyncMethod, SyncSettings, check_step, given_or_default
 from syncd.storage.fsio import Storage
 from trainer_hooks.agreement import Ranks
 from trainer_hooks.background import raise_first
@@ -178,9 +178,11 @@ class TrainerHook:
             Metrics, in seconds, bytes and counts; ``docs/trainer.md`` lists them.
 
         Raises:
+            InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
             OutOfStepError: a collective failed in a broadcast: end this training.
         """
+        check_step(step)
         begun = self._begun()
         self._step = step
         metrics = self._carry_out(self._planner.by_policy(step, waiting=False), step)
@@ -213,9 +215,11 @@ class TrainerHook:
             As :meth:`after_step`.
 
         Raises:
+            InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save did not become whole; or the hook is closed.
             OutOfStepError: a collective failed in a broadcast: end this training.
         """
+        check_step(step)
         begun = self._begun()
         self._step = step
         return self._told(self._carry_out(self._planner.sync(step), step), begun)
@@ -237,8 +241,10 @@ class TrainerHook:
             As :meth:`after_step`.
 
         Raises:
+            InvalidSettingsError: the step is not a whole number.
             SaveFailedError: an earlier save failed, or this one, if the call waited for it.
         """
+        check_step(step)
         begun = self._begun()
         self._step = step
         with_hf = self._saving.save_as_hf is SaveAsHf.ALWAYS if save_as_hf is None else save_as_hf

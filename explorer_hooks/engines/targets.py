@@ -25,6 +25,11 @@ from syncd.protocol.errors import CheckpointError, EngineMismatchError
 #: The entry for ``get_extra_state`` of a module, which is never a parameter or a buffer.
 _EXTRA: Final = "_extra_state"
 
+#: The remedy if the floating dtypes differ.
+_TO_CAST: Final = (
+    "Cast floating values at the load (cast=True), or publish another dtype (syncd run --dtype)"
+)
+
 #: The module's name of a tensor of the version; None if the module does not take it.
 Rename = Callable[[str], str | None]
 
@@ -184,6 +189,7 @@ def find_targets(
     targets: list[Target] = []
     unknown: list[tuple[str, str]] = []
     first: dict[object, DescribedTensor] = {}
+    castable = False
     for name, fillings in given.items():
         if name not in tensors:
             continue
@@ -195,6 +201,8 @@ def find_targets(
             target = _target(entry, value, piece, cast=cast, whose=whose)
             if isinstance(target, str):
                 wrong.append(f"{_told(entry.name, name)} {target}")
+                dtype = DTYPES.get(entry.dtype)
+                castable = castable or (dtype != value.dtype and _casts(dtype, value.dtype))
                 continue
             tied = first.setdefault((_memory(value), part), entry)
             if tied is entry:
@@ -203,7 +211,7 @@ def find_targets(
                 unknown.append((tied.name, entry.name))
             elif tied.digest != entry.digest or tied.dtype != entry.dtype:
                 wrong.append(differ(tied.name, entry.name, whose))
-    refuse(what, whose, wrong)
+    refuse(what, whose, wrong, remedy=_TO_CAST if castable and not cast else "")
     return Fit(targets, unknown)
 
 

@@ -261,6 +261,15 @@ def _check(name: str, value: object, least: int, needed: str, *, or_none: bool =
         raise InvalidSettingsError(f"{name} is {value!r}: it must be a whole number, {needed}")
 
 
+def check_step(step: object) -> None:
+    """Check that the argument ``step`` of a hook's method is a training step.
+
+    Raises:
+        InvalidSettingsError: it is not a whole number, or below 0.
+    """
+    _check("step", step, 0, "the number of the training step, such as 2")
+
+
 @dataclass(frozen=True, slots=True)
 class TrainerDecision:
     """The actions of a trainer now.
